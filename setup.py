@@ -1,0 +1,27 @@
+"""The distribution `rlfusion`: the packages fusion, stalesync and distqueue."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="rlfusion",
+    version="0.1.0",
+    description="RL post-training of Mixture-of-Experts models on NPUs that both train and generate",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["fusion*", "stalesync*", "distqueue*"]),
+    package_data={"fusion.npu.emulator": ["*.cpp", "*.h"]},
+    install_requires=[
+        "torch>=2.9,<2.14",
+        "numpy",
+        "ray>=2.40",
+        "hydra-core>=1.3",
+        "transformers>=5.0",
+        "safetensors",
+        "tokenizers",
+        "datasets",
+        "math-verify",
+        "tensorboard",
+        "rich",
+    ],
+    extras_require={"test": ["pytest", "hypothesis", "ruff", "mypy"]},
+)
