@@ -1,0 +1,38 @@
+"""The model: one definition for training and inference, and what of it each rank holds.
+
+    config        ModelConfig: the shape, from and to a Hugging Face config.json
+    parallel      Parallel: the grid of ranks as arithmetic; Mesh: one rank's process groups
+    table         LocalParam and Part: logical slices of global tensors, physical places in local ones
+    weights       Buckets: flat storage that can be released and taken back under live views
+    collectives   gather, reduce-scatter, exchange of packed rows, with gradients
+    transformer   Transformer: embedding, layers, logits; `attend` is what the caller brings
+    moe           router, token exchange over EP, grouped experts, load-balancing loss
+    huggingface   load_weights, save_folder: straight into and out of any layout
+"""
+
+from fusion.model.config import ModelConfig
+from fusion.model.huggingface import load_weights, save_folder
+from fusion.model.moe import load_balancing_loss
+from fusion.model.parallel import Mesh, Parallel
+from fusion.model.table import LocalParam, Part, global_params, local_params
+from fusion.model.transformer import Attend, PackedAttention, Transformer
+from fusion.model.weights import BucketPlan, Buckets, plan_buckets
+
+__all__ = [
+    "Attend",
+    "BucketPlan",
+    "Buckets",
+    "LocalParam",
+    "Mesh",
+    "ModelConfig",
+    "PackedAttention",
+    "Parallel",
+    "Part",
+    "Transformer",
+    "global_params",
+    "load_balancing_loss",
+    "load_weights",
+    "local_params",
+    "plan_buckets",
+    "save_folder",
+]

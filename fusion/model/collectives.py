@@ -1,0 +1,100 @@
+"""Collectives with gradients for tensor and expert parallelism.
+
+Rows of a packed batch are split over the TP ranks as evenly as they go (`shard_sizes`), so a batch need not be padded to a
+multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusion.model.parallel import Mesh
+
+
+def shard_sizes(rows: int, ranks: int) -> list[int]:
+    """Rows of each rank: they differ by at most one, larger shards first."""
+    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+
+
+def gather_rows(x_shard: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
+    """[shard, …] of every TP rank → [rows, …] on all of them. Backward: reduce-scatter of the partial gradients."""
+    return x_shard if mesh.tp_group is None else _GatherRows.apply(x_shard, rows, mesh)
+
+
+def reduce_scatter_rows(x_partial: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Sum over TP of [rows, …], of which each rank keeps its shard. Backward: gather."""
+    return x_partial if mesh.tp_group is None else _ReduceScatterRows.apply(x_partial, mesh)
+
+
+def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
+    """All-to-all over EP: ``send[r]`` rows go to EP rank r, ``receive[r]`` come from it, in rank order."""
+    return x if mesh.ep_group is None else _ExchangeRows.apply(x, send, receive, mesh)
+
+
+def _gather(x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
+    ranks = mesh.parallel.tp
+    sizes = shard_sizes(rows, ranks)
+    if sizes[0] == sizes[-1]:
+        out = x.new_empty(rows, *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=mesh.tp_group)
+        return out
+    wire = x.new_zeros(sizes[0], *x.shape[1:])
+    wire[: x.shape[0]] = x
+    out = x.new_empty(ranks, *wire.shape)
+    dist.all_gather_into_tensor(out.flatten(0, 1), wire, group=mesh.tp_group)
+    return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)])
+
+
+def _reduce_scatter(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    # An exchange and a sum in rank order: reduction trees of the backends add in an order that depends on the buffer's
+    # size, and then a token's bits would depend on the batch it came in.
+    sizes = shard_sizes(x.shape[0], mesh.parallel.tp)
+    mine = sizes[mesh.tp_rank]
+    pieces = x.new_empty(len(sizes), mine, *x.shape[1:])
+    dist.all_to_all_single(pieces.flatten(0, 1), x.contiguous(), [mine] * len(sizes), sizes, group=mesh.tp_group)
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return _gather(x, rows, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _reduce_scatter(grads[0], ctx.mesh), None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh, ctx.rows = mesh, x.shape[0]
+        return _reduce_scatter(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _gather(grads[0], ctx.rows, ctx.mesh), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
+        ctx.send, ctx.receive, ctx.mesh = send, receive, mesh
+        return _exchange(x, send, receive, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _exchange(grads[0], ctx.receive, ctx.send, ctx.mesh), None, None, None
+
+
+def _exchange(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=mesh.ep_group)
+    return out

@@ -1,0 +1,184 @@
+"""The parameter table: which slice of which global tensor every rank holds, and how it is stored there.
+
+*Logical*: the model is a set of global tensors under their Hugging Face names. A `Part` names a box of one of them.
+*Physical*: a rank stores parts inside local tensors, fused and stacked as its kernels like them. The box inside the local
+tensor, and whether it lies there transposed, is the other half of the `Part`. A reshard plan only compares logical boxes;
+another engine's format is another list of parts.
+
+Local tensors of a rank (l: its share under TP or EP):
+
+    embed                       [Vl, D]            embed_tokens rows
+    layers.i.input_norm         [D]
+    layers.i.attention.qkv      [(Hl + 2 Kl) C, D] q, k and v rows, one under the other
+    layers.i.attention.q_norm   [C]                (k_norm alike)
+    layers.i.attention.out      [D, Hl C]          o_proj columns
+    layers.i.post_norm          [D]
+    layers.i.mlp.gate_up        [2 Fl, D]          dense: gate rows over up rows
+    layers.i.mlp.down           [D, Fl]            dense
+    layers.i.moe.router         [E, D]
+    layers.i.moe.gate_up        [El, 2 F, D]       one expert after the other
+    layers.i.moe.down           [El, D, F]
+    norm                        [D]
+    lm_head                     [Vl, D]            absent where embeddings are tied
+
+Invariant: over the ranks of one TP x EP grid the parts cover every element of every global tensor, and every element of a
+local tensor belongs to exactly one part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusion.model.config import ModelConfig
+from fusion.model.parallel import Parallel
+
+Box = tuple[tuple[int, int], ...]
+"""One (start, stop) a dimension."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the global tensor ``name`` and where it lies in a local tensor.
+
+    ``local`` has one range for each dimension of the local tensor; leading ranges of size one may be more than the global
+    tensor has dimensions (one expert of a stack). ``transposed``: the last two dimensions lie swapped.
+    """
+
+    name: str
+    region: Box
+    local: Box
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.region)
+
+    def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
+        """The part's elements as a view in the global orientation, shape `Part.shape`."""
+        view = local_tensor[tuple(slice(start, stop) for start, stop in self.local)]
+        for _ in range(view.dim() - len(self.region)):
+            view = view.squeeze(0)
+        return view.transpose(-1, -2) if self.transposed else view
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """A local tensor. ``expert``: replicated over edp instead of dp. ``tp_sharded``: TP ranks hold different elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    expert: bool = False
+    tp_sharded: bool = False
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
+    """(first, last + 1) of the key/value heads of a rank; several ranks share one where TP exceeds their number."""
+    if parallel.tp <= config.num_kv_heads:
+        per_rank = config.num_kv_heads // parallel.tp
+        return tp_rank * per_rank, (tp_rank + 1) * per_rank
+    head = tp_rank * config.num_kv_heads // parallel.tp
+    return head, head + 1
+
+
+def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name → shape of every tensor of a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in local_params(config, Parallel(), 0):
+        for part in param.parts:
+            shapes[part.name] = part.shape
+    return shapes
+
+
+def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[LocalParam, ...]:
+    """The local tensors of ``rank`` in the order of the forward pass."""
+    rows = _TableRows(config, parallel, rank)
+    table = [rows.vocabulary("embed", "model.embed_tokens.weight")]
+    for layer in range(config.num_layers):
+        table += rows.layer(layer)
+    table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
+    if not config.tie_embeddings:
+        table.append(rows.vocabulary("lm_head", "lm_head.weight"))
+    return tuple(table)
+
+
+class _TableRows:
+    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
+        self.config, self.parallel = config, parallel
+        self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
+
+    def share(self, size: int) -> tuple[int, int]:
+        per_rank = size // self.parallel.tp
+        return self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank
+
+    def whole(self, name: str, hf_name: str, shape: tuple[int, ...]) -> LocalParam:
+        box = tuple((0, size) for size in shape)
+        return LocalParam(name, shape, (Part(hf_name, box, box),))
+
+    def vocabulary(self, name: str, hf_name: str) -> LocalParam:
+        return self.stacked_rows(name, [(hf_name, self.share(self.config.vocab_size))])
+
+    def stacked_rows(self, name: str, pieces: list[tuple[str, tuple[int, int]]]) -> LocalParam:
+        width, offset, parts = self.config.hidden_size, 0, []
+        for hf_name, (start, stop) in pieces:
+            end = offset + stop - start
+            parts.append(Part(hf_name, ((start, stop), (0, width)), ((offset, end), (0, width))))
+            offset = end
+        return LocalParam(name, (offset, width), tuple(parts), tp_sharded=True)
+
+    def columns(self, name: str, hf_name: str, width: int) -> LocalParam:
+        start, stop = self.share(width)
+        height = self.config.hidden_size
+        part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
+        return LocalParam(name, (height, stop - start), (part,), tp_sharded=True)
+
+    def layer(self, layer: int) -> list[LocalParam]:
+        config, hf, local = self.config, f"model.layers.{layer}", f"layers.{layer}"
+        c, hidden = config.head_dim, config.hidden_size
+        first_kv, end_kv = kv_heads(config, self.parallel, self.tp_rank)
+        kv_rows = (first_kv * c, end_kv * c)
+        qkv = [
+            (f"{hf}.self_attn.q_proj.weight", self.share(config.num_heads * c)),
+            (f"{hf}.self_attn.k_proj.weight", kv_rows),
+            (f"{hf}.self_attn.v_proj.weight", kv_rows),
+        ]
+        rows = [
+            self.whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
+            self.stacked_rows(f"{local}.attention.qkv", qkv),
+            self.whole(f"{local}.attention.q_norm", f"{hf}.self_attn.q_norm.weight", (c,)),
+            self.whole(f"{local}.attention.k_norm", f"{hf}.self_attn.k_norm.weight", (c,)),
+            self.columns(f"{local}.attention.out", f"{hf}.self_attn.o_proj.weight", config.num_heads * c),
+            self.whole(f"{local}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
+        ]
+        return rows + (self.experts(layer) if config.num_experts else self.dense_mlp(layer))
+
+    def dense_mlp(self, layer: int) -> list[LocalParam]:
+        hf, local, width = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp", self.config.intermediate_size
+        pieces = [(f"{hf}.gate_proj.weight", self.share(width)), (f"{hf}.up_proj.weight", self.share(width))]
+        return [
+            self.stacked_rows(f"{local}.gate_up", pieces),
+            self.columns(f"{local}.down", f"{hf}.down_proj.weight", width),
+        ]
+
+    def experts(self, layer: int) -> list[LocalParam]:
+        config, hf, local = self.config, f"model.layers.{layer}.mlp", f"layers.{layer}.moe"
+        d, f = config.hidden_size, config.moe_intermediate_size
+        here = config.num_experts // self.parallel.ep
+        gate_up, down = [], []
+        for slot in range(here):
+            names = f"{hf}.experts.{self.ep_rank * here + slot}"
+            slot_range = (slot, slot + 1)
+            gate_up.append(Part(f"{names}.gate_proj.weight", ((0, f), (0, d)), (slot_range, (0, f), (0, d))))
+            gate_up.append(Part(f"{names}.up_proj.weight", ((0, f), (0, d)), (slot_range, (f, 2 * f), (0, d))))
+            down.append(Part(f"{names}.down_proj.weight", ((0, d), (0, f)), (slot_range, (0, d), (0, f))))
+        return [
+            self.whole(f"{local}.router", f"{hf}.gate.weight", (config.num_experts, d)),
+            LocalParam(f"{local}.gate_up", (here, 2 * f, d), tuple(gate_up), expert=True),
+            LocalParam(f"{local}.down", (here, d, f), tuple(down), expert=True),
+        ]

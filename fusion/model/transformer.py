@@ -1,0 +1,190 @@
+"""Qwen3 and Qwen3-MoE, once, for training and for inference, in any layout.
+
+Between blocks the rows of a packed batch are split over TP. A block gathers them, works on its heads or its columns, and
+reduce-scatters the sum; the MoE works on the split rows and exchanges them over EP.
+
+    ids_N ─ embed ─►[N/tp, D]─► { norm ─ gather ─ qkv ─ rope ─ attend ─ out ─ scatter ─(+)─► norm ─ MLP or MoE ─(+) }×L ─ norm ─ gather ─► hidden_ND
+
+What differs between a trainer and an engine is only ``attend``: the trainer attends inside packed sequences, the engine
+writes to and reads from its paged cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fusion.model.collectives import gather_rows, reduce_scatter_rows
+from fusion.model.config import ModelConfig
+from fusion.model.moe import MoE
+from fusion.model.parallel import Mesh
+from fusion.model.table import local_params
+from fusion.model.weights import Buckets, plan_buckets
+from fusion.npu import Device
+from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, varlen_causal_attention
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, q_NHC, k_NKC, v_NKC) → out_NHC; position encoding and q/k norm are already applied."""
+
+
+class PackedAttention:
+    """`Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = lengths
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen_causal_attention(q, k, v, self.lengths)
+
+
+class Transformer(nn.Module):
+    """One rank's share of the model. Its parameters are views into `weights` (flat `Buckets`) and start at zero.
+
+    Args:
+        dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
+        bucket_bytes: size of the flat buckets.
+        batch_invariant: a row's result does not depend, to the bit, on which rows it is computed with.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        device: Device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        bucket_bytes: int = 64 << 20,
+        batch_invariant: bool = False,
+    ):
+        super().__init__()
+        self.config, self.mesh, self.device = config, mesh, device
+        self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
+        self.recompute = False
+        self.table = local_params(config, mesh.parallel, mesh.rank)
+        plans = plan_buckets(self.table, mesh.parallel, dtype.itemsize, bucket_bytes)
+        self.weights = Buckets(plans, device, dtype, owner="weights")
+        views = self.weights.views
+        self.embed = nn.Parameter(views["embed"])
+        self.layers = nn.ModuleList(Layer(config, mesh, i, views) for i in range(config.num_layers))
+        self.norm = nn.Parameter(views["norm"])
+        self.lm_head = self.embed if config.tie_embeddings else nn.Parameter(views["lm_head"])
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32) / config.head_dim
+        self.inv_freq = (1.0 / config.rope_theta**exponents).to(device.torch_device)
+
+    def forward(
+        self, ids_N: torch.Tensor, positions_N: torch.Tensor, attend: Attend, router_stats: list | None = None
+    ) -> torch.Tensor:
+        """int64 token ids and positions [N] (the same on all TP ranks) → hidden states [N, D] after the final norm.
+
+        All ranks of an EP group call it equally often; N may be 0. ``router_stats`` collects one [2, E] tensor a layer
+        (see `MoE.forward`) of this rank's rows.
+        """
+        rows = ids_N.shape[0]
+        rope = self._rope(positions_N)
+        x = self._embed(ids_N)
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x, stats = checkpoint(
+                    layer, x, rows, rope, attend, self.row_multiple, use_reentrant=False, early_stop=False
+                )
+            else:
+                x, stats = layer(x, rows, rope, attend, self.row_multiple)
+            if router_stats is not None and stats is not None:
+                router_stats.append(stats)
+        return gather_rows(rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
+
+    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, D] → this TP rank's columns of the logits [n, V / tp]."""
+        return linear(hidden_nD, self.lm_head, self.row_multiple)
+
+    def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
+        if self.mesh.tp_group is None:
+            return F.embedding(ids_N, self.embed)
+        first = self.mesh.tp_rank * self.embed.shape[0]
+        local = ids_N - first
+        here = (local >= 0) & (local < self.embed.shape[0])
+        partial = F.embedding(local.where(here, 0), self.embed) * here.unsqueeze(-1)
+        return reduce_scatter_rows(partial, self.mesh)
+
+    def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions_N.to(torch.float32)[:, None] * self.inv_freq
+        angles_NC = torch.cat([angles, angles], dim=-1)
+        dtype = self.weights.dtype
+        return angles_NC.cos().to(dtype).unsqueeze(1), angles_NC.sin().to(dtype).unsqueeze(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: dict[str, torch.Tensor]):
+        super().__init__()
+        prefix = f"layers.{index}."
+        mine = {name[len(prefix) :]: view for name, view in weights.items() if name.startswith(prefix)}
+        self.eps = config.rms_norm_eps
+        self.input_norm = nn.Parameter(mine["input_norm"])
+        self.attention = Attention(config, mesh, index, _below("attention.", mine))
+        self.post_norm = nn.Parameter(mine["post_norm"])
+        if config.num_experts:
+            self.moe = MoE(config, mesh, _below("moe.", mine))
+        else:
+            self.mlp = MLP(mesh, _below("mlp.", mine))
+
+    def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int):
+        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), rows, rope, attend, row_multiple)
+        normed = rms_norm(x, self.post_norm, self.eps)
+        if hasattr(self, "moe"):
+            y, stats = self.moe(normed, row_multiple)
+            return x + y, stats
+        return x + self.mlp(normed, rows, row_multiple), None
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: dict[str, torch.Tensor]):
+        super().__init__()
+        self.mesh, self.index, self.eps = mesh, index, config.rms_norm_eps
+        self.heads = config.num_heads // mesh.parallel.tp
+        self.kv_heads = max(1, config.num_kv_heads // mesh.parallel.tp)
+        self.head_dim = config.head_dim
+        self.qkv = nn.Parameter(weights["qkv"])
+        self.q_norm = nn.Parameter(weights["q_norm"])
+        self.k_norm = nn.Parameter(weights["k_norm"])
+        self.out = nn.Parameter(weights["out"])
+
+    def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
+        x_ND = gather_rows(x, rows, self.mesh)
+        qkv = linear(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q = apply_rope(rms_norm(q, self.q_norm, self.eps), *rope)
+        k = apply_rope(rms_norm(k, self.k_norm, self.eps), *rope)
+        attended = attend(self.index, q, k, v).flatten(1)
+        return reduce_scatter_rows(linear(attended, self.out, row_multiple), self.mesh)
+
+
+class MLP(nn.Module):
+    def __init__(self, mesh: Mesh, weights: dict[str, torch.Tensor]):
+        super().__init__()
+        self.mesh = mesh
+        self.gate_up = nn.Parameter(weights["gate_up"])
+        self.down = nn.Parameter(weights["down"])
+
+    def forward(self, x: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
+        gate, up = linear(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple).chunk(2, dim=-1)
+        return reduce_scatter_rows(linear(F.silu(gate) * up, self.down, row_multiple), self.mesh)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, in float32 whatever the dtype of x, as transformers does."""
+    x32 = x.to(torch.float32)
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def apply_rope(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x_NHC.chunk(2, dim=-1)
+    return x_NHC * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _below(prefix: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: view for name, view in weights.items() if name.startswith(prefix)}

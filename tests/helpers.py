@@ -1,0 +1,142 @@
+"""Small models, and ranks to run them on.
+
+The processes that play ranks are started once and reused by every test of a run: importing torch costs more than most tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from fusion.model import ModelConfig
+
+TINY = dict(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    tie_word_embeddings=True,
+    initializer_range=0.2,
+    max_position_embeddings=1024,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+TINY_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+
+
+def tiny_hf(experts: bool = True, **changes: Any):
+    """A transformers model of a few thousand parameters with fixed weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(7)
+    if experts:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(TINY | TINY_EXPERTS | changes))).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**(TINY | changes))).eval()
+
+
+def tiny_checkpoint(folder: str | Path, experts: bool = True, **changes: Any) -> str:
+    """Writes `tiny_hf` to a folder and returns it."""
+    tiny_hf(experts, **changes).save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
+    kind = {"model_type": "qwen3_moe" if experts else "qwen3"}
+    return ModelConfig.from_hf(TINY | (TINY_EXPERTS if experts else {}) | kind | changes)
+
+
+def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", timeout_s: float = 120) -> list[Any]:
+    """Calls ``fn(rank, device, *args)`` in ``world`` processes joined by torch.distributed; returns the results by rank.
+
+    ``fn`` is a module-level function. The first failure is raised with its rank and traceback; the processes are then
+    ended, as the others may wait for the failed one for ever.
+    """
+    _pool.grow(world)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            _pool.pipes[rank].send((fn, rank, world, f"file://{folder}/store", device, args))
+        return _pool.collect(world, timeout_s)
+
+
+class _RankPool:
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def grow(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self.processes) < world:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+
+    def collect(self, world: int, timeout_s: float) -> list[Any]:
+        waiting, results = dict(zip(self.pipes[:world], range(world), strict=False)), [None] * world
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {timeout_s} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process died"
+                if not ok:
+                    self.stop()
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return results
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+    import torch.distributed as dist
+
+    from fusion.npu import open_device
+
+    torch.set_num_threads(1)
+    devices: dict[str, Any] = {}
+    while True:
+        try:
+            fn, rank, world, store, kind, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if kind not in devices:
+                devices[kind] = open_device(kind, index=rank)
+            device = devices[kind]
+            dist.init_process_group(device.process_group_backend, init_method=store, rank=rank, world_size=world)
+            result = fn(rank, device, *args)
+            dist.destroy_process_group()
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+_pool = _RankPool()
+atexit.register(_pool.stop)
