@@ -1,0 +1,188 @@
+"""A column: the samples of one field end to end in one buffer, found again by their offsets. No padding, no pickle.
+
+* ragged   a list of tensors (L_i, *trailing): buffer (sum L_i, *trailing) and offsets (B+1,) int64
+* dense    a tensor (B, *row): the same tensor, no offsets, so (B,) stays (B,) and (B, 1) stays (B, 1)
+* text, metadata   a list of `str` or of JSON-able `dict`: their UTF-8 bytes, ragged uint8
+
+Invariants: every buffer is a contiguous CPU tensor; a sample read from a column is a view of its buffer (text and
+metadata are decoded); what is packed, taken, joined and padded comes out bitwise with its layout, and an empty
+sequence is a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """What all samples of a column share; columns of one layout can be joined."""
+
+    kind: str
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+    ragged: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One column of B samples. `column[i]` is sample i: a view (L_i, *trailing) if ragged, a view (*row) if dense,
+    a `str` if kind is "text", a `dict` if kind is "json"."""
+
+    buffer: Tensor
+    """(sum of lengths, *trailing) if ragged, (B, *row) if dense; contiguous, on the CPU"""
+    offsets: Tensor | None = None
+    """(B + 1,) int64: sample i is buffer[offsets[i]:offsets[i + 1]]; None: dense"""
+    kind: str = "tensor"
+    """tensor, text or json"""
+
+    def __post_init__(self) -> None:
+        assert self.buffer.device.type == "cpu" and self.buffer.is_contiguous() and self.buffer.dim() > 0
+        if self.offsets is not None:
+            assert self.offsets.dtype == torch.int64 and self.offsets[0] == 0 and self.offsets[-1] == len(self.buffer)
+
+    @classmethod
+    def pack(cls, values: Column | Tensor | Sequence[Any], ids: Sequence[str], name: str) -> Column:
+        """A column from a dense tensor (B, *row) or a list of B ragged tensors, strings or dicts.
+
+        ValueError names the column, and the sample where there is one.
+        """
+        if len(values) != len(ids):
+            raise ValueError(f"column {name!r}: {len(values)} samples for {len(ids)} ids")
+        if isinstance(values, Column):
+            return values
+        if isinstance(values, np.ndarray | Tensor):
+            return cls(_cpu_tensor(values, name).contiguous())
+        if not len(values):
+            raise ValueError(f"column {name!r}: an empty list has no dtype; give a Column or a tensor of 0 rows")
+        if all(isinstance(value, str) for value in values):
+            return cls._of_bytes([value.encode() for value in values], "text")
+        if all(isinstance(value, dict) for value in values):
+            return cls._of_bytes([_json_bytes(value, name, id) for value, id in zip(values, ids, strict=True)], "json")
+        tensors = [_cpu_tensor(value, name, id) for value, id in zip(values, ids, strict=True)]
+        first = tensors[0]
+        for tensor, id in zip(tensors, ids, strict=True):
+            if tensor.dim() == 0:
+                raise ValueError(f"column {name!r}, sample {id!r}: a scalar; stack the scalars of a column as (B,)")
+            if (tensor.dtype, tensor.shape[1:]) != (first.dtype, first.shape[1:]):
+                raise ValueError(
+                    f"column {name!r}, sample {id!r}: {tensor.dtype} (L, {tuple(tensor.shape[1:])}) beside "
+                    f"{first.dtype} (L, {tuple(first.shape[1:])}) of sample {ids[0]!r}"
+                )
+        return cls(torch.cat(tensors), _offsets([len(tensor) for tensor in tensors]))
+
+    @classmethod
+    def _of_bytes(cls, values: list[bytes], kind: str) -> Column:
+        data = np.frombuffer(b"".join(values), dtype=np.uint8).copy()
+        return cls(torch.from_numpy(data), _offsets([len(value) for value in values]), kind)
+
+    @classmethod
+    def from_padded(cls, padded_BL: Tensor, lengths_B: Tensor) -> Column:
+        """The ragged column whose sample i is padded_BL[i, :lengths_B[i]] (any trailing axes)."""
+        inside = torch.arange(padded_BL.shape[1]) < lengths_B[:, None]
+        return cls(padded_BL[inside].contiguous(), _offsets(lengths_B))
+
+    def to_padded(self, fill: float | bool = 0, length: int | None = None) -> Tensor:
+        """(B, length, *trailing) with `fill` behind each sample; `length` defaults to the longest. Ragged only."""
+        assert self.offsets is not None and self.kind == "tensor", f"{self.layout} is not a ragged tensor column"
+        lengths_B = self.lengths()
+        longest = int(lengths_B.max()) if len(self) else 0
+        if length is not None and length < longest:
+            raise ValueError(f"length={length}: expected at least {longest}, the longest sample")
+        padded = self.buffer.new_full((len(self), length or longest, *self.buffer.shape[1:]), fill)
+        padded[torch.arange(padded.shape[1]) < lengths_B[:, None]] = self.buffer
+        return padded
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.kind, self.buffer.dtype, tuple(self.buffer.shape[1:]), self.offsets is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload and offsets."""
+        return self.buffer.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    def lengths(self) -> Tensor:
+        """(B,) int64: positions along the sequence; 1 each if dense, bytes if text or metadata."""
+        if self.offsets is None:
+            return torch.ones(len(self), dtype=torch.int64)
+        return self.offsets.diff()
+
+    def __len__(self) -> int:
+        return len(self.buffer) if self.offsets is None else len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Any:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"sample {row} of a column of {len(self)}")
+        if self.offsets is None:
+            return self.buffer[row]
+        start, stop = self.offsets[row % len(self)].item(), self.offsets[row % len(self) + 1].item()
+        sample = self.buffer[start:stop]
+        if self.kind == "tensor":
+            return sample
+        text = sample.numpy().tobytes().decode()
+        return text if self.kind == "text" else json.loads(text)
+
+    def rows(self, start: int, stop: int) -> Column:
+        """Samples start to stop - 1, as a view of this column."""
+        if self.offsets is None:
+            return replace(self, buffer=self.buffer[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return replace(self, buffer=self.buffer[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+    def take(self, rows: Sequence[int]) -> Column:
+        """The samples `rows`, in that order: a view if they are consecutive, else one copy."""
+        runs = row_runs(rows) or [(0, 0)]
+        views = [self.rows(start, stop) for start, stop in runs]
+        return views[0] if len(views) == 1 else Column.concat(views)
+
+    @staticmethod
+    def concat(columns: Sequence[Column]) -> Column:
+        """Samples of one column after those of another, each byte copied once; all of one layout."""
+        assert len({column.layout for column in columns}) == 1, f"layouts differ: {[c.layout for c in columns]}"
+        buffer = torch.cat([column.buffer for column in columns])
+        if columns[0].offsets is None:
+            return replace(columns[0], buffer=buffer)
+        return replace(columns[0], buffer=buffer, offsets=_offsets(torch.cat([c.lengths() for c in columns])))
+
+
+def row_runs(rows: Iterable[int]) -> list[tuple[int, int]]:
+    """Consecutive rows merged: [3, 4, 5, 1] -> [(3, 6), (1, 2)]."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and runs[-1][1] == row:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs
+
+
+def _offsets(lengths: Tensor | list[int]) -> Tensor:
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _cpu_tensor(value: Any, name: str, id: str | None = None) -> Tensor:
+    where = f"column {name!r}" + ("" if id is None else f", sample {id!r}")
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where}: {type(value).__name__}; expected a tensor, or str or dict for every sample")
+    if value.device.type != "cpu":
+        raise ValueError(f"{where}: a tensor on {value.device}; expected one on the CPU")
+    if value.dim() == 0 and id is None:
+        raise ValueError(f"{where}: a scalar; expected (B, *row)")
+    return value.detach()
+
+
+def _json_bytes(value: dict[str, Any], name: str, id: str) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except TypeError as error:
+        raise ValueError(f"column {name!r}, sample {id!r}: metadata must be JSON; {error}") from error

@@ -1,0 +1,127 @@
+"""Packed batches: samples by id, their fields packed in columns (see `column.py`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from distqueue.column import Column
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """B samples and their columns; with what the queue knows of them where it came from one."""
+
+    ids: tuple[str, ...]
+    columns: dict[str, Column]
+    groups: tuple[str, ...] = ()
+    """group id per sample; () where unknown"""
+    versions: tuple[tuple[int, int], ...] = ()
+    """policy versions of each sample's (oldest, newest) token; () where unknown"""
+
+    def __post_init__(self) -> None:
+        if len(set(self.ids)) != len(self.ids):
+            raise ValueError("ids of a batch must differ; twice here: " + Counter(self.ids).most_common(1)[0][0])
+        counts = {f"column {name!r}": len(column) for name, column in self.columns.items()}
+        counts |= {"groups": len(self.groups) or len(self), "versions": len(self.versions) or len(self)}
+        for what, count in counts.items():
+            if count != len(self):
+                raise ValueError(f"{what}: {count} samples for {len(self)} ids")
+
+    @classmethod
+    def from_samples(
+        cls,
+        ids: Iterable[str],
+        columns: Mapping[str, Column | Tensor | Sequence[Any]],
+        groups: Iterable[str] = (),
+        versions: Iterable[tuple[int, int]] = (),
+    ) -> PackedBatch:
+        """Packs per-sample values: `{"tokens": [ids_L, ...], "reward": reward_B, "answer": ["42", ...]}`.
+
+        A tensor (B, *row) is a dense column, a list of tensors (L_i, *trailing) a ragged one, lists of `str` or `dict`
+        are text and metadata (as JSON). ValueError names the column and the sample that do not fit.
+        """
+        ids = tuple(ids)
+        packed = {name: Column.pack(values, ids, name) for name, values in columns.items()}
+        return cls(ids, packed, tuple(groups), tuple(versions))
+
+    @staticmethod
+    def concat(batches: Sequence[PackedBatch]) -> PackedBatch:
+        """All samples of all batches, which must have the same columns in the same layouts."""
+        if not batches:
+            raise ValueError("concat of no batch: its columns are unknown")
+        first = batches[0]
+        for batch in batches[1:]:
+            for name in (*first.columns, *batch.columns):
+                first.require(name)
+                batch.require(name)
+                if batch[name].layout != first[name].layout:
+                    raise ValueError(f"column {name!r}: {batch[name].layout} does not join {first[name].layout}")
+        known = [field for field in ("groups", "versions") if all(getattr(b, field) or not b.ids for b in batches)]
+        return PackedBatch(
+            ids=sum((batch.ids for batch in batches), ()),
+            columns={name: Column.concat([batch[name] for batch in batches]) for name in first.columns},
+            **{field: sum((getattr(batch, field) for batch in batches), ()) for field in known},
+        )
+
+    def select(self, rows: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> PackedBatch:
+        """The samples `rows` and the named columns; None keeps all. Views where the rows are consecutive."""
+        names = self.columns if columns is None else columns
+        for name in names:
+            self.require(name)
+        if rows is None:
+            return replace(self, columns={name: self[name] for name in names})
+        rows = [range(len(self))[row] for row in rows]
+        return PackedBatch(
+            ids=tuple(self.ids[row] for row in rows),
+            columns={name: self[name].take(rows) for name in names},
+            groups=tuple(self.groups[row] for row in rows) if self.groups else (),
+            versions=tuple(self.versions[row] for row in rows) if self.versions else (),
+        )
+
+    def to_padded(self, fill: float | bool = 0) -> dict[str, Any]:
+        """What `from_padded` takes: (padded (B, L, *trailing), lengths (B,)) per ragged column, (B, *row) per dense
+        one, text and metadata as they are."""
+
+        def pad(column: Column) -> Any:
+            if column.kind != "tensor":
+                return column
+            return column.buffer if column.offsets is None else (column.to_padded(fill), column.lengths())
+
+        return {name: pad(column) for name, column in self.columns.items()}
+
+    @classmethod
+    def from_padded(cls, ids: Iterable[str], columns: Mapping[str, Any]) -> PackedBatch:
+        """`from_samples`, where a pair (padded (B, L, *trailing), lengths (B,)) is a ragged column."""
+        pairs = {name: Column.from_padded(*value) for name, value in columns.items() if isinstance(value, tuple)}
+        return cls.from_samples(ids, {**columns, **pairs})
+
+    def labelled(self, groups: Sequence[str] = (), versions: Sequence[int | tuple[int, int]] = ()) -> PackedBatch:
+        """This batch with group ids and policy versions (one, or the oldest and the newest token's) where given."""
+        spans = tuple((version, version) if isinstance(version, int) else version for version in versions)
+        for id, (oldest, newest) in zip(self.ids, spans, strict=False):
+            if oldest > newest:
+                raise ValueError(f"sample {id!r}: versions ({oldest}, {newest}); expected (oldest, newest)")
+        return replace(self, groups=tuple(groups) or self.groups, versions=spans or self.versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns, offsets included."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def require(self, name: str) -> None:
+        """ValueError, naming sample and column, if the batch lacks the column."""
+        if name not in self.columns:
+            sample = f"sample {self.ids[0]!r}" if self.ids else "the empty batch"
+            raise ValueError(f"column {name!r}: {sample} lacks it; it has {sorted(self.columns)}")
+
+    def __getitem__(self, name: str) -> Column:
+        self.require(name)
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.ids)

@@ -1,0 +1,94 @@
+"""The queue across real processes: one Ray cluster for all tests of this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+import torch
+
+from distqueue import DistQueue, PackedBatch, QueueClosed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_samples_travel_between_processes_while_others_starve() -> None:
+    queue = DistQueue.create(["reward", "train"], group_size=2, name="samples")
+
+    @ray.remote(num_cpus=0)
+    def write(queue: DistQueue) -> int:
+        tokens = [torch.arange(200_000, dtype=torch.bfloat16), torch.arange(0, dtype=torch.bfloat16)]
+        columns = {"tokens": tokens, "mask": torch.ones(2, 1, dtype=torch.bool), "answer": ["sieben", ""]}
+        queue.put(PackedBatch.from_samples(["a", "b"], columns), groups=["g", "g"], versions=[3, (3, 4)])
+        return os.getpid()
+
+    @ray.remote(num_cpus=0)
+    def starve() -> str:
+        try:
+            DistQueue.connect("samples").get("train", ["tokens", "reward"], 2)
+        except QueueClosed as error:
+            return str(error)
+        return "served"
+
+    starved = starve.remote()
+    writer = write.remote(queue)
+    batch = queue.get("reward", ["tokens", "mask", "answer"], 2, whole_groups=True, timeout_s=60)
+    assert ray.get(writer) != os.getpid()
+    assert (batch.ids, batch.groups, batch.versions) == (("a", "b"), ("g", "g"), ((3, 3), (3, 4)))
+    assert torch.equal(batch["tokens"][0], torch.arange(200_000, dtype=torch.bfloat16)) and len(batch["tokens"][1]) == 0
+    assert batch["mask"].buffer.shape == (2, 1) and list(batch["answer"]) == ["sieben", ""]
+    batch["tokens"].buffer.zero_()
+    assert queue.read(["a"], ["tokens"])["tokens"][0][-1] != 0, "the reader owns what it got"
+
+    deadline_s = time.monotonic() + 60
+    while queue.stats()["distqueue/train/waiters"] == 0:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    began_s = time.monotonic()
+    queue.ack("reward", batch.ids)
+    assert time.monotonic() - began_s < 1
+    queue.close()
+    assert "closed" in ray.get(starved, timeout=60)
+    with pytest.raises(QueueClosed):
+        queue.stats()
+
+
+def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
+    queue = DistQueue.create(["train"], lease_s=0.5)
+    queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
+    with pytest.raises(ValueError, match="^sample 'a': column 'tokens' is there already$"):
+        queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
+    with pytest.raises(TimeoutError, match="column 'reward' missing for 1"):
+        queue.get("train", ["reward"], 1, timeout_s=0.05)
+    with pytest.raises(ValueError, match="task 'trian'"):
+        queue.get("trian", ["tokens"], 1)
+
+    async def main() -> None:
+        cancelled = asyncio.create_task(queue.get_async("train", ["reward"], 1))
+        await asyncio.sleep(0.3)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        served = asyncio.create_task(queue.get_async("train", ["reward"], 1, timeout_s=30))
+        await queue.put_async(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
+        assert (await served).ids == ("a",)
+
+    asyncio.run(main())
+    assert queue.get("train", ["tokens"], 1, timeout_s=30).ids == ("a",), "the lease ran out"
+    queue.ack("train", ["a"])
+    assert queue.stats()["distqueue/ended/done"] == 1
+    queue.close()
+    queue.close()
+
+
+def test_wrong_arguments_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="lease_s=0"):
+        DistQueue.create(["train"], lease_s=0)

@@ -1,0 +1,197 @@
+"""The queue in one process: waiting, leases, exactly-once delivery, and clients that do not disturb each other."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from distqueue import LocalQueue, PackedBatch, QueueClosed
+
+
+def batch_of(*ids: str, length: int = 3) -> PackedBatch:
+    return PackedBatch.from_samples(ids, {"tokens": [torch.full((length,), hash(id) % 1000) for id in ids]})
+
+
+def wait_for_waiters(queue: LocalQueue, task: str, count: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while queue.stats()[f"distqueue/{task}/waiters"] != count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_sample_passes_through_its_stages_and_is_freed() -> None:
+    queue = LocalQueue(["reward", "train"], group_size=2)
+    queue.put(batch_of("a", "b"), groups=["g", "g"], versions=[1, (1, 2)])
+    got = queue.get("reward", ["tokens"], 2)
+    assert (got.ids, got.groups, got.versions) == (("a", "b"), ("g", "g"), ((1, 1), (1, 2)))
+    queue.put(PackedBatch.from_samples(["b", "a"], {"reward": torch.tensor([2.0, 1.0])}))
+    queue.ack("reward", got.ids)
+    got = queue.get("train", ["tokens", "reward"], 2, whole_groups=True)
+    assert got["reward"].buffer.tolist() == [1.0, 2.0], "gathered in the order of the rows"
+    stats = queue.stats()
+    assert (stats["distqueue/rows"], stats["distqueue/train/leased"], stats["distqueue/reward/depth"]) == (2, 2, 0)
+    assert stats["distqueue/bytes"] == 2 * 3 * 8 + 3 * 8 + 2 * 4 and stats["distqueue/train/age_s"] > 0
+    queue.ack("train", got.ids)
+    stats = queue.stats()
+    assert (stats["distqueue/rows"], stats["distqueue/bytes"], stats["distqueue/ended/done"]) == (0, 0, 2)
+
+
+def test_readers_own_what_they_get() -> None:
+    queue = LocalQueue(["train"])
+    queue.put(batch_of("a"))
+    queue.get("train", ["tokens"], 1)["tokens"].buffer.zero_()
+    assert queue.read(["a"], ["tokens"])["tokens"][0].tolist() == [hash("a") % 1000] * 3
+
+
+def test_a_refused_put_changes_nothing() -> None:
+    queue = LocalQueue(["train"])
+    queue.put(batch_of("a"))
+    before = queue.stats() | {"distqueue/train/age_s": 0}
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
+        queue.put(batch_of("b", "a"))
+    with pytest.raises(ValueError, match="column 'tokens': put as Layout.*this queue holds it as Layout"):
+        queue.put(PackedBatch.from_samples(["c"], {"tokens": torch.ones(1)}))
+    with pytest.raises(ValueError, match="sample 'a' lacks column 'reward'"):
+        queue.read(["a"], ["reward"])
+    assert queue.stats() | {"distqueue/train/age_s": 0} == before
+
+
+def test_a_dropped_sample_ends_under_its_name_and_stragglers_are_late() -> None:
+    queue = LocalQueue(["train"])
+    queue.put(batch_of("a", "b"))
+    queue.drop(["a"], "stale")
+    assert queue.put(PackedBatch.from_samples(["a", "b"], {"reward": torch.tensor([1.0, 2.0])})) == ("a",)
+    assert queue.get("train", ["reward"], 1)["reward"].buffer.tolist() == [2.0]
+    assert queue.stats()["distqueue/ended/dropped:stale"] == queue.stats()["distqueue/late"] == 1
+
+
+def test_a_timeout_says_what_is_missing() -> None:
+    queue = LocalQueue(["train"])
+    queue.put(batch_of("a", "b", "c"))
+    queue.put(PackedBatch.from_samples(["b"], {"reward": torch.ones(1)}))
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError, match="wants 2 samples with .*: 1 samples ready, column 'reward' missing for 2"):
+        queue.get("train", ["tokens", "reward"], 2, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - began_s < 2
+    assert queue.get("train", ["reward"], 1, timeout_s=0).ids == ("b",), "a timeout takes nothing"
+
+
+def test_token_budget() -> None:
+    queue = LocalQueue(["train"])
+    for id, length in zip("abcde", (4, 4, 4, 20, 1), strict=True):
+        queue.put(batch_of(id, length=length))
+    sizes = [queue.get("train", ["tokens"], count, token_budget=10).ids for count in (None, None, None, 1)]
+    assert sizes == [("a", "b"), ("c",), ("d",), ("e",)]
+
+
+def test_an_expired_lease_is_handed_out_again_and_an_acknowledged_sample_never() -> None:
+    queue = LocalQueue(["train"], lease_s=0.3)
+    with ThreadPoolExecutor() as pool:
+        asleep = pool.submit(queue.get, "train", ["tokens"], 2, timeout_s=10)
+        wait_for_waiters(queue, "train", 1)
+        queue.put(batch_of("a"))
+        assert queue.get("train", ["tokens"], 1).ids == ("a",)
+        queue.put(batch_of("b"))
+        began_s = time.monotonic()
+        assert asleep.result().ids == ("a", "b"), "one that slept before there was a lease sees it end"
+        assert time.monotonic() - began_s < 2
+    assert queue.stats()["distqueue/train/redelivered"] == 1
+    queue.ack("train", ["a"])
+    assert queue.get("train", ["tokens"], 1, timeout_s=2).ids == ("b",)
+    queue.ack("train", ["a", "b"])
+    with pytest.raises(TimeoutError):
+        queue.get("train", ["tokens"], 1, timeout_s=0.5)
+    with pytest.raises(ValueError, match="sample 'a': every task has acknowledged it"):
+        queue.put(batch_of("a"))
+
+
+def test_every_sample_reaches_every_task_once_under_threads() -> None:
+    queue, n = LocalQueue(["x", "y"]), 400
+
+    def write(writer: int) -> None:
+        for start in range(0, n, 5):
+            ids = [f"{writer}-{row}" for row in range(start, start + 5)]
+            queue.put(PackedBatch.from_samples(ids, {"tokens": [torch.full((row % 7,), writer) for row in range(5)]}))
+
+    def read(task: str) -> list[str]:
+        seen: list[str] = []
+        while True:
+            try:
+                batch = queue.get(task, ["tokens"], 4, timeout_s=1.0)
+            except TimeoutError:
+                return seen
+            assert all(
+                bool((tokens == int(id[0])).all()) for id, tokens in zip(batch.ids, batch["tokens"], strict=True)
+            )
+            queue.ack(task, batch.ids)
+            seen += batch.ids
+
+    with ThreadPoolExecutor(8) as pool:
+        readers = {task: [pool.submit(read, task) for _ in range(3)] for task in ("x", "y")}
+        list(pool.map(write, range(2)))
+        for futures in readers.values():
+            seen = [id for future in futures for id in future.result()]
+            assert len(seen) == len(set(seen)) == 2 * n
+    assert queue.stats()["distqueue/bytes"] == 0
+
+
+def round_trip_s(queue: LocalQueue, name: str) -> float:
+    def one(i: int) -> float:
+        began_s = time.perf_counter()
+        queue.put(batch_of(f"{name}{i}"))
+        queue.ack("busy", queue.get("busy", ["tokens"], 1, timeout_s=10).ids)
+        return time.perf_counter() - began_s
+
+    return statistics.median(one(i) for i in range(100))
+
+
+def test_a_starved_reader_delays_nobody_and_costs_nothing() -> None:
+    queue = LocalQueue(["busy", "starved"])
+    alone_s = round_trip_s(queue, "alone")
+    reader = threading.Thread(target=lambda: pytest.raises(QueueClosed, queue.get, "starved", ["never"], 1))
+    reader.start()
+    wait_for_waiters(queue, "starved", 1)
+    beside_s = round_trip_s(queue, "beside")
+    began_cpu_s = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - began_cpu_s < 0.1, "a waiting reader polls"
+    queue.close()
+    reader.join(10)
+    assert not reader.is_alive() and beside_s < alone_s + 0.02
+
+
+def test_coroutines_wait_beside_threads_and_a_cancelled_one_takes_nothing() -> None:
+    queue = LocalQueue(["train"])
+
+    async def main() -> None:
+        cancelled, served = (asyncio.create_task(queue.get_async("train", ["tokens"], n)) for n in (1, 2))
+        await asyncio.sleep(0.05)
+        assert queue.stats()["distqueue/train/waiters"] == 2
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await asyncio.to_thread(queue.put, batch_of("a", "b"))
+        assert (await served).ids == ("a", "b")
+        with pytest.raises(TimeoutError, match="2 leased and not acknowledged"):
+            await queue.get_async("train", ["tokens"], 1, timeout_s=0.05)
+
+    asyncio.run(main())
+    assert queue.stats()["distqueue/train/waiters"] == 0
+
+
+def test_close_wakes_all_waiters() -> None:
+    queue = LocalQueue(["train"])
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(queue.get, "train", ["tokens"], 1) for _ in range(3)]
+        wait_for_waiters(queue, "train", 3)
+        queue.close()
+        for future in waiting:
+            with pytest.raises(QueueClosed, match=r"the queue is closed; task 'train' gets no \['tokens'\]"):
+                future.result(timeout=10)
+    with pytest.raises(QueueClosed):
+        queue.put(batch_of("a"))
