@@ -1,0 +1,98 @@
+"""The columns of the step table: which metric each shows and how. Pure text, shared by the terminal and plain views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fusion.telemetry.memory import MIB, human_bytes
+
+ABSENT = "–"
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: a header of up to two lines, the metrics it shows (the first that is there), and their format.
+
+    A name ending in `*` stands for the sum of all metrics that start so.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    show: Callable[[float], str]
+    width: int
+
+    def cell(self, row: Row) -> str:
+        for name in self.names:
+            if name.endswith("*"):
+                parts = [value for key, value in row.items() if key.startswith(name[:-1])]
+                if parts:
+                    return self.show(sum(parts))
+            elif row.get(name) is not None:
+                return self.show(row[name])
+        return ABSENT
+
+
+def seconds(value: float) -> str:
+    """Seconds in at most five characters: `0.04`, `12.3`, `3725`."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 999.95 else f"{value:.0f}"
+
+
+def small(value: float) -> str:
+    """A figure near zero in at most seven characters: `0`, `0.0123`, `1.2e-05`."""
+    return "0" if value == 0 else f"{value:.4f}" if 1e-3 <= abs(value) < 10 else f"{value:.2g}"
+
+
+REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl")
+
+COLUMNS = (
+    Column("step", ("step",), lambda value: f"{value:.0f}", 4),
+    Column("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", 6),
+    Column("length", ("response_length/mean",), lambda value: f"{value:.1f}", 6),
+    Column("KL", REFERENCE_KL, small, 7),
+    Column("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", 7),
+    Column("gen\ns", ("timing_s/gen",), seconds, 5),
+    Column("reward\ns", ("timing_s/reward",), seconds, 6),
+    Column("ref\ns", ("timing_s/ref",), seconds, 5),
+    Column("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, 5),
+    Column("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, 6),
+    Column("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), 5),
+    Column("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), 5),
+)
+
+
+def columns_for(row: Row) -> tuple[Column, ...]:
+    """The columns for rows like this one. Without a reference model, the KL is that to the policy that generated, and
+    the header says so."""
+    if any(name in row for name in REFERENCE_KL) or "actor/ppo_kl" not in row:
+        return COLUMNS
+    return tuple(
+        replace(column, title="old\nKL", names=("actor/ppo_kl",)) if column.title == "KL" else column
+        for column in COLUMNS
+    )
+
+
+def header_lines(columns: Sequence[Column]) -> list[str]:
+    """The header as plain aligned text, two lines."""
+    titles = [column.title.split("\n") for column in columns]
+    tops = [title[0] for title in titles]
+    bottoms = [title[1] if len(title) > 1 else "" for title in titles]
+    return [align(tops, columns), align(bottoms, columns)]
+
+
+def align(cells: Sequence[str], columns: Sequence[Column]) -> str:
+    """Cells right-aligned under their header; a cell that is too wide moves the rest of its line."""
+    return " ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)).rstrip()
+
+
+def duration(value: float) -> str:
+    """A length of time to read: `4.2s`, `48s`, `3m20s`, `2h05m`."""
+    if value < 9.95:
+        return f"{value:.1f}s"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

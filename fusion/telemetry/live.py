@@ -1,0 +1,200 @@
+"""What the user sees while something runs: nothing here is ever silent for long.
+
+    with LiveView(total_steps=100) as view:            a table of the last steps and a bar with ETA and tokens/s;
+        view.phase("generate", done=120, total=256)    where stdout is no terminal, one aligned line a step
+        view.update(step, metrics)
+
+    with progress("warm-up", total=50) as bar:         any other long work
+        bar.advance(loss=0.31)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich import box, get_console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fusion.telemetry.columns import COLUMNS, align, columns_for, duration, header_lines
+
+HEADER_EVERY = 20
+"""Plain view: the header comes again after this many steps."""
+
+QUIET_S = 10.0
+"""Plain view: what goes on inside a step is said when nothing was printed for this long."""
+
+
+class LiveView:
+    """The view of a run of `total_steps` steps, of which `first_step` were done before (a resumed run).
+
+    Use it as a context manager; the terminal is given back however the block ends. `console` defaults to rich's own.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        title: str = "steps",
+        first_step: int = 0,
+        keep: int = 10,
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or get_console()
+        self.total_steps, self.done = total_steps, first_step
+        self._stamps: deque[float] = deque([time.monotonic()], maxlen=keep + 1)
+        self._rows: deque[dict[str, float]] = deque(maxlen=keep)
+        self._phase = ""
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[speed]}"),
+            expand=True,
+            console=self.console,
+        )
+        self._task = self._bar.add_task(title, total=total_steps, completed=first_step, speed="")
+        self._live: Live | None = None
+        self._printed = 0
+        self._last_print = time.monotonic()
+
+    def __enter__(self) -> LiveView:
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._phase = ""
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            self._live = None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done: show its row."""
+        row = {**metrics, "step": float(step)}
+        self._rows.append(row)
+        self._stamps.append(time.monotonic())
+        self.done, self._phase = self.done + 1, ""
+        speed = self.speed()
+        self._bar.update(self._task, completed=self.done, speed=speed)
+        if self._live is None:
+            columns = columns_for(row)
+            if self._printed % HEADER_EVERY == 0:
+                self._print(*header_lines(columns))
+            self._printed += 1
+            self._print(f"{align([column.cell(row) for column in columns], columns)}   {self.eta()}")
+
+    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """What goes on inside the step: `generate`, and how far if that is known. Cheap enough for each engine step."""
+        self._phase = name if done is None else f"{name} {done}" if total is None else f"{name} {done}/{total}"
+        now = time.monotonic()
+        if self._live is None and now - self._last_print >= QUIET_S:
+            self._print(f"  step {self.done + 1}: {self._phase}, {duration(now - self._stamps[-1])} into the step")
+
+    def note(self, line: str) -> None:
+        """A line that stays, above the table."""
+        self._print(line)
+
+    def eta(self) -> str:
+        """The time left, from the mean of the last steps."""
+        if self.done >= self.total_steps:
+            return "done"
+        steps = len(self._stamps) - 1
+        if steps == 0:
+            return "ETA –"
+        per_step = (self._stamps[-1] - self._stamps[0]) / steps
+        return f"ETA {duration(per_step * (self.total_steps - self.done))}"
+
+    def speed(self) -> str:
+        """ETA and tokens per second, for the bar."""
+        rate = self._rows[-1].get("perf/tokens_per_s") if self._rows else None
+        return self.eta() if rate is None else f"{rate:,.0f} tokens/s  {self.eta()}"
+
+    def _print(self, *lines: str) -> None:
+        self._last_print = time.monotonic()
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _draw(self) -> Group:
+        columns = columns_for(self._rows[-1]) if self._rows else COLUMNS
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
+        for column in columns:
+            table.add_column(column.title, justify="right", no_wrap=True, min_width=column.width)
+        room = max(self.console.height - 6, 1)
+        for row in list(self._rows)[-room:]:
+            table.add_row(*(column.cell(row) for column in columns))
+        since = duration(time.monotonic() - self._stamps[-1])
+        now = f"step {self.done + 1}: {self._phase}, {since}" if self._phase else ""
+        return Group(table, Text(now, style="dim", no_wrap=True), self._bar)
+
+
+class Bar:
+    """One long piece of work; made by `progress`."""
+
+    def __init__(self, title: str, total: int | None, unit: str, console: Console, every_s: float) -> None:
+        self.title, self.total, self.unit, self.done = title, total, unit, 0
+        self._console, self._every_s = console, every_s
+        self._start = self._last_print = time.monotonic()
+        self._fields: dict[str, object] = {}
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task(title, total=total, said=self.said())
+            self._bar.start()
+        else:
+            self._print(self.said())
+
+    def advance(self, count: int = 1, **fields: object) -> None:
+        """`count` more are done; `fields` (loss=0.31) are shown beside until others come."""
+        self.done += count
+        self._fields.update(fields)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, said=self.said())
+        elif time.monotonic() - self._last_print >= self._every_s:
+            self._print(self.said())
+
+    def said(self) -> str:
+        """How far, how fast, how long still, and the fields."""
+        elapsed = time.monotonic() - self._start
+        parts = [f"{self.done}{'' if self.total is None else f'/{self.total}'} {self.unit}".rstrip()]
+        if self.done and elapsed > 0:
+            parts.append(f"{self.done / elapsed:,.1f} {self.unit}/s" if self.unit else f"{self.done / elapsed:,.1f}/s")
+            if self.total is not None:
+                parts.append(f"ETA {duration(elapsed / self.done * max(self.total - self.done, 0))}")
+        for name, value in self._fields.items():
+            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        return ", ".join(parts)
+
+    def finish(self, whole: bool) -> None:
+        elapsed = duration(time.monotonic() - self._start)
+        ending = f"{self.done} {self.unit}".rstrip() + (f" in {elapsed}" if whole else f", stopped after {elapsed}")
+        if self._bar is None:
+            self._print(ending)
+        else:
+            self._bar.update(self._task, said=ending)
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        self._last_print = time.monotonic()
+        self._console.print(f"{self.title}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(
+    title: str, total: int | None = None, unit: str = "", console: Console | None = None, every_s: float = 5.0
+) -> Iterator[Bar]:
+    """A bar for long work; without a terminal a line at the start, every `every_s` seconds, and at the end."""
+    bar = Bar(title, total, unit, console or get_console(), every_s)
+    try:
+        yield bar
+    except BaseException:
+        bar.finish(whole=False)
+        raise
+    bar.finish(whole=True)

@@ -1,0 +1,96 @@
+"""The memory ledger: whose bytes were in HBM in which phase, as the device allocator counted them.
+
+A worker records what `Device.memory_by_owner()` and `Device.memory().peak_allocated` said at the end of each phase; the
+controller merges the cards' ledgers. A figure is the highest seen on any one card, since that card is the one that runs
+out of memory; owners peak at different moments, so a column of them may add up to more than the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+MIB = 2**20
+GIB = 2**30
+
+
+class MemoryLedger:
+    """Highest bytes by (phase, owner) and the peak of each phase, on the fullest card."""
+
+    def __init__(self) -> None:
+        self.by_owner: dict[str, dict[str, int]] = {}
+        self.peak: dict[str, int] = {}
+
+    def record(self, phase: str, by_owner: Mapping[str, int], peak: int) -> None:
+        """What one card held in one phase: bytes by owner, and the allocator's peak of bytes."""
+        owners = self.by_owner.setdefault(phase, {})
+        for owner, held in by_owner.items():
+            owners[owner] = max(owners.get(owner, 0), int(held))
+        self.peak[phase] = max(self.peak.get(phase, 0), int(peak))
+
+    def merge(self, other: MemoryLedger) -> MemoryLedger:
+        """Take another card's (or step's) ledger in. Returns self."""
+        for phase, peak in other.peak.items():
+            self.record(phase, other.by_owner[phase], peak)
+        return self
+
+    @classmethod
+    def merged(cls, ledgers: Iterable[MemoryLedger]) -> MemoryLedger:
+        ledger = cls()
+        for other in ledgers:
+            ledger.merge(other)
+        return ledger
+
+    @property
+    def phases(self) -> list[str]:
+        return list(self.peak)
+
+    @property
+    def owners(self) -> list[str]:
+        """Owners in the order in which they were first seen."""
+        return list(dict.fromkeys(owner for owners in self.by_owner.values() for owner in owners))
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/<phase>/<owner>_mib`, `memory/<phase>/peak_mib`, and of all phases `perf/max_memory_allocated_gb`."""
+        figures: dict[str, float] = {}
+        for phase, peak in self.peak.items():
+            for owner, held in self.by_owner[phase].items():
+                figures[f"memory/{phase}/{owner}_mib"] = held / MIB
+            figures[f"memory/{phase}/peak_mib"] = peak / MIB
+        if self.peak:
+            figures["perf/max_memory_allocated_gb"] = max(self.peak.values()) / GIB
+        return figures
+
+    @classmethod
+    def from_metrics(cls, figures: Mapping[str, float | None]) -> MemoryLedger:
+        """The ledger that a row of metrics.jsonl tells of."""
+        ledger = cls()
+        for name, value in figures.items():
+            area, _, rest = name.partition("/")
+            phase, _, owner = rest.rpartition("/")
+            if area != "memory" or not phase or not owner.endswith("_mib") or value is None:
+                continue
+            held, owner = round(value * MIB), owner.removesuffix("_mib")
+            ledger.record(phase, {} if owner == "peak" else {owner: held}, held if owner == "peak" else 0)
+        return ledger
+
+    def rows(self) -> list[list[str]]:
+        """The table as text cells: a header, a line for each owner, the peak last."""
+        rows = [["HBM of the fullest card", *self.phases]]
+        for owner in self.owners:
+            rows.append([owner, *(human_bytes(self.by_owner[phase].get(owner, 0)) for phase in self.phases)])
+        rows.append(["peak", *(human_bytes(self.peak[phase]) for phase in self.phases)])
+        return rows
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in at most six characters of binary units: `0`, `512`, `1.50K`, `12.3M`, `64.0G`."""
+    if count < 1024:
+        return f"{count:.0f}"
+    units = "KMGTP"
+    power = 0
+    value = count / 1024
+    while value >= 999.5 and power < len(units) - 1:
+        value /= 1024
+        power += 1
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}{units[power]}"

@@ -1,0 +1,196 @@
+"""What the user is told at the end of a run: from plain data, or from the folder a run left, also a killed one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box, get_console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fusion.telemetry.columns import duration, seconds
+from fusion.telemetry.files import read_jsonl
+from fusion.telemetry.memory import MemoryLedger
+from fusion.telemetry.run_folder import describe
+from fusion.telemetry.timeline import CardSummary
+
+REWARD = "critic/rewards/mean"
+NOT_A_PHASE = ("step", "total")
+"""Timers that contain the phases."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said to one prompt before the training and after it."""
+
+    prompt: str
+    before: str
+    after: str
+    reward_before: float | None = None
+    reward_after: float | None = None
+
+
+@dataclass
+class RunReport:
+    """Everything the report shows; what is empty is left out."""
+
+    folder: Sequence[str] = ()
+    """Lines of `RunFolder.describe()`."""
+    outcome: str = "finished"
+    """How the run ended, in words: `finished`, `stopped by Ctrl-C at step 12`."""
+    steps: int = 0
+    wall_s: float = 0.0
+    reward_start: float | None = None
+    reward_end: float | None = None
+    reward_window: int = 1
+    """Over how many steps the two rewards are means."""
+    answers: Sequence[Answer] = ()
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase over the whole run."""
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)
+    cards: Sequence[CardSummary] = ()
+    """Of `summarize(spans)`."""
+    notes: Sequence[str] = ()
+    """Counts worth saying: rewards that failed, prompts that were skipped."""
+    next_steps: Sequence[str] = ()
+
+    @classmethod
+    def from_folder(cls, path: Path | str, **given: Any) -> RunReport:
+        """The report of a run folder; `given` fields replace or add to what its files tell."""
+        rows = read_jsonl(Path(path) / "metrics.jsonl")
+        told: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
+        told |= _rewards(rows)
+        told["phase_s"] = _phases(rows)
+        told["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
+        told["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
+        told["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
+        return cls(**(told | given))
+
+    def render(self) -> Group:
+        """For a rich console; print it with `crop=False`, so that paths stay whole."""
+        tables = [_answers(self.answers)] if self.answers else []
+        tables += [_phase_table(self.phase_s)] if self.phase_s else []
+        tables += [_table(self.ledger.rows())] if self.ledger.phases else []
+        tables += [_table(_card_rows(self.cards))] if self.cards else []
+        parts: list[RenderableType] = [Text(self._headline(), style="bold", overflow="ignore", no_wrap=True)]
+        for table in tables:
+            parts += ["", table]
+        lists = {"Notes": self.notes, "What it left": self.folder, "What to try next": self.next_steps}
+        for title, lines in lists.items():
+            if lines:
+                parts += ["", Text(title, style="bold")]
+                parts += [Text(f"  {line}", overflow="ignore", no_wrap=True) for line in lines]
+        return Group(*parts)
+
+    def text(self, width: int = 100) -> str:
+        """As plain text; tables fit `width`, paths and commands are never cut."""
+        file = io.StringIO()
+        Console(file=file, width=width, color_system=None, force_terminal=False).print(self.render(), crop=False)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+    def show(self, console: Console | None = None) -> None:
+        """Print it."""
+        console = console or get_console()
+        if console.is_terminal:
+            console.print(self.render(), crop=False)
+        else:
+            console.print(self.text(), markup=False, highlight=False, soft_wrap=True, end="")
+
+    def _headline(self) -> str:
+        parts = [f"{self.outcome}: {self.steps} steps" + (f" in {duration(self.wall_s)}" if self.wall_s else "")]
+        if self.reward_start is not None and self.reward_end is not None:
+            of = f" (means of {self.reward_window} steps)" if self.reward_window > 1 else ""
+            parts.append(f"reward {self.reward_start:.3f} → {self.reward_end:.3f}{of}")
+        return ", ".join(parts)
+
+
+def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], count: int = 3) -> list[Answer]:
+    """Pair up to `count` samples (`prompt`, `response`, `reward`) of the same prompt; a prompt that is not in both is
+    left out, since answers to different questions do not compare."""
+    later = {sample["prompt"]: sample for sample in after}
+    pairs = {sample["prompt"]: (sample, later[sample["prompt"]]) for sample in before if sample["prompt"] in later}
+    return [
+        Answer(prompt, old["response"], new["response"], old.get("reward"), new.get("reward"))
+        for prompt, (old, new) in list(pairs.items())[:count]
+    ]
+
+
+def _first_and_last(samples: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
+    if not samples:
+        return [], []
+    first, last = samples[0]["step"], samples[-1]["step"]
+    return [s for s in samples if s["step"] == first], [s for s in samples if s["step"] == last]
+
+
+def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rewards = [row[REWARD] for row in rows if row.get(REWARD) is not None]
+    if not rewards:
+        return {}
+    window = max(1, min(5, len(rewards) // 10))
+    start, end = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
+    return {"reward_start": start, "reward_end": end, "reward_window": window}
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            phase = name.removeprefix("timing_s/")
+            if phase != name and phase not in NOT_A_PHASE and value is not None:
+                phases[phase] = phases.get(phase, 0.0) + value
+    return phases
+
+
+def _answers(answers: Sequence[Answer]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for title in ("prompt", "before", "after"):
+        table.add_column(title, overflow="fold", ratio=1)
+    for answer in answers:
+        table.add_row(
+            Text(_short(answer.prompt)),
+            Text(_marked(answer.before, answer.reward_before)),
+            Text(_marked(answer.after, answer.reward_after)),
+        )
+    return table
+
+
+def _marked(text: str, reward: float | None) -> str:
+    return _short(text) if reward is None else f"{_short(text)}  [{reward:.3g}]"
+
+
+def _short(text: str, limit: int = 200) -> str:
+    """One line; of a long text its start and its end, where the answer is."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit // 3]} … {text[-2 * limit // 3 :]}"
+
+
+def _phase_table(phase_s: Mapping[str, float]) -> Table:
+    whole = sum(phase_s.values())
+    rows = [["time by phase", "seconds", "share"]]
+    for phase, value in sorted(phase_s.items(), key=lambda item: -item[1]):
+        rows.append([phase, seconds(value), f"{value / whole:.0%}" if whole else ""])
+    return _table(rows)
+
+
+def _card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:
+    kinds = list(dict.fromkeys(kind for card in cards for kind in card.by_kind_ns))
+    rows = [["seconds by card", *kinds, "idle", "wall", "busy"]]
+    for card in cards:
+        parts = card.seconds()
+        figures = [seconds(parts.get(kind, 0.0)) for kind in (*kinds, "idle", "wall")]
+        rows.append([card.card, *figures, f"{card.utilisation:.0%}"])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, title in enumerate(rows[0]):
+        table.add_column(title, justify="left" if index == 0 else "right")
+    for row in rows[1:]:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -1,0 +1,189 @@
+"""What a run leaves: one folder, readable while the run goes on and after it was killed.
+
+    runs/<name>/config.yaml       the resolved configuration
+                metrics.jsonl     one JSON object a step
+                tensorboard/      the same figures as TensorBoard events
+                samples.jsonl     a few samples of every step: step, prompt, response, reward
+                timeline.json     what every card did, opens in https://ui.perfetto.dev
+                checkpoints/      what a run resumes from
+                hf/               the model as a Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, SupportsFloat
+
+from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, write_atomic
+from fusion.telemetry.tensorboard import ScalarEvents
+from fusion.telemetry.timeline import Span
+from fusion.telemetry.trace import TimelineFile
+
+IfExists = Literal["suffix", "resume", "refuse"]
+
+
+class RunFolder:
+    """Makes or takes up `root/name`.
+
+    A name that exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` goes on in the
+    folder; `refuse` raises ValueError. `choice` says in a sentence what happened.
+    """
+
+    def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
+        if not name or name != Path(name).name or name.startswith("."):
+            raise ValueError(f"run name {name!r}: expected one folder name, without / and not starting with a dot")
+        self.path, self.choice = _claim(Path(root), name, if_exists)
+        self.resumed = self.choice.startswith("going on")
+        self.samples_per_step = samples_per_step
+        self._metrics: JsonLines | None = None
+        self._samples: JsonLines | None = None
+        self._timeline: TimelineFile | None = None
+        self._events: ScalarEvents | None = None
+        self._restart_at: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints; made when asked for."""
+        return self._made("checkpoints")
+
+    @property
+    def hf(self) -> Path:
+        """The folder of the Hugging Face export; made when asked for."""
+        return self._made("hf")
+
+    def write_config(self, config: str | Mapping[str, Any] | Any) -> None:
+        """Write config.yaml from YAML text, a mapping or a dataclass; a different one of an earlier start is kept."""
+        text = config if isinstance(config, str) else _yaml(config)
+        path = self.path / "config.yaml"
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            earlier = len(list(self.path.glob("config.start-*.yaml"))) + 1
+            path.rename(self.path / f"config.start-{earlier}.yaml")
+        write_atomic(path, text)
+
+    def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
+        """Write the figures of one step to metrics.jsonl and TensorBoard."""
+        numbers = {name: float(value) for name, value in figures.items()}
+        if self._metrics is None:
+            self._metrics = JsonLines(self.path / "metrics.jsonl")
+        if self._events is None:
+            self._events = ScalarEvents(self.path / "tensorboard", self._restart_at)
+        self._metrics.write({"step": step, **numbers})
+        self._events.write(step, numbers)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write `samples_per_step` of the samples, evenly spaced.
+
+        Each has `prompt`, `response`, `reward`, and what else the caller likes to keep.
+        """
+        if self._samples is None:
+            self._samples = JsonLines(self.path / "samples.jsonl")
+        for sample in _spaced(samples, self.samples_per_step):
+            self._samples.write({"step": step, **sample})
+
+    def log_spans(self, spans: Iterable[Span]) -> None:
+        """Add spans of any card to timeline.json."""
+        if self._timeline is None:
+            self._timeline = TimelineFile(self.path / "timeline.json")
+        self._timeline.append(spans)
+
+    def rewind(self, step: int) -> int:
+        """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
+
+        Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
+        """
+        assert self._metrics is None and self._samples is None and self._events is None, "rewind after writing"
+        self._restart_at = step + 1
+        keep_lines(self.path / "samples.jsonl", lambda sample: sample["step"] <= step)
+        return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, also while it is being written."""
+        return read_jsonl(self.path / "metrics.jsonl")
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The rows of samples.jsonl."""
+        return read_jsonl(self.path / "samples.jsonl")
+
+    def describe(self) -> list[str]:
+        """Lines that say where the folder is and what it holds by now."""
+        return describe(self.path)
+
+    def close(self) -> None:
+        """Close the files. All of them are readable without it."""
+        for file in (self._metrics, self._samples, self._timeline, self._events):
+            if file is not None:
+                file.close()
+        self._metrics = self._samples = self._timeline = self._events = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _made(self, name: str) -> Path:
+        (self.path / name).mkdir(exist_ok=True)
+        return self.path / name
+
+
+def describe(path: Path | str) -> list[str]:
+    """`RunFolder.describe` of any run folder: its path, then a line for each thing that is there."""
+    path = Path(path)
+    checkpoints = sorted(entry.name for entry in path.glob("checkpoints/*") if entry.is_dir())
+    exports = (path / "hf" / "config.json").exists()
+    steps = len(read_jsonl(path / "metrics.jsonl"))
+    entries = (
+        ("config.yaml", (path / "config.yaml").exists(), "the resolved configuration"),
+        ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
+        ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
+        ("samples.jsonl", (path / "samples.jsonl").exists(), "samples of every step with their rewards"),
+        ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
+        ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),
+        ("hf/", exports, f"AutoModelForCausalLM.from_pretrained({str(path / 'hf')!r})"),
+    )
+    return [f"{path}/"] + [f"  {name:<15} {what}" for name, there, what in entries if there]
+
+
+def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str]:
+    if if_exists not in ("suffix", "resume", "refuse"):
+        raise ValueError(f"if_exists={if_exists!r}: expected suffix, resume or refuse")
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / name
+    try:
+        # mkdir is what claims the name: of two runs started at the same time only one gets it.
+        path.mkdir()
+        return path, f"new run folder {path}"
+    except FileExistsError:
+        if not path.is_dir():
+            raise ValueError(f"{path} is a file: expected a free name or a run folder") from None
+    if if_exists == "resume":
+        return path, f"going on in {path}"
+    if if_exists == "refuse":
+        raise ValueError(f"run folder {path} exists: choose another name, or resume it")
+    number = 2
+    while True:
+        fresh = root / f"{name}-{number}"
+        try:
+            fresh.mkdir()
+            return fresh, f"{path} exists, so this run writes to {fresh}"
+        except FileExistsError:
+            number += 1
+
+
+def _yaml(config: Any) -> str:
+    import yaml
+
+    is_instance = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    return yaml.safe_dump(finite(dataclasses.asdict(config) if is_instance else config), sort_keys=False)
+
+
+def _spaced(samples: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    if len(samples) <= count:
+        return list(samples)
+    return [samples[index * len(samples) // count] for index in range(count)]

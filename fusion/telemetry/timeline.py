@@ -1,0 +1,153 @@
+"""What every card did, on one clock.
+
+    worker, card 0:  timeline = Timeline("card 0")
+                     with timeline.span("decode", kind="gen"): ...
+                     spans = timeline.drain()                      plain tuples, travel to the controller
+    controller:      file.append(spans)                            timeline.json, opens in Perfetto
+                     summarize(spans)                              per card: seconds of each kind + idle = wall
+
+One clock: the machine's monotonic clock, mapped once per process to wall time, so that spans of several processes and
+nodes lie on one axis and a stepped wall clock moves nothing. Times are integers (nanoseconds), so that parts add up
+exactly.
+
+Invariants of `summarize`:
+1. For every card the nanoseconds of all kinds plus idle equal the wall clock between the same start and end.
+2. An instant is counted once: of overlapping spans the one that started last has it (the innermost, when they nest).
+3. The order of the spans, and how they were split over processes, change nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_WALL_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
+
+WAITING = "wait"
+"""Kinds that start with this (`wait_data`, `wait_weights`) are time without work: shown by name, not busy."""
+
+
+def wall_ns() -> int:
+    """Nanoseconds since the epoch by a clock that never steps."""
+    return time.monotonic_ns() + _WALL_MINUS_MONOTONIC_NS
+
+
+class Span(NamedTuple):
+    """One thing one card did. `lane` tells apart what runs at the same time on it (compute, copies)."""
+
+    card: str
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    lane: str = "main"
+
+
+class Timeline:
+    """Records the spans of one card in one process; safe from several threads. `clock_ns` may be a virtual clock."""
+
+    def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns) -> None:
+        self.card = card
+        self.clock_ns = clock_ns
+        self._spans: deque[Span] = deque()
+
+    def span(self, name: str, kind: str = "", lane: str = "main") -> _Open:
+        """Context manager: records the block as one span, also when it raises. `kind` defaults to the name."""
+        return _Open(self, name, kind or name, lane)
+
+    def add(self, name: str, start_ns: int, end_ns: int, kind: str = "", lane: str = "main") -> None:
+        """Record a span whose times are known."""
+        if end_ns < start_ns:
+            raise ValueError(f"span {name}: end_ns={end_ns} is before start_ns={start_ns}")
+        self._spans.append(Span(self.card, name, kind or name, start_ns, end_ns, lane))
+
+    def drain(self) -> list[Span]:
+        """Hand over what was recorded since the last call."""
+        # One pop at a time: a thread that records meanwhile loses nothing, its span comes with this call or the next.
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
+class _Open:
+    __slots__ = ("timeline", "name", "kind", "lane", "start_ns")
+
+    def __init__(self, timeline: Timeline, name: str, kind: str, lane: str) -> None:
+        self.timeline, self.name, self.kind, self.lane = timeline, name, kind, lane
+
+    def __enter__(self) -> None:
+        self.start_ns = self.timeline.clock_ns()
+
+    def __exit__(self, *_: object) -> None:
+        timeline = self.timeline
+        timeline._spans.append(Span(timeline.card, self.name, self.kind, self.start_ns, timeline.clock_ns(), self.lane))
+
+
+@dataclass(frozen=True)
+class CardSummary:
+    """Where one card's wall clock went: `sum(by_kind_ns.values()) + idle_ns == wall_ns`."""
+
+    card: str
+    wall_ns: int
+    by_kind_ns: dict[str, int]
+    idle_ns: int
+
+    @property
+    def busy_ns(self) -> int:
+        """All kinds but those of waiting."""
+        return sum(ns for kind, ns in self.by_kind_ns.items() if not kind.startswith(WAITING))
+
+    @property
+    def utilisation(self) -> float:
+        """Busy share of the wall clock, 0 to 1."""
+        return self.busy_ns / self.wall_ns if self.wall_ns else 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by kind, `idle` and `wall` last."""
+        parts = {**self.by_kind_ns, "idle": self.idle_ns, "wall": self.wall_ns}
+        return {kind: ns / 1e9 for kind, ns in parts.items()}
+
+
+def summarize(
+    spans: Iterable[Span], start_ns: int | None = None, end_ns: int | None = None, cards: Iterable[str] = ()
+) -> list[CardSummary]:
+    """Where the wall clock of each card went between start and end (by default the first start and the last end).
+
+    `cards` names cards to list even if they recorded nothing: they were idle.
+    """
+    spans = [Span(*span) for span in spans]
+    if not spans and (start_ns is None or end_ns is None):
+        return []
+    start = min(span.start_ns for span in spans) if start_ns is None else start_ns
+    end = max(span.end_ns for span in spans) if end_ns is None else end_ns
+    by_card: dict[str, list[Span]] = {card: [] for card in cards}
+    for span in spans:
+        by_card.setdefault(span.card, []).append(span)
+    return [_summary(card, by_card[card], start, max(start, end)) for card in sorted(by_card)]
+
+
+def _summary(card: str, spans: Sequence[Span], start: int, end: int) -> CardSummary:
+    ordered = sorted(
+        (max(span.start_ns, start), -span.start_ns, span.end_ns, span.kind)
+        for span in spans
+        if span.end_ns > start and span.start_ns < end
+    )
+    instants = sorted({start, end, *(begin for begin, *_ in ordered), *(min(stop, end) for _, _, stop, _ in ordered)})
+    by_kind: dict[str, int] = {}
+    idle = 0
+    active: list[tuple[int, int, str]] = []  # heap: latest start first, of those the shortest
+    upcoming = 0
+    for now, then in zip(instants, instants[1:], strict=False):
+        while upcoming < len(ordered) and ordered[upcoming][0] <= now:
+            heapq.heappush(active, ordered[upcoming][1:])
+            upcoming += 1
+        while active and active[0][1] <= now:
+            heapq.heappop(active)
+        if active:
+            kind = active[0][2]
+            by_kind[kind] = by_kind.get(kind, 0) + then - now
+        else:
+            idle += then - now
+    return CardSummary(card, end - start, dict(sorted(by_kind.items())), idle)

@@ -1,0 +1,116 @@
+"""`timeline.json`: spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+
+The file is one JSON object whose last bytes close it. An append overwrites those bytes with new events and the same
+ending in one write, so the file is valid JSON at every time; `read_timeline` still mends one whose last write was cut
+short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fusion.telemetry.files import write_all
+from fusion.telemetry.timeline import Span, wall_ns
+
+ENDING = b"\n]}\n"
+
+
+class TimelineFile:
+    """Appends spans to a trace; an existing file is continued on its own time axis.
+
+    `ts` of an event is microseconds since `otherData.origin_ns` (nanoseconds since the epoch); a card is a process of
+    the trace, a lane a thread of it.
+    """
+
+    def __init__(self, path: Path | str, origin_ns: int | None = None) -> None:
+        self.path = Path(path)
+        trace = _load(self.path) if self.path.exists() else None
+        self.origin_ns = trace["otherData"]["origin_ns"] if trace else wall_ns() if origin_ns is None else origin_ns
+        self._ids: dict[tuple[str, str], tuple[int, int]] = {}
+        head = {"displayTimeUnit": "ms", "otherData": {"origin_ns": self.origin_ns}}
+        body = (json.dumps(head)[:-1] + ', "traceEvents": [').encode()
+        # Built beside the old file and moved over it: a crash in between leaves the old one whole.
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        self._fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        write_all(self._fd, body + ENDING, 0)
+        self._end, self._empty = len(body), True
+        if trace:
+            self.append(_spans(trace))
+        os.replace(beside, self.path)
+
+    def append(self, spans: Iterable[Span]) -> None:
+        """Write the spans and everything needed to read them."""
+        events: list[dict[str, Any]] = []
+        for span in spans:
+            span = Span(*span)
+            pid, tid = self._ids_of(span, events)
+            ts, dur = (span.start_ns - self.origin_ns) / 1000, (span.end_ns - span.start_ns) / 1000
+            events.append(
+                {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "ts": ts, "dur": dur}
+            )
+        if not events:
+            return
+        lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+        body = (("\n" if self._empty else ",\n") + lines).encode()
+        write_all(self._fd, body + ENDING, self._end)
+        self._end, self._empty = self._end + len(body), False
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _ids_of(self, span: Span, events: list[dict[str, Any]]) -> tuple[int, int]:
+        """Numbers of the card and the lane; the events that name them are added when they are first seen."""
+        key = (span.card, span.lane)
+        if key not in self._ids:
+            cards = {card: pid for (card, _), (pid, _) in self._ids.items()}
+            pid = cards.get(span.card, len(cards) + 1)
+            tid = 1 + sum(card == span.card for card, _ in self._ids)
+            for name, value in (("process_name", span.card), ("thread_name", span.lane)):
+                events.append({"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}})
+            self._ids[key] = (pid, tid)
+        return self._ids[key]
+
+
+def read_timeline(path: Path | str) -> list[Span]:
+    """The spans of a `timeline.json`, also of one whose last write was cut short."""
+    return _spans(_load(Path(path)))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    # An event fills one line, so everything up to the last comma at a line's end is whole.
+    lines = text.split("\n")
+    for keep in range(len(lines), 0, -1):
+        whole = "\n".join(lines[:keep]).rstrip().rstrip(",")
+        try:
+            return json.loads(whole + ENDING.decode())
+        except ValueError:
+            continue
+    raise ValueError(f"{path}: expected a timeline written by this program")
+
+
+def _spans(trace: dict[str, Any]) -> list[Span]:
+    cards, lanes, spans = {}, {}, []
+    origin = trace["otherData"]["origin_ns"]
+    for event in trace["traceEvents"]:
+        pid, tid = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            if event["name"] == "process_name":
+                cards[pid] = event["args"]["name"]
+            else:
+                lanes[pid, tid] = event["args"]["name"]
+        elif event["ph"] == "X":
+            start = origin + round(event["ts"] * 1000)
+            end = start + round(event["dur"] * 1000)
+            spans.append(Span(cards[pid], event["name"], event["cat"], start, end, lanes[pid, tid]))
+    return spans

@@ -1,0 +1,67 @@
+import io
+
+from rich.console import Console
+
+from fusion.telemetry import Answer, MemoryLedger, RunFolder, RunReport, Span, compare, summarize
+
+
+def leave_a_run(root) -> RunFolder:
+    ledger = MemoryLedger()
+    ledger.record("infer", {"kv": 2**21}, 2**22)
+    with RunFolder(root, "run") as run:
+        for step in range(1, 21):
+            timing = {"timing_s/gen": 1.0, "timing_s/train": 3.0, "timing_s/step": 4.5}
+            run.log(step, {"critic/rewards/mean": step / 20, **timing, **ledger.metrics()})
+            samples = [{"prompt": f"{i}+1=", "response": "9" if step == 1 else str(i + 1)} for i in range(4)]
+            run.log_samples(step, [sample | {"reward": float(step > 1)} for sample in samples])
+    return run
+
+
+def test_the_report_tells_what_the_folder_holds(tmp_path):
+    run = leave_a_run(tmp_path)
+    cards = summarize([Span("card 0", "gen", "gen", 0, 10**9), Span("card 0", "train", "train", 3 * 10**9, 4 * 10**9)])
+    given = {"next_steps": ["bash recipes/other.sh"], "notes": ["2 rewards failed"], "cards": cards}
+    report = RunReport.from_folder(run.path, **given)
+    text = report.text()
+    assert text.splitlines()[0] == "finished: 20 steps in 1m30s, reward 0.075 → 0.975 (means of 2 steps)"
+    assert report.phase_s == {"gen": 20.0, "train": 60.0} and len(report.answers) == 3
+    for expected in (
+        f"{run.path}/",
+        "metrics.jsonl   20 steps",
+        "0+1=     9  [0]   1  [1]",
+        "train              60.0     75%",
+        "peak                      4.00M",
+        "bash recipes/other.sh",
+        "2 rewards failed",
+        "card 0            1.00    1.00   2.00   4.00    50%",
+    ):
+        assert expected in text, f"{expected!r} not in\n{text}"
+
+
+def test_an_empty_run_is_reported_too(tmp_path):
+    report = RunReport.from_folder(RunFolder(tmp_path, "run").path, outcome="stopped by Ctrl-C before the first step")
+    assert report.text().splitlines()[0] == "stopped by Ctrl-C before the first step: 0 steps"
+    assert RunReport().text() == "finished: 0 steps\n"
+
+
+def test_only_answers_to_the_same_prompt_are_compared():
+    before = [{"prompt": p, "response": "old", "reward": 0.0} for p in "abcde"]
+    after = [{"prompt": p, "response": "new", "reward": 1.0} for p in "zecdb"]
+    assert compare(before, after, count=2) == [Answer("b", "old", "new", 0.0, 1.0), Answer("c", "old", "new", 0.0, 1.0)]
+    assert compare(before, []) == []
+
+
+def test_markup_in_answers_is_shown_as_it_is_and_long_ones_keep_their_end():
+    report = RunReport(answers=[Answer("[bold]1+1[/bold]", "x" * 500 + " so 3", "[/red] 2", 0.0, 1.0)])
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    report.show(console)
+    text = report.text(width=400)
+    assert "[bold]1+1[/bold]" in text and "[/red] 2  [1]" in text and "xx so 3  [0]" in text and "…" in text
+    assert "[/red]" in console.file.getvalue()
+
+
+def test_without_a_terminal_paths_are_not_cut(tmp_path):
+    line = f"  hf/ {'long' * 40}"
+    console = Console(file=io.StringIO(), width=80)
+    RunReport(folder=[line]).show(console)
+    assert line.strip() in console.file.getvalue()

@@ -1,0 +1,164 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fusion.telemetry import RunFolder, Span, read_timeline
+from fusion.telemetry.files import read_jsonl
+
+ENDLESS = """
+import sys
+from fusion.telemetry import RunFolder, Span
+run = RunFolder(sys.argv[1], "killed")
+run.write_config({"seed": 1})
+step = 0
+while True:
+    step += 1
+    run.log(step, {"critic/rewards/mean": step / 100, "timing_s/gen": 0.1})
+    run.log_samples(step, [{"prompt": "1+1=", "response": "2" * 5000, "reward": 1.0}] * 4)
+    run.log_spans([Span("card 0", "decode", "gen", step * 1000, step * 1000 + 500)] * 50)
+    print(step, flush=True)
+"""
+
+
+def kill_midway(root: Path) -> Path:
+    child = subprocess.Popen([sys.executable, "-c", ENDLESS, str(root)], stdout=subprocess.PIPE, cwd=os.getcwd())
+    try:
+        while int(child.stdout.readline()) < 20:
+            pass
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    return root / "killed"
+
+
+def test_a_killed_run_leaves_every_file_readable(tmp_path):
+    folder = kill_midway(tmp_path)
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 20
+    assert len(read_jsonl(folder / "samples.jsonl")) >= 4 * 20
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"seed": 1}
+    assert len(read_timeline(folder / "timeline.json")) >= 50 * 20
+    assert len(scalars(folder / "tensorboard")["critic/rewards/mean"]) >= 20
+
+
+def test_a_killed_run_is_resumed_from_its_checkpoint_step(tmp_path):
+    folder = kill_midway(tmp_path)
+    (folder / "metrics.jsonl").open("a").write('{"step": 999, "critic/rew')
+    spans = len(read_timeline(folder / "timeline.json"))
+    time.sleep(0.002)  # event files are named by the millisecond
+    with RunFolder(tmp_path, "killed", if_exists="resume") as run:
+        assert run.resumed and run.path == folder
+        assert run.rewind(10) >= 10
+        for step in (11, 12):
+            run.log(step, {"critic/rewards/mean": 1.0})
+            run.log_samples(step, [{"prompt": "p", "response": "r", "reward": 1.0}])
+        run.log_spans([Span("card 0", "train", "train", 0, 5)])
+        assert [row["step"] for row in run.metrics()] == list(range(1, 13))
+        assert max(sample["step"] for sample in run.samples()) == 12
+    assert len(read_timeline(folder / "timeline.json")) == spans + 1
+    curve = scalars(folder / "tensorboard")["critic/rewards/mean"]
+    assert [step for step, _ in curve] == list(range(1, 13))
+    assert [value for _, value in curve][9:] == pytest.approx([0.1, 1.0, 1.0])
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        for step in range(1, 4):
+            run.log(step, {"actor/lr": 0.5 * step, "perf/throughput": 100.0})
+        assert scalars(run.path / "tensorboard") == {
+            "actor/lr": [(row["step"], row["actor/lr"]) for row in run.metrics()],
+            "perf/throughput": [(row["step"], row["perf/throughput"]) for row in run.metrics()],
+        }
+
+
+def test_a_name_that_exists(tmp_path):
+    first, second, third = (RunFolder(tmp_path, "run") for _ in range(3))
+    assert [folder.name for folder in (first, second, third)] == ["run", "run-2", "run-3"]
+    assert first.choice == f"new run folder {tmp_path / 'run'}"
+    assert third.choice == f"{tmp_path / 'run'} exists, so this run writes to {tmp_path / 'run-3'}"
+    assert RunFolder(tmp_path, "run", if_exists="resume").choice == f"going on in {tmp_path / 'run'}"
+    with pytest.raises(ValueError, match="run folder .*run exists: choose another name, or resume it"):
+        RunFolder(tmp_path, "run", if_exists="refuse")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a/"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="expected one folder name"):
+        RunFolder(tmp_path, name)
+
+
+def test_numbers_json_has_not_are_named(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        run.log(1, {"actor/pg_loss": math.nan, "actor/lr": 0.1})
+        run.log_samples(1, [{"prompt": "p", "response": "r", "reward": math.inf}])
+    [line] = (run.path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=pytest.fail)
+    assert row == {"step": 1, "actor/pg_loss": None, "actor/lr": 0.1, "not_finite": {"actor/pg_loss": "nan"}}
+    assert run.samples()[0]["not_finite"] == {"reward": "inf"}
+
+
+def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    with RunFolder(tmp_path, "run") as run:
+        run.log(1, {"a": 1.0})
+        path.open("a").write('{"step": 2, "a"')
+        assert [row["step"] for row in run.metrics()] == [1]
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        run.log(2, {"a": 2.0})
+        assert [row["step"] for row in run.metrics()] == [1, 2]
+
+
+def test_damage_in_the_middle_is_not_passed_over(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_jsonl(tmp_path / "m.jsonl")
+
+
+@dataclass
+class Config:
+    layers: tuple[int, ...] = (1, 2)
+    path: Path = Path("a")
+
+
+def test_config_of_every_start_is_kept(tmp_path):
+    run = RunFolder(tmp_path, "run")
+    run.write_config(Config())
+    assert yaml.safe_load((run.path / "config.yaml").read_text()) == {"layers": [1, 2], "path": "a"}
+    run.write_config("seed: 2\n")
+    run.write_config("seed: 2\n")
+    assert (run.path / "config.yaml").read_text() == "seed: 2\n"
+    assert [path.name for path in run.path.glob("config.start-*")] == ["config.start-1.yaml"]
+
+
+def test_samples_are_spaced_over_the_step(tmp_path):
+    with RunFolder(tmp_path, "run", samples_per_step=2) as run:
+        run.log_samples(1, [{"prompt": str(index), "response": "", "reward": 0.0} for index in range(10)])
+        assert [sample["prompt"] for sample in run.samples()] == ["0", "5"]
+
+
+def test_describe_names_only_what_is_there(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        assert run.describe() == [f"{run.path}/"]
+        run.log(1, {"a": 1.0})
+        (run.checkpoints / "step-1").mkdir()
+        (run.hf / "config.json").write_text("{}")
+        lines = run.describe()
+    assert [line.split()[0] for line in lines[1:]] == ["metrics.jsonl", "tensorboard/", "checkpoints/", "hf/"]
+    assert "1 kept: step-1" in lines[3]
