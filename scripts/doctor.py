@@ -1,0 +1,204 @@
+"""Says what this machine has, what is missing, and what to do about it: `python scripts/doctor.py [--json] [--quick]`.
+
+Needs nothing but Python, so that it also answers where nothing is installed yet. Exit code 0 unless something required
+is missing. `--quick` only looks whether the emulated NPU is built instead of opening it, which builds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import glob
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+INSTALL = "pip install -e . in the checkout"
+CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table. `status`: ok, warn (runs, but less well), missing (required), none (not needed)."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def python() -> Check:
+    found, wanted = f"{platform.python_version()} ({sys.executable})", stated("python_requires")
+    oldest = tuple(int(number) for number in re.findall(r"\d+", wanted))
+    if sys.version_info[: len(oldest)] < oldest:
+        return Check("Python", "missing", found, f"use Python {wanted}")
+    return Check("Python", "ok", found)
+
+
+def stated(keyword: str) -> Any:
+    """What setup.py, the one place that states it, says of `python_requires` or `install_requires`."""
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == keyword:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"setup.py states no {keyword}")
+
+
+def version_of(name: str) -> str | None:
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
+
+
+def package(requirement: str) -> Check:
+    """A required package at a version that fits."""
+    name = re.split(r"[^\w.-]", requirement)[0]
+    version = version_of(name)
+    if version is None:
+        return Check(name, "missing", "not installed", INSTALL)
+    if importlib.util.find_spec("packaging"):
+        from packaging.requirements import Requirement
+
+        if not Requirement(requirement).specifier.contains(version, prereleases=True):
+            return Check(name, "missing", version, f"expected {requirement}: {INSTALL}")
+    return Check(name, "ok", version)
+
+
+def packages() -> list[Check]:
+    """A line for each of the main packages and each at fault, one for all the others."""
+    checks = [package(requirement) for requirement in stated("install_requires")]
+    shown = [check for check in checks if check.name in ("torch", "ray", "transformers") or check.status != "ok"]
+    rest = [f"{check.name} {check.found}" for check in checks if check not in shown]
+    return shown + ([Check("other packages", "ok", ", ".join(rest))] if rest else [])
+
+
+def ascend() -> Check:
+    """Ascend cards, and the two things needed to use them: CANN and torch_npu."""
+    cards = len(glob.glob("/dev/davinci[0-9]*"))
+    homes = (os.environ.get("ASCEND_TOOLKIT_HOME", ""), "/usr/local/Ascend/ascend-toolkit/latest")
+    cann = next((home for home in homes if home and Path(home).exists()), "")
+    adapter = version_of("torch_npu")
+    found = f"{cards} cards, CANN {cann or 'not found'}, torch_npu {adapter or 'not installed'}"
+    lacking = "" if cann and adapter else "install CANN, source its set_env.sh, pip install the torch_npu of this torch"
+    status = "none" if not cards else "warn" if lacking else "ok"
+    return Check("Ascend NPU", status, found, lacking if cards else "")
+
+
+def cuda() -> Check:
+    if version_of("torch") is None:
+        return Check("CUDA", "none", "unknown without torch")
+    import torch
+
+    if torch.cuda.is_available():
+        return Check("CUDA", "ok", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return Check("CUDA", "warn", f"torch {torch.__version__} does not see the card", "install torch with CUDA")
+    return Check("CUDA", "none", "no card")
+
+
+def compiler() -> Check:
+    path = shutil.which("g++") or shutil.which("c++")
+    if path is None:
+        return Check("C++ compiler", "warn", "not found", "apt install g++; without it tensors are plain CPU ones")
+    version = subprocess.run([path, "-dumpfullversion"], timeout=30, **CAPTURE).stdout.strip()
+    return Check("C++ compiler", "ok", f"{path} {version}")
+
+
+OPEN = "from fusion.npu import open_device; d = open_device('emulated'); print(d.kind, d.describe(), sep='\\n')"
+LOOK = "from fusion.npu.emulator.build import library_path as p; print('built' if p().exists() else 'absent', p())"
+
+
+def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:
+    """Opens the emulated NPU (or looks whether it is built) in a process of its own, which it may take down."""
+    name = "emulated NPU"
+    try:
+        child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=timeout_s, **CAPTURE)
+    except subprocess.TimeoutExpired:
+        return Check(name, "warn", f"did not open within {timeout_s:.0f} s", "is another build going on?")
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+        return Check(name, "warn", last, f'python -c "{code.split(";")[0]}" shows the whole error')
+    kind, _, words = child.stdout.strip().replace("\n", " ").partition(" ")
+    if kind == "absent":
+        return Check(name, "none", "not built yet", "its first use builds it, in about a minute")
+    return Check(name, "ok", words) if kind != "ledger" else Check(name, "warn", words, "apt install g++")
+
+
+def ray_cluster() -> Check:
+    address = Path("/tmp/ray/ray_current_cluster")
+    found = address.read_text().strip() if address.exists() else ""
+    return Check("Ray cluster", "ok" if found else "none", found or "none; every run starts its own")
+
+
+def memory() -> Check:
+    """Free main memory, within the limit of the container."""
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
+    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip().isdigit():
+        total = min(total, int(limit.read_text()))
+        free = min(free, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return space("memory", free, total, 4, "close other programs: a small run takes 4 GiB")
+
+
+def disk(name: str, path: Path, needed_gib: int, advice: str) -> Check:
+    """Free room of the file system that `path` is on."""
+    if not path.exists():
+        return Check(name, "warn", "not there", advice)
+    usage = shutil.disk_usage(path)
+    return space(name, usage.free, usage.total, needed_gib, advice)
+
+
+def space(name: str, free: int, total: int, needed_gib: int, advice: str) -> Check:
+    enough, found = free >= needed_gib * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    return Check(name, "ok" if enough else "warn", found, "" if enough else advice)
+
+
+def examine(quick: bool = False) -> list[Check]:
+    """All checks, in the order of the table."""
+    checks = [python(), *packages(), ascend(), cuda(), compiler()]
+    if not quick:
+        print("opening the emulated NPU; its first build takes about a minute …", file=sys.stderr, flush=True)
+    checks.append(emulator(LOOK if quick else OPEN))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    main_memory = [memory()] if Path("/proc/meminfo").exists() else []
+    checks += [ray_cluster(), Check("CPU cores", "ok", str(cores)), *main_memory]
+    shared = disk("/dev/shm", Path("/dev/shm"), 2, "Ray keeps its objects there: docker run --shm-size=4g")
+    return [*checks, shared, disk("disk", ROOT, 5, "checkpoints need room")]
+
+
+def table(checks: list[Check]) -> str:
+    """Aligned lines; advice stands under what it is about."""
+    wide = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:<8} {check.name:<{wide}}  {check.found}")
+        if check.advice:
+            lines.append(f"{'':<8} {'':<{wide}}  → {check.advice}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="What this machine has, and what to do about what it lacks.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="do not build the emulated NPU")
+    options = parser.parse_args(arguments)
+    checks = examine(options.quick)
+    missing = [check.name for check in checks if check.status == "missing"]
+    if options.json:
+        print(json.dumps({"ok": not missing, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print(table(checks), f"missing: {', '.join(missing)}" if missing else "nothing required is missing", sep="\n\n")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "doctor.py"
+
+
+@pytest.fixture(scope="module")
+def doctor():
+    spec = importlib.util.spec_from_file_location("doctor", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["doctor"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_json_parses_and_names_what_matters():
+    child = subprocess.run([sys.executable, SCRIPT, "--json", "--quick"], capture_output=True, text=True, check=True)
+    said = json.loads(child.stdout)
+    by_name = {check["name"]: check for check in said["checks"]}
+    assert said["ok"] and by_name["torch"]["status"] == "ok"
+    for name in ("Python", "ray", "transformers", "C++ compiler", "emulated NPU", "memory", "/dev/shm", "CPU cores"):
+        assert name in by_name
+    assert all(check["status"] in ("ok", "warn", "missing", "none") for check in said["checks"])
+
+
+def test_a_bare_python_gets_an_answer_and_an_exit_code():
+    # -S and -I: no site-packages, as on a machine where nothing is installed.
+    child = subprocess.run([sys.executable, "-I", "-S", SCRIPT, "--quick"], capture_output=True, text=True)
+    assert child.returncode == 1, child.stderr
+    assert "missing  torch" in child.stdout and "→ pip install -e . in the checkout" in child.stdout
+    assert child.stdout.splitlines()[-1].startswith("missing: torch, ")
+
+
+def test_a_version_that_does_not_fit_is_missing(doctor):
+    check = doctor.package("hypothesis>=999")
+    assert check.status == "missing" and "expected hypothesis>=999" in check.advice
+    assert doctor.package("hypothesis>=1,<999").status == "ok"
+    assert doctor.package("no-such-package-of-ours").found == "not installed"
+
+
+def test_an_emulator_that_does_not_open_is_a_warning_with_its_error(doctor, monkeypatch, tmp_path):
+    (tmp_path / "fusion").mkdir()
+    (tmp_path / "fusion" / "npu.py").write_text("def open_device(kind): raise OSError('capacity of card 0 is taken')")
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    check = doctor.emulator()
+    assert check.status == "warn" and check.found == "OSError: capacity of card 0 is taken"
+
+
+@pytest.mark.parametrize("kind, status", [("emulated", "ok"), ("ledger", "warn")])
+def test_the_device_says_itself_what_it_is(doctor, monkeypatch, tmp_path, kind, status):
+    (tmp_path / "fusion").mkdir()
+    (tmp_path / "fusion" / "npu.py").write_text(
+        f"class D:\n kind = {kind!r}\n def describe(self): return 'card 0, 1 GiB'\ndef open_device(kind): return D()"
+    )
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    check = doctor.emulator()
+    assert (check.status, check.found) == (status, "card 0, 1 GiB")
+
+
+def test_little_room_is_a_warning_that_says_what_to_do(doctor):
+    assert doctor.space("/dev/shm", 2**26, 2**26, 2, "docker run --shm-size=4g").status == "warn"
+    assert doctor.disk("/dev/shm", Path("/no/such/place"), 2, "advice").found == "not there"
+    assert "→ do this" in doctor.table([doctor.Check("x", "warn", "little", "do this")])
