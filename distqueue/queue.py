@@ -2,7 +2,8 @@
 
 Waiting: all waiters, threads and coroutines alike, wait on one future that is resolved and replaced at every change of
 state; whoever wakes looks again. Nobody holds the lock while waiting or copying payload, so a starved reader delays
-no other client, and nothing polls: a waiter sleeps until a change, its deadline, or the next end of a lease.
+no other client, and nothing polls: a waiter sleeps until a change, its deadline, or the next end of a lease. A get is
+no change: it takes samples away, and when its lease ends there is at most what there was before.
 """
 
 from __future__ import annotations
@@ -196,15 +197,12 @@ class LocalQueue:
             self._check_open(want)
             now_s = time.monotonic()
             self._table.expire(now_s)
-            next_expiry_s = self._table.next_expiry_s()
             if ids := self._table.plan(want):
                 self._table.lease(want.task, ids, want.columns, now_s)
-                if next_expiry_s is None:  # waiters sleep without an end in sight; now there is one
-                    self._announce()
                 return self._pick(ids, want.columns), self._changed, None
             if deadline_s is not None and now_s >= deadline_s:
                 raise TimeoutError(self._table.explain(want))
-            ends = [end_s for end_s in (deadline_s, next_expiry_s) if end_s is not None]
+            ends = [end_s for end_s in (deadline_s, self._table.next_expiry_s()) if end_s is not None]
             return None, self._changed, min(ends) - now_s if ends else None
 
     def _pick(self, ids: Sequence[str], columns: Sequence[str]) -> Picked:

@@ -53,7 +53,6 @@ class Claim:
 
     state: str = "open"
     leases: int = 0
-    expires_s: float = 0.0
 
 
 @dataclass
@@ -95,6 +94,7 @@ class SampleTable:
         self.redelivered: Counter[str] = Counter()
         self._endings: OrderedDict[str, str] = OrderedDict()
         self._expiries: list[tuple[float, str, str]] = []
+        """(seconds, task, id) per lease, a heap; one entry each, as only its end or an ack or drop ends a lease"""
 
     def put(
         self,
@@ -200,8 +200,8 @@ class SampleTable:
         for id in ids:
             claim = self.rows[id].claims[task]
             self.redelivered[task] += claim.leases > 0
-            claim.state, claim.leases, claim.expires_s = "leased", claim.leases + 1, now_s + self.lease_s
-            heapq.heappush(self._expiries, (claim.expires_s, task, id))
+            claim.state, claim.leases = "leased", claim.leases + 1
+            heapq.heappush(self._expiries, (now_s + self.lease_s, task, id))
 
     def check_columns(self, ids: Sequence[str], columns: Sequence[str]) -> None:
         """ValueError, naming sample and column, unless every sample is live and holds every column."""
@@ -215,10 +215,9 @@ class SampleTable:
     def expire(self, now_s: float) -> None:
         """Opens every sample whose lease has run out."""
         while self._expiries and self._expiries[0][0] <= now_s:
-            expires_s, task, id = heapq.heappop(self._expiries)
-            claim = self.rows[id].claims[task] if id in self.rows else Claim()
-            if claim.state == "leased" and claim.expires_s == expires_s:
-                claim.state = "open"
+            _, task, id = heapq.heappop(self._expiries)
+            if id in self.rows and self.rows[id].claims[task].state == "leased":
+                self.rows[id].claims[task].state = "open"
 
     def next_expiry_s(self) -> float | None:
         """No lease runs out before this time; None: nothing is leased."""

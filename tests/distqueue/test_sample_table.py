@@ -61,14 +61,15 @@ class TableAgainstModel(RuleBasedStateMachine):
     @rule(
         task=st.sampled_from(TASKS),
         columns=WANTED_COLUMNS,
-        count=st.none() | st.sampled_from([2, 4]),
+        count=st.none() | st.sampled_from([1, 2, 4]),
         budget=st.none() | st.integers(1, 12),
         whole=st.booleans(),
     )
     def get(self, task: str, columns: tuple[str, ...], count: int | None, budget: int | None, whole: bool) -> None:
         if count is None and budget is None:
             return
-        want = Want(task, columns, count, budget, whole_groups=whole and self.group_size is not None)
+        whole = whole and self.group_size is not None and count != 1
+        want = Want(task, columns, count, budget, whole_groups=whole)
         self.table.check(want)
         self.table.expire(self.now_s)
         ids = self.table.plan(want)
@@ -111,21 +112,25 @@ class TableAgainstModel(RuleBasedStateMachine):
                 return tuple(row["id"] for unit in units[:k] for row in unit)
         return None
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: any(row["handed"] for row in self.model))
     @rule(data=st.data(), task=st.sampled_from(TASKS))
     def ack(self, data: st.DataObject, task: str) -> None:
-        rows = data.draw(st.lists(st.sampled_from(self.model), min_size=1, max_size=3, unique_by=lambda row: row["id"]))
-        ids = [row["id"] for row in rows]
-        if any(row["end"] is None and task not in row["handed"] for row in rows):
-            self.refused(lambda: self.table.ack(task, ids), "which never got it")
-            return
-        done = self.table.ack(task, ids)
+        handed = [row for row in self.model if task in row["handed"]]
+        rows = data.draw(st.lists(st.sampled_from(handed), max_size=3)) if handed else []
+        done = self.table.ack(task, [row["id"] for row in rows])
         for row in rows:
             if row["end"] is None:
                 row["claims"][task] = "acked"
                 if set(row["claims"].values()) == {"acked"}:
                     row["end"] = "done"
                     assert row["id"] in done
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), task=st.sampled_from(TASKS))
+    def ack_of_what_was_never_handed_out(self, data: st.DataObject, task: str) -> None:
+        ids = [row["id"] for row in data.draw(st.permutations(self.live()))]
+        if not all(task in row["handed"] for row in self.live()):
+            self.refused(lambda: self.table.ack(task, ids), "which never got it")
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), reason=st.sampled_from(["stale", "filtered"]))
@@ -166,7 +171,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 
 TableAgainstModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 test_table_against_model = TableAgainstModel.TestCase
 
@@ -192,6 +197,16 @@ def test_a_group_goes_on_without_a_dropped_member() -> None:
     assert table.explain(want).endswith("1 samples ready, column 'reward' missing for 2, 0 groups not all put")
     table.drop(["a", "b"], "reward failed")
     assert table.plan(want) == ("c",)
+
+
+def test_an_expired_group_comes_back_without_the_members_acknowledged() -> None:
+    table = table_of("a", "b", group_size=2)
+    want = Want("train", ("tokens",), 2, whole_groups=True)
+    table.lease("train", table.plan(want), want.columns, 0.0)
+    table.ack("train", ["a"])
+    assert table.plan(want) is None
+    table.expire(10.0)
+    assert table.plan(want) == ("b",)
 
 
 @pytest.mark.parametrize(
