@@ -1,0 +1,19 @@
+"""The device layer: one face for Ascend cards, CUDA cards and the NPU emulated on the CPU.
+
+    open_device(kind) ──┬─ npu ──────► torch_npu  ─┐
+                        ├─ cuda ─────► torch.cuda ─┼─ accelerator.py   owners by weak references (owners.py)
+                        ├─ emulated ─► emulator/ ──┘                   owners by the allocator itself
+                        └─ no compiler ► ledger.py                     plain CPU tensors, counted
+                                 │
+                             Device: torch_device, process_group_backend, memory(), owner("weights"), host_empty(),
+                                     streams and events, describe()
+
+No other room asks which device it is. Nothing is built or initialised by importing this package.
+"""
+
+from __future__ import annotations
+
+from fusion.npu.config import DeviceConfig
+from fusion.npu.device import OWNERS, Device, Memory, open_device
+
+__all__ = ["OWNERS", "Device", "DeviceConfig", "Memory", "open_device"]

@@ -1,0 +1,156 @@
+"""Cards that PyTorch sees as a device: Ascend, CUDA and the emulated NPU.
+
+All three answer to the same names in their device module (`torch.npu`, `torch.cuda`); they differ in how memory is
+attributed to owners and how capacity is set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from fusion.npu.device import OWNERS, Device, Memory, check_owner
+from fusion.npu.owners import OwnerMode, StorageOwners
+
+PROCESS_GROUPS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+class AcceleratorDevice(Device):
+    """What the three have in common; `module` is the device module."""
+
+    def __init__(self, kind: str, type_: str, module: Any, index: int) -> None:
+        if not 0 <= index < module.device_count():
+            raise ValueError(f"device index {index}: this machine has {module.device_count()} {type_} cards")
+        self.kind = kind
+        self.index = index
+        self.module = module
+        self.torch_device = torch.device(type_, index)
+        self.process_group_backend = PROCESS_GROUPS[type_]
+        module.set_device(index)
+
+    def memory(self) -> Memory:
+        module, index = self.module, self.index
+        allocated, reserved = module.memory_allocated(index), module.memory_reserved(index)
+        free, capacity = module.mem_get_info(index)
+        limit = self._limit_bytes(capacity)
+        return Memory(
+            allocated=allocated,
+            reserved=reserved,
+            peak_allocated=module.max_memory_allocated(index),
+            peak_reserved=module.max_memory_reserved(index),
+            capacity=limit,
+            free=max(0, min(free + reserved, limit) - allocated) if limit < capacity else free + reserved - allocated,
+        )
+
+    def _limit_bytes(self, capacity: int) -> int:
+        return capacity
+
+    def reset_peak(self) -> None:
+        self.module.reset_peak_memory_stats(self.index)
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.index)
+
+    def empty_cache(self) -> None:
+        self.module.empty_cache()
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def new_stream(self) -> Any:
+        return self.module.Stream(self.torch_device)
+
+    def current_stream(self) -> Any:
+        return self.module.current_stream(self.torch_device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return self.module.stream(stream)
+
+    def event(self, timing: bool = False) -> Any:
+        return self.module.Event(enable_timing=timing)
+
+    def describe(self) -> str:
+        memory = self.memory()
+        name = self.module.get_device_name(self.index)
+        return f"{self.torch_device} ({name}), {memory.capacity / 2**30:.1f} GiB, {memory.free / 2**30:.1f} GiB free"
+
+
+class RealDevice(AcceleratorDevice):
+    """An Ascend or CUDA card. Owners are weak references to storages; what nobody claimed is activations."""
+
+    def __init__(self, kind: str, module: Any, index: int, capacity_bytes: int | None) -> None:
+        super().__init__(kind, kind, module, index)
+        self.capacity_bytes = capacity_bytes
+        self._owners = StorageOwners()
+        if capacity_bytes is not None:
+            total = module.mem_get_info(index)[1]
+            if capacity_bytes > total:
+                raise ValueError(f"device.capacity_bytes={capacity_bytes}: the card has {total} bytes")
+            module.set_per_process_memory_fraction(capacity_bytes / total, index)
+
+    def _limit_bytes(self, capacity: int) -> int:
+        return capacity if self.capacity_bytes is None else min(capacity, self.capacity_bytes)
+
+    def owner(self, name: str) -> AbstractContextManager[None]:
+        check_owner(name)
+        return OwnerMode(self._owners, name, self.torch_device)
+
+    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
+        check_owner(name)
+        for tensor in tensors:
+            self._owners.assign(tensor.untyped_storage(), name)
+
+    def memory_by_owner(self) -> dict[str, int]:
+        claimed = self._owners.bytes_by_owner()
+        sizes = {name: claimed.get(name, 0) for name in OWNERS}
+        sizes["activations"] = max(0, self.module.memory_allocated(self.index) - sum(claimed.values()))
+        return sizes
+
+
+class EmulatedDevice(AcceleratorDevice):
+    """The NPU on the CPU (`fusion/npu/emulator`). Its allocator stores the owner with every block."""
+
+    def __init__(self, extension: Any, index: int, capacity_bytes: int | None, session: str | None) -> None:
+        super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
+        self._extension = extension
+        self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
+        extension.open_card(index, session_file(session, index), capacity_bytes)
+
+    @contextmanager
+    def owner(self, name: str) -> Iterator[None]:
+        check_owner(name)
+        self._extension.push_owner(self._owner_ids[name])
+        try:
+            yield
+        finally:
+            self._extension.pop_owner()
+
+    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
+        check_owner(name)
+        for tensor in tensors:
+            self._extension.set_owner_of(tensor, self._owner_ids[name])
+
+    def memory_by_owner(self) -> dict[str, int]:
+        sizes = self._extension.by_owner(self.index)
+        return {name: sizes[name] for name in OWNERS}
+
+    def describe(self) -> str:
+        memory = self.memory()
+        return (
+            f"{self.torch_device} (emulated on the CPU, torch {torch.__version__}), {memory.capacity / 2**30:.1f} GiB, "
+            f"{memory.free / 2**30:.1f} GiB free"
+        )
+
+
+def session_file(session: str | None, index: int) -> str:
+    """Where the processes of one session and card keep their common account; "" for a card of one's own."""
+    if session is None:
+        return ""
+    if not re.fullmatch(r"[\w.-]{1,100}", session):
+        raise ValueError(f"device session {session!r}: expected 1 to 100 letters, digits, '-', '_' or '.'")
+    return f"/dev/shm/rlfusion-{os.getuid()}-{session}-npu{index}"

@@ -1,0 +1,65 @@
+// What Python sees; `runtime.py` makes `torch.npu` of it.
+#include "emulator.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace npu {
+
+void bind_hccl(py::module& m);
+
+namespace {
+
+py::dict as_dict(const CardStats& stats) {
+  py::dict out;
+  auto put = [&](const std::string& name, const Stat& stat) {
+    out[(name + ".current").c_str()] = stat.current;
+    out[(name + ".peak").c_str()] = stat.peak;
+    out[(name + ".total").c_str()] = stat.total;
+  };
+  put("allocated", stats.allocated);
+  put("reserved", stats.reserved);
+  put("blocks", stats.blocks);
+  out["out_of_memory"] = stats.out_of_memory;
+  return out;
+}
+
+const c10::DataPtr& data_of(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.device().type() == c10::kPrivateUse1, "not a tensor of the emulated NPU");
+  return tensor.storage().unsafeGetStorageImpl()->data_ptr();
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  install_runtime();
+  install_allocators();
+  m.attr("cards") = kCards;
+  m.def("open_card", &open_card);
+  m.def("stats", [](int card) { return as_dict(card_stats(card)); });
+  m.def("allocated", [](int card) { return card_stats(card).allocated.current; });
+  m.def("reset_peak", &reset_peak);
+  m.def("reset_accumulated", &reset_accumulated);
+  m.def("free_and_capacity", &free_and_capacity);
+  m.def("limit_process", &limit_process);
+  m.def("owner_id", &owner_id);
+  m.def("push_owner", &push_owner);
+  m.def("pop_owner", &pop_owner);
+  m.def("set_owner_of", [](const at::Tensor& tensor, int owner) { set_owner_of(data_of(tensor), owner); });
+  m.def("owner_of", [](const at::Tensor& tensor) { return owner_of(data_of(tensor)); });
+  m.def("by_owner", [](int card) {
+    const auto stats = card_stats(card);
+    const auto names = owner_names();
+    py::dict out;
+    for (size_t i = 0; i < names.size(); ++i) out[names[i].c_str()] = stats.owners[i];
+    return out;
+  });
+  m.def("current_card", &current_card);
+  m.def("exchange_card", &exchange_card);
+  m.def("in_forked_child", &in_forked_child);
+  m.def("default_generator", [](int card) { return default_generator(card); });
+  bind_hccl(m);
+}
+
+} // namespace npu

@@ -1,0 +1,129 @@
+// The emulated NPU: a PyTorch device `npu` (PrivateUse1) whose HBM is host memory.
+//
+//   ledger.cpp     bytes of one card, shared by the processes on it
+//   allocator.cpp  device memory, its statistics and owners; the hook on the CPU allocator; pinned memory
+//   runtime.cpp    hooks, device guard, streams, events, generators
+//   fallback.cpp   every operator: the CPU kernel on zero-copy aliases
+//   autocast.cpp   mixed precision
+//   hccl.cpp       collectives: gloo on zero-copy aliases
+//   bindings.cpp   what Python sees
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace npu {
+
+constexpr int kCards = 16; // of one emulated node
+constexpr int kMaxOwners = 64;
+constexpr int64_t kDefaultCapacity = int64_t{2} << 30;
+
+inline c10::Device device_of(int card) {
+  return c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(card));
+}
+
+// ---- ledger.cpp -----------------------------------------------------------------------------------------------
+
+struct LedgerPage;
+
+// Bytes taken on one card. With a path the page lives in a file under /dev/shm and every process that opens the same
+// path shares the capacity; without one it is private. A process that died gives its bytes back when somebody looks.
+class CardLedger {
+ public:
+  CardLedger(const std::string& path, std::optional<int64_t> capacity);
+  ~CardLedger();
+  bool take(int64_t bytes); // false: the card is full
+  void give(int64_t bytes);
+  int64_t capacity() const;
+  int64_t used(); // by every live process
+  int64_t used_here() const;
+  void limit_here(double fraction); // of the capacity, for this process
+  const std::string& path() const { return path_; }
+
+ private:
+  void join(std::optional<int64_t> capacity);
+  void reap_dead();
+  bool slot_is_live(int slot) const;
+  std::string path_;
+  int fd_ = -1;
+  int slot_ = 0;
+  double fraction_ = 1.0;
+  LedgerPage* page_ = nullptr;
+  std::mutex mutex_; // file locks belong to the process, not to a thread
+};
+
+// ---- allocator.cpp --------------------------------------------------------------------------------------------
+
+struct Stat {
+  int64_t current = 0, peak = 0, total = 0;
+  void add(int64_t bytes) {
+    current += bytes;
+    total += bytes;
+    if (current > peak) peak = current;
+  }
+  void remove(int64_t bytes) { current -= bytes; }
+};
+
+struct CardStats {
+  Stat allocated, reserved, blocks;
+  int64_t out_of_memory = 0;
+  int64_t owners[kMaxOwners] = {};
+};
+
+void open_card(int card, const std::string& path, std::optional<int64_t> capacity);
+CardStats card_stats(int card);
+void reset_peak(int card);
+void reset_accumulated(int card);
+std::pair<int64_t, int64_t> free_and_capacity(int card);
+void limit_process(int card, double fraction);
+
+int owner_id(const std::string& name); // registers a new name
+std::vector<std::string> owner_names();
+int push_owner(int owner); // of what this thread allocates from now on; returns the one before
+void pop_owner();
+void set_owner_of(const c10::DataPtr& data, int owner);
+
+c10::DeviceAllocator* device_allocator();
+c10::DataPtr allocate_on(int card, size_t bytes);
+bool is_device_block(const c10::DataPtr& data);
+int owner_of(const c10::DataPtr& data); // -1: not a block
+bool is_pinned(const void* pointer);
+void install_allocators();
+
+// While it lives, what this thread allocates through the CPU allocator is charged to the card: outputs and
+// workspaces of the CPU kernels that stand in for the card's own.
+class ChargeScope {
+ public:
+  explicit ChargeScope(int card);
+  ~ChargeScope();
+
+ private:
+  int before_;
+};
+
+// ---- runtime.cpp ----------------------------------------------------------------------------------------------
+
+int current_card();
+int exchange_card(int card);
+bool in_forked_child();
+const at::Generator& default_generator(int card);
+at::Generator host_generator(const at::Generator& generator); // the CPU generator inside
+void install_runtime();
+
+// ---- fallback.cpp ---------------------------------------------------------------------------------------------
+
+// A CPU tensor over the same bytes that keeps them alive.
+at::Tensor owning_alias(const at::Tensor& tensor);
+void resize_storage(c10::StorageImpl* storage, size_t bytes);
+
+} // namespace npu

@@ -1,0 +1,211 @@
+// One card's bytes, shared between processes through a page of POSIX shared memory.
+//
+// The page holds a total and one slot per process. Each process holds a lock on the byte of the file that stands for
+// its slot; the kernel drops that lock when the process ends, however it ends, so a slot without a lock is dead.
+// (A process id would not do: ids are reused, and a killed child that nobody waited for still answers.)
+#include "emulator.h"
+
+#include <c10/util/Exception.h>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+namespace npu {
+
+constexpr int kSlots = 128;
+constexpr uint64_t kMagic = 0x6e70756c65646732;
+
+struct LedgerSlot {
+  std::atomic<int64_t> pid; // 0: empty
+  std::atomic<int64_t> bytes;
+};
+
+struct LedgerPage {
+  uint64_t magic;
+  std::atomic<int64_t> capacity;
+  std::atomic<int64_t> used;
+  LedgerSlot slots[kSlots];
+};
+
+namespace {
+
+// Byte 0 of the file guards joining and reaping, byte 1 + i is slot i.
+bool lock_byte(int fd, short type, off_t byte, bool wait) {
+  struct flock lock {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = byte;
+  lock.l_len = 1;
+  int result;
+  do {
+    result = fcntl(fd, wait ? F_SETLKW : F_SETLK, &lock);
+  } while (result < 0 && errno == EINTR);
+  return result == 0;
+}
+
+struct FileLock {
+  explicit FileLock(int fd) : fd(fd) {
+    if (fd >= 0) TORCH_CHECK(lock_byte(fd, F_WRLCK, 0, true), "cannot lock the card's ledger: ", strerror(errno));
+  }
+  ~FileLock() {
+    if (fd >= 0) lock_byte(fd, F_UNLCK, 0, false);
+  }
+  int fd;
+};
+
+bool still_linked(int fd, const std::string& path) {
+  struct stat mine {}, there {};
+  return fstat(fd, &mine) == 0 && stat(path.c_str(), &there) == 0 && mine.st_ino == there.st_ino;
+}
+
+} // namespace
+
+CardLedger::CardLedger(const std::string& path, std::optional<int64_t> capacity) : path_(path) {
+  if (path_.empty()) {
+    page_ = new LedgerPage();
+    page_->capacity = capacity.value_or(kDefaultCapacity);
+    return;
+  }
+  while (true) { // the last process out unlinks the file; whoever opened it just before starts over
+    fd_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    TORCH_CHECK(fd_ >= 0, "cannot open ", path_, ": ", strerror(errno));
+    FileLock guard(fd_);
+    if (!still_linked(fd_, path_)) {
+      guard.fd = -1;
+      close(fd_);
+      continue;
+    }
+    TORCH_CHECK(ftruncate(fd_, sizeof(LedgerPage)) == 0, "cannot size ", path_, ": ", strerror(errno));
+    void* memory = mmap(nullptr, sizeof(LedgerPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "cannot map ", path_, ": ", strerror(errno));
+    page_ = static_cast<LedgerPage*>(memory);
+    try {
+      join(capacity);
+    } catch (...) {
+      guard.fd = -1; // closing the file drops its locks
+      munmap(page_, sizeof(LedgerPage));
+      close(fd_);
+      throw;
+    }
+    return;
+  }
+}
+
+void CardLedger::join(std::optional<int64_t> capacity) {
+  if (page_->magic != kMagic) {
+    std::memset(static_cast<void*>(page_), 0, sizeof(LedgerPage));
+    page_->magic = kMagic;
+  }
+  slot_ = -1;
+  reap_dead();
+  bool alone = true;
+  for (int i = kSlots - 1; i >= 0; --i) {
+    if (page_->slots[i].pid == 0) {
+      slot_ = i;
+    } else {
+      alone = false;
+    }
+  }
+  TORCH_CHECK(slot_ >= 0, path_, ": more than ", kSlots, " processes on one card");
+  if (alone) {
+    page_->used = 0;
+    page_->capacity = capacity.value_or(kDefaultCapacity);
+  }
+  TORCH_CHECK_VALUE(
+      !capacity || *capacity == page_->capacity,
+      "device.capacity_bytes=", *capacity, ": the processes already on this card share one of ",
+      page_->capacity.load(), " bytes; give all of them the same capacity, or another session name");
+  page_->slots[slot_].bytes = 0;
+  page_->slots[slot_].pid = getpid();
+  TORCH_CHECK(lock_byte(fd_, F_WRLCK, 1 + slot_, false), "cannot lock a slot of ", path_);
+}
+
+CardLedger::~CardLedger() {
+  if (path_.empty()) {
+    delete page_;
+    return;
+  }
+  if (!in_forked_child()) {
+    FileLock guard(fd_);
+    give(used_here());
+    page_->slots[slot_].pid = 0;
+    lock_byte(fd_, F_UNLCK, 1 + slot_, false);
+    reap_dead();
+    bool alone = true;
+    for (auto& slot : page_->slots) alone = alone && slot.pid == 0;
+    if (alone) unlink(path_.c_str());
+  }
+  munmap(page_, sizeof(LedgerPage));
+  close(fd_);
+}
+
+bool CardLedger::take(int64_t bytes) {
+  auto fits = [&] {
+    auto& mine = page_->slots[slot_].bytes;
+    auto here = mine.fetch_add(bytes) + bytes;
+    auto all = page_->used.fetch_add(bytes) + bytes;
+    if (all <= page_->capacity && here <= static_cast<int64_t>(page_->capacity * fraction_)) return true;
+    give(bytes);
+    return false;
+  };
+  if (fits()) return true;
+  if (path_.empty()) return false;
+  {
+    std::lock_guard<std::mutex> threads(mutex_);
+    FileLock guard(fd_);
+    reap_dead();
+  }
+  return fits();
+}
+
+void CardLedger::give(int64_t bytes) {
+  page_->slots[slot_].bytes.fetch_sub(bytes);
+  page_->used.fetch_sub(bytes);
+}
+
+bool CardLedger::slot_is_live(int slot) const {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = 1 + slot;
+  lock.l_len = 1;
+  return fcntl(fd_, F_GETLK, &lock) < 0 || lock.l_type != F_UNLCK;
+}
+
+void CardLedger::reap_dead() {
+  for (int i = 0; i < kSlots; ++i) {
+    auto& slot = page_->slots[i];
+    if (i == slot_ || slot.pid == 0 || slot_is_live(i)) continue;
+    page_->used.fetch_sub(slot.bytes.exchange(0));
+    slot.pid = 0;
+  }
+}
+
+int64_t CardLedger::capacity() const {
+  return page_->capacity;
+}
+
+int64_t CardLedger::used() {
+  if (!path_.empty()) {
+    std::lock_guard<std::mutex> threads(mutex_);
+    FileLock guard(fd_);
+    reap_dead();
+  }
+  return page_->used;
+}
+
+int64_t CardLedger::used_here() const {
+  return page_->slots[slot_].bytes;
+}
+
+void CardLedger::limit_here(double fraction) {
+  fraction_ = fraction;
+}
+
+} // namespace npu

@@ -1,0 +1,158 @@
+// Device index, streams, events, generators. Work runs when it is called, so a stream is a name and an event a time.
+#include "emulator.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+
+namespace npu {
+namespace {
+
+thread_local int t_card = 0;
+thread_local std::array<c10::StreamId, kCards> t_streams{};
+std::atomic<c10::StreamId> next_stream{1};
+std::atomic<bool> forked_child{false};
+
+void check_card(int card) {
+  TORCH_CHECK_VALUE(card >= 0 && card < kCards, "npu:", card, ": an emulated node has ", kCards, " cards");
+}
+
+// A generator of the card: a CPU generator that says it lives on the card. Kernels get the one inside.
+struct NpuGenerator final : c10::GeneratorImpl {
+  explicit NpuGenerator(int card, at::Generator inside = at::detail::createCPUGenerator())
+      : GeneratorImpl(device_of(card), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        inside(std::move(inside)) {}
+  void set_current_seed(uint64_t seed) override { inside.set_current_seed(seed); }
+  uint64_t current_seed() const override { return inside.current_seed(); }
+  uint64_t seed() override { return inside.unsafeGetGeneratorImpl()->seed(); }
+  void set_offset(uint64_t offset) override { inside.set_offset(offset); }
+  uint64_t get_offset() const override { return inside.get_offset(); }
+  void set_state(const c10::TensorImpl& state) override { inside.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inside.unsafeGetGeneratorImpl()->get_state();
+  }
+  NpuGenerator* clone_impl() const override { return new NpuGenerator(device().index(), inside.clone()); }
+  at::Generator inside;
+};
+
+struct Event {
+  std::chrono::steady_clock::time_point recorded_at;
+};
+
+struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::Device exchangeDevice(c10::Device device) const override { return device_of(exchange_card(device.index())); }
+  c10::Device getDevice() const override { return device_of(t_card); }
+  void setDevice(c10::Device device) const override { exchange_card(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { t_card = device.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kCards; }
+
+  static c10::Stream stream_of(c10::Device device, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, device, id);
+  }
+  static c10::Device concrete(c10::Device device) { return device.has_index() ? device : device_of(t_card); }
+  c10::Stream getStream(c10::Device device) const override {
+    device = concrete(device);
+    return stream_of(device, t_streams[device.index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(concrete(device), 0); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return stream_of(concrete(device), next_stream++);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto device = stream.device();
+    return stream_of(device, std::exchange(t_streams[device.index()], stream.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event();
+    static_cast<Event*>(*event)->recorded_at = std::chrono::steady_clock::now();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    TORCH_CHECK(from && to, "both events must be recorded before their elapsed time is asked for");
+    const auto time = static_cast<Event*>(to)->recorded_at - static_cast<Event*>(from)->recorded_at;
+    return std::chrono::duration<double, std::milli>(time).count();
+  }
+};
+
+struct NpuHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kCards; }
+  void setCurrentDevice(c10::DeviceIndex card) const override { exchange_card(card); }
+  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(t_card); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex card) const override {
+    return static_cast<c10::DeviceIndex>(exchange_card(card));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex card) const override {
+    return card < 0 ? getCurrentDevice() : exchangeDevice(card);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex card) const override { return default_generator(card); }
+  at::Generator getNewGenerator(c10::DeviceIndex card) const override {
+    return at::make_generator<NpuGenerator>(card < 0 ? t_card : card);
+  }
+  at::Device getDeviceFromPtr(void*) const override { return device_of(t_card); }
+  bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return at::getHostAllocator(c10::kPrivateUse1); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+
+} // namespace
+
+int current_card() {
+  return t_card;
+}
+
+int exchange_card(int card) {
+  check_card(card);
+  return std::exchange(t_card, card);
+}
+
+bool in_forked_child() {
+  return forked_child.load(std::memory_order_relaxed);
+}
+
+const at::Generator& default_generator(int card) {
+  static auto* generators = [] {
+    auto* all = new std::vector<at::Generator>();
+    for (int i = 0; i < kCards; ++i) all->push_back(at::make_generator<NpuGenerator>(i));
+    return all;
+  }();
+  if (card < 0) card = t_card;
+  check_card(card);
+  return (*generators)[card];
+}
+
+at::Generator host_generator(const at::Generator& generator) {
+  TORCH_CHECK(
+      generator.device().type() == c10::kPrivateUse1, "Expected a 'npu' device type for generator but found '",
+      generator.device().type(), "'");
+  return static_cast<NpuGenerator*>(generator.unsafeGetGeneratorImpl())->inside;
+}
+
+void install_runtime() {
+  pthread_atfork(nullptr, nullptr, [] { forked_child = true; });
+  c10::impl::registerDeviceGuard(c10::kPrivateUse1, new NpuGuard());
+  at::RegisterPrivateUse1HooksInterface(new NpuHooks());
+}
+
+} // namespace npu

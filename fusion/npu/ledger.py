@@ -1,0 +1,208 @@
+"""An emulated card without a compiler: plain CPU tensors, counted.
+
+Every tensor that an operation makes in the thread that opened the card is taken for memory of the card, except those of
+`host_empty`. Workspaces inside an operation, other threads and the capacity of other processes are not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusion.npu.config import DEFAULT_CAPACITY_BYTES
+from fusion.npu.device import OWNERS, Device, Memory, check_owner
+from fusion.npu.owners import storages_of
+
+CPU = torch.device("cpu")
+
+
+class Ledger:
+    """Bytes of the storages that live, by owner; raises torch.OutOfMemoryError at capacity."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocated = self.peak = 0
+        self.owner = "activations"
+        self.counting = True
+        self._entries: dict[int, list[Any]] = {}  # storage address -> [weak reference, bytes, owner]
+        self._lock = threading.RLock()  # a storage may die, and call back, while the lock is held
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        with self._lock:
+            if key in self._entries or not self.counting:
+                return
+            if self.allocated + nbytes > self.capacity_bytes:
+                self.refresh()
+            if self.allocated + nbytes > self.capacity_bytes:
+                owners = ", ".join(f"{name} {size}" for name, size in self.bytes_by_owner().items())
+                raise torch.OutOfMemoryError(
+                    f"out of memory: {nbytes} bytes requested, {self.allocated} allocated, capacity "
+                    f"{self.capacity_bytes} (device.capacity_bytes). By owner: {owners}"
+                )
+            self._entries[key] = [weakref.ref(storage, lambda _: self._forget(key)), nbytes, self.owner]
+            self._change(nbytes)
+
+    def refresh(self) -> None:
+        """Takes the sizes as they are now: a storage may have been resized."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                storage = entry[0]()
+                if storage is not None:
+                    nbytes = storage.nbytes()
+                    self._change(nbytes - entry[1])
+                    entry[1] = nbytes
+
+    def assign(self, storage: torch.UntypedStorage, owner: str) -> None:
+        with self._lock:
+            if storage._cdata in self._entries:
+                self._entries[storage._cdata][2] = owner
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        self.refresh()
+        sizes = dict.fromkeys(OWNERS, 0)
+        with self._lock:
+            for _, nbytes, owner in self._entries.values():
+                sizes[owner] += nbytes
+        return sizes
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            self._change(-self._entries.pop(key)[1])
+
+    def _change(self, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+
+class LedgerMode(TorchDispatchMode):
+    """Shows every storage that comes out of an operation to the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = storages_of(result, CPU)
+        if made:
+            known = storages_of((args, kwargs), CPU)
+            for key, storage in made.items():
+                if key not in known:
+                    self.ledger.add(storage)
+        return result
+
+
+class HostStream:
+    """A stream where everything is done when the call returns."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        event = event or HostEvent()
+        event.record()
+        return event
+
+
+class HostEvent:
+    """A point in time."""
+
+    recorded_s: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this event to `end`."""
+        if self.recorded_s is None or end.recorded_s is None:
+            raise RuntimeError("both events must be recorded before their elapsed time is asked for")
+        return (end.recorded_s - self.recorded_s) * 1e3
+
+
+class LedgerDevice(Device):
+    """Counts from the moment it is opened until `close()`."""
+
+    kind = "ledger"
+    torch_device = CPU
+    process_group_backend = "gloo"
+
+    def __init__(self, index: int, capacity_bytes: int | None) -> None:
+        self.index = index
+        self.ledger = Ledger(capacity_bytes or DEFAULT_CAPACITY_BYTES)
+        self._mode = LedgerMode(self.ledger)
+        self._mode.__enter__()
+
+    def close(self) -> None:
+        """Stops counting; devices are closed in the reverse order of opening."""
+        self._mode.__exit__(None, None, None)
+
+    def memory(self) -> Memory:
+        self.ledger.refresh()
+        now, peak, capacity = self.ledger.allocated, self.ledger.peak, self.ledger.capacity_bytes
+        return Memory(now, now, peak, peak, capacity, max(0, capacity - now))
+
+    def reset_peak(self) -> None:
+        self.ledger.refresh()
+        self.ledger.peak = self.ledger.allocated
+
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
+
+    @contextmanager
+    def owner(self, name: str) -> Iterator[None]:
+        check_owner(name)
+        before, self.ledger.owner = self.ledger.owner, name
+        try:
+            yield
+        finally:
+            self.ledger.owner = before
+
+    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
+        check_owner(name)
+        for tensor in tensors:
+            self.ledger.assign(tensor.untyped_storage(), name)
+
+    def memory_by_owner(self) -> dict[str, int]:
+        return self.ledger.bytes_by_owner()
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.ledger.counting = False
+        try:
+            return torch.empty(tuple(shape), dtype=dtype)
+        finally:
+            self.ledger.counting = True
+
+    def new_stream(self) -> HostStream:
+        return HostStream()
+
+    def current_stream(self) -> HostStream:
+        return HostStream()
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext(stream)
+
+    def event(self, timing: bool = False) -> HostEvent:
+        return HostEvent()
+
+    def describe(self) -> str:
+        capacity = self.memory().capacity
+        return f"CPU tensors counted by a ledger (no compiler for the emulated NPU), {capacity / 2**30:.1f} GiB"
