@@ -1,0 +1,180 @@
+"""Packed sequences, and how they are dealt out to ranks and micro-batches.
+
+    samples ─ split_over_ranks ─► one data-parallel rank ─ plan_micro_batches ─► micro-batches of ≤ token_budget tokens
+    | prompt 0 | response 0 | prompt 1 | response 1 | …      tokens_N; every other column is aligned with the token it
+    | 0 0 0 0 0 1 1 1 1 1 1 | 0 0 0 0 0 0 | 1 1 1 1 | …      belongs to, so a sample's columns move together
+
+Invariants of `plan_micro_batches`: every sequence is in exactly one micro-batch; a micro-batch holds at most the
+budget, or a single sequence that exceeds it alone; no two micro-batches would fit into one; lengths ascend inside a
+micro-batch (equal lengths share one attention call); at most 3/2 of the least possible number (best-fit decreasing;
+Simchi-Levi 1994).
+
+Invariants of `split_over_ranks`: every sequence is on exactly one rank; two ranks differ by at most the longest
+sequence; a rank without a sequence exists only where there are fewer sequences than ranks; order of indices is kept
+inside a rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B packed sequences of N tokens in all. A column that an algorithm has no use for may be None.
+
+    Attributes:
+        tokens: int64 [N].
+        lengths: tokens of each sequence, prompt and response, B of them.
+        loss_mask: bool [N]; True on the tokens that are trained. The log-probability of a token comes from the one
+        before
+            it, so the first token of a sequence cannot be.
+        advantages: float32 [N].
+        behaviour_logprobs: float32 [N], of the tokens as they were sampled.
+        ref_logprobs: float32 [N], of the reference model.
+        token_weight: float32 [N]; a token's share in the loss, which is the weighted mean. None: all alike.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    loss_mask: torch.Tensor
+    advantages: torch.Tensor | None = None
+    behaviour_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    token_weight: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows = sum(self.lengths)
+        for name, column in self._columns().items():
+            if column.shape != (rows,):
+                raise ValueError(f"{name} has shape {list(column.shape)}; expected [{rows}], the sum of the lengths")
+        if rows and self.loss_mask[self._starts()].any():
+            raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
+
+    @classmethod
+    def from_samples(
+        cls,
+        prompts: Sequence[Sequence[int] | torch.Tensor],
+        responses: Sequence[Sequence[int] | torch.Tensor],
+        *,
+        advantages: Sequence[float] | torch.Tensor | None = None,
+        behaviour_logprobs: Sequence[Sequence[float] | torch.Tensor] | None = None,
+        ref_logprobs: Sequence[Sequence[float] | torch.Tensor] | None = None,
+        trained: Sequence[bool] | torch.Tensor | None = None,
+    ) -> Sequences:
+        """Packs B samples.
+
+        Args:
+            advantages: one a sample, spread over its tokens.
+            behaviour_logprobs, ref_logprobs: one list a sample, one number a response token.
+            trained: False leaves a sample out of the loss; None: all are in.
+
+        Raises:
+            ValueError: a column has another number of samples, or another number of tokens than the response (named).
+        """
+        prompts_, responses_ = _tensors(prompts, torch.int64), _tensors(responses, torch.int64)
+        for name, column in (
+            ("responses", responses),
+            ("advantages", advantages),
+            ("behaviour_logprobs", behaviour_logprobs),
+            ("ref_logprobs", ref_logprobs),
+            ("trained", trained),
+        ):
+            if column is not None and len(column) != len(prompts):
+                raise ValueError(f"{name} has {len(column)} samples; expected {len(prompts)}, as many as prompts")
+
+        def aligned(name: str, column: Sequence | None) -> torch.Tensor | None:
+            if column is None:
+                return None
+            pieces = [torch.empty(0)]
+            for i, values in enumerate(_tensors(column, torch.float32)):
+                if len(values) != len(responses_[i]):
+                    raise ValueError(f"{name}[{i}] has {len(values)} values for {len(responses_[i])} response tokens")
+                pieces += [torch.zeros(len(prompts_[i])), values]
+            return torch.cat(pieces)
+
+        pairs = list(zip(prompts_, responses_, strict=True))
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        in_loss = torch.ones(len(pairs), dtype=torch.bool) if trained is None else torch.as_tensor(trained)
+        empty = torch.empty(0, dtype=torch.int64)
+        return cls(
+            tokens=torch.cat([empty, *(piece for pair in pairs for piece in pair)]),
+            lengths=lengths,
+            loss_mask=_mask(pairs) & in_loss.to(torch.bool).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+            advantages=None if advantages is None else _spread(advantages, lengths),
+            behaviour_logprobs=aligned("behaviour_logprobs", behaviour_logprobs),
+            ref_logprobs=aligned("ref_logprobs", ref_logprobs),
+        )
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [N]: the place of each token in its sequence."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        return torch.arange(sum(self.lengths)) - self._starts(keep_empty=True).repeat_interleave(lengths)
+
+    def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
+        """int64: the places in N of the tokens of some sequences, one sequence after the other."""
+        starts = self._starts(keep_empty=True).tolist()
+        pieces = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in indices]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
+
+    def select(self, indices: Sequence[int]) -> Sequences:
+        """The sequences named, in that order; none of them is an empty batch with the same columns."""
+        rows = self.rows_of(indices)
+        columns = {name: column[rows] for name, column in self._columns().items()}
+        return replace(self, lengths=[self.lengths[i] for i in indices], **columns)
+
+    def _columns(self) -> dict[str, torch.Tensor]:
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "lengths"}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def _starts(self, keep_empty: bool = False) -> torch.Tensor:
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts = lengths.cumsum(0) - lengths
+        return starts if keep_empty else starts[lengths > 0]
+
+
+def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n."""
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room left, bin), ascending: the first with enough room is the best fit
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect_left(free, (lengths[index], 0))
+        room, target = free.pop(place) if place < len(free) else (token_budget, len(bins))
+        if target == len(bins):
+            bins.append([])
+        bins[target].append(index)
+        if room - lengths[index] >= 0:
+            insort(free, (room - lengths[index], target))
+    return [sorted(members, key=lambda i: (lengths[i], i)) for members in bins]
+
+
+def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of the sequences of each rank, balanced by tokens (invariants above). Longest first to the least
+    loaded."""
+    heap = [(0, 0, rank) for rank in range(ranks)]  # (tokens, sequences, rank)
+    split: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, count, rank = heap[0]
+        split[rank].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], count + 1, rank))
+    return [sorted(members) for members in split]
+
+
+def _tensors(rows: Sequence, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.as_tensor(row, dtype=dtype) for row in rows]
+
+
+def _mask(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    sizes = torch.tensor([len(piece) for pair in pairs for piece in pair], dtype=torch.int64)
+    return torch.tensor([False, True]).repeat(len(pairs)).repeat_interleave(sizes)
+
+
+def _spread(per_sample: Sequence[float] | torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    values = torch.as_tensor(per_sample, dtype=torch.float32)
+    return values.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))

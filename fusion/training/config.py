@@ -1,0 +1,104 @@
+"""The config groups `training` and `algorithm`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclass
+class TrainingConfig:
+    """How a step of the optimizer is made. `validate()` raises `ValueError` naming the key."""
+
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of AdamW's first and second moment."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; norms have none."""
+
+    clip_grad: float = 1.0
+    """Greatest norm of the whole gradient; a longer one is scaled down to it. 0: no clipping."""
+
+    schedule: str = "constant"
+    """Learning rate after the warm-up: `constant`, or `cosine` down to 0 at the last step of the run."""
+
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
+
+    token_budget: int = 16384
+    """Tokens of one micro-batch on one data-parallel rank: bounds the memory of activations, changes no result."""
+
+    recompute: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, about a third
+    more work."""
+
+    load_balancing_coef: float | None = None
+    """Weight of the experts' load-balancing loss; null: the model's own `router_aux_loss_coef`; 0: none."""
+
+    def validate(self) -> None:
+        _number("training.lr", self.lr, 0.0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"training.betas={list(self.betas)}: expected two numbers in [0, 1)")
+        _number("training.weight_decay", self.weight_decay, 0.0)
+        _number("training.clip_grad", self.clip_grad, 0.0)
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"training.schedule={self.schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        _whole("training.warmup_steps", self.warmup_steps, 0)
+        _whole("training.token_budget", self.token_budget, 1)
+        if self.load_balancing_coef is not None:
+            _number("training.load_balancing_coef", self.load_balancing_coef, 0.0)
+
+
+@dataclass
+class AlgorithmConfig:
+    """What a sample's reward does to the policy. `validate()` raises `ValueError` naming the key."""
+
+    name: str = "grpo"
+    """Algorithm: one of the files of `fusion/training/algorithms`."""
+
+    group_size: int = 8
+    """Responses sampled of each prompt; their rewards are compared with each other."""
+
+    clip_low: float = 0.2
+    """The probability ratio of a token is clipped at 1 - clip_low."""
+
+    clip_high: float = 0.2
+    """The probability ratio of a token is clipped at 1 + clip_high."""
+
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the reference model in the loss; 0: no reference model is needed."""
+
+    normalize_advantages: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards (GRPO); false: only subtract the mean."""
+
+    minibatches: int = 1
+    """Optimizer steps the samples of one loop step are divided into."""
+
+    def validate(self) -> None:
+        from fusion.training.algorithms import ADVANTAGES
+
+        if self.name not in ADVANTAGES:
+            raise ValueError(f"algorithm.name={self.name!r}: expected one of {', '.join(ADVANTAGES)}")
+        _whole("algorithm.group_size", self.group_size, 1)
+        _number("algorithm.clip_low", self.clip_low, 0.0)
+        _number("algorithm.clip_high", self.clip_high, 0.0)
+        if self.clip_low >= 1:
+            raise ValueError(f"algorithm.clip_low={self.clip_low}: expected a number in [0, 1)")
+        _number("algorithm.kl_coef", self.kl_coef, 0.0)
+        _whole("algorithm.minibatches", self.minibatches, 1)
+
+
+def _number(key: str, value: Any, least: float) -> None:
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= least):
+        raise ValueError(f"{key}={value!r}: expected a number of at least {least:g}")
+
+
+def _whole(key: str, value: Any, least: int) -> None:
+    if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+        raise ValueError(f"{key}={value!r}: expected a whole number of at least {least}")

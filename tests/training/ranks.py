@@ -1,0 +1,96 @@
+"""What the tests of the trainer run on every rank, and the batches they train on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from fusion.model.huggingface import gather_tensors
+from fusion.training import AlgorithmConfig, Sequences, TrainEngine, TrainingConfig, split_over_ranks
+from fusion.training.algorithms import make_loss
+
+LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 1, 4), (4, 1, 1)]
+"""(world, tp, ep): world 1, TP2, EP2, TP2EP2, EP4, DP4."""
+
+
+class Case(NamedTuple):
+    """One training run of a few steps; everything the ranks need."""
+
+    checkpoint: str
+    tp: int = 1
+    ep: int = 1
+    training: dict[str, Any] = {}
+    algorithm: dict[str, Any] = {}
+    dtype: str = "float32"
+    bucket_bytes: int = 64 << 20
+    steps: int = 1
+    samples: int = 12
+    seed: int = 3
+
+
+def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
+    """Uneven prompts and responses with every column; one sample is left out of the loss.
+
+    The log-probabilities are what is to be added to the policy's own (`with_policy`): of another policy the clipped ratio
+    would be saturated and the KL astronomical.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def lengths(low: int, high: int) -> list[int]:
+        return torch.randint(low, high, (samples,), generator=random).tolist()
+
+    def tokens(sizes: list[int]) -> list[torch.Tensor]:
+        return [torch.randint(vocabulary, (size,), generator=random) for size in sizes]
+
+    def logprobs(sizes: list[int]) -> list[torch.Tensor]:
+        return [0.3 * torch.randn(size, generator=random) for size in sizes]
+
+    response_lengths = lengths(1, 9)
+    return Sequences.from_samples(
+        tokens(lengths(1, 7)),
+        tokens(response_lengths),
+        advantages=torch.randn(samples, generator=random),
+        behaviour_logprobs=logprobs(response_lengths),
+        ref_logprobs=logprobs(response_lengths),
+        trained=[index != 1 for index in range(samples)],
+    )
+
+
+def make_engine(case: Case, world: int, device: Any) -> TrainEngine:
+    mesh = Mesh.create(Parallel(world, case.tp, case.ep))
+    config = ModelConfig.from_hf(case.checkpoint)
+    model = Transformer(config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
+    load_weights(model, case.checkpoint)
+    training = TrainingConfig(**({"lr": 1e-3, "token_budget": 1000} | case.training))
+    training.validate()
+    return TrainEngine(model, mesh, device, training)
+
+
+def with_policy(batch: Sequences, engine: TrainEngine) -> Sequences:
+    logprobs, _ = engine.logprobs(batch)
+    assert batch.behaviour_logprobs is not None and batch.ref_logprobs is not None
+    return replace(
+        batch,
+        behaviour_logprobs=logprobs + batch.behaviour_logprobs,
+        ref_logprobs=logprobs + batch.ref_logprobs,
+    )
+
+
+def my_share(batch: Sequences, engine: TrainEngine) -> Sequences:
+    share = batch.select(split_over_ranks(batch.lengths, engine.layout().dp)[engine.mesh.dp_rank])
+    return with_policy(share, engine)
+
+
+def train(rank: int, device: Any, world: int, case: Case) -> dict[str, Any]:
+    """Metrics of every step, and on rank 0 the whole weights after the last."""
+    engine = make_engine(case, world, device)
+    loss = make_loss(AlgorithmConfig(**({"kl_coef": 0.1} | case.algorithm)))
+    steps = []
+    for step in range(case.steps):
+        batch = my_share(sample_batch(case.samples, case.seed + step), engine)
+        steps.append(engine.forward_backward(batch, loss) | engine.optimizer_step())
+    weights = {name: tensor for name, tensor in gather_tensors(engine.model) if tensor is not None}
+    return {"steps": steps, "weights": weights}
