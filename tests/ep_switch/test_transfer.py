@@ -1,4 +1,4 @@
-"""Switches between real processes on emulated cards: bitwise, in the allocator's figures, and what happens on failure."""
+"""Switches between real processes on emulated cards: bitwise, in the allocator's figures, and what failure does."""
 
 from __future__ import annotations
 
