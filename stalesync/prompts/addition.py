@@ -1,0 +1,30 @@
+"""One-digit addition: `a+b=`, the answer is the sum (and then the end token). The task of the quickstart."""
+
+from __future__ import annotations
+
+import random
+
+from stalesync.prompts.rows import Row
+
+
+class AdditionRows:
+    """All 100 problems. With so few there is nothing to hold out: evaluation is on the same ones."""
+
+    indices = range(100)
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def row(self, index: int) -> Row:
+        a, b = divmod(index, 10)
+        return Row(f"{a}+{b}=", str(a + b), {"solution": str(a + b)})
+
+    def name(self, index: int) -> str:
+        return f"data.source='addition' problem {index}"
+
+    def evaluation(self, count: int) -> list[Row]:
+        rng = random.Random(f"{self._seed}-addition-evaluation")
+        order: list[int] = []
+        while len(order) < count:
+            order += rng.sample(self.indices, len(self.indices))
+        return [self.row(index) for index in order[:count]]

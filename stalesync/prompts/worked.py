@@ -1,0 +1,87 @@
+"""Many-digit addition with its working written out: long answers that a very small model can learn.
+
+Every digit carries the letter of its place (`a` ones, `b` tens, …), in the problem and in the answer:
+
+    prompt    b4a7+b8a6=
+    response  a:0+7=07+6=13,a3;b:1+4=05+8=13,b3;#1b3a3
+              │ │ └ each number's digit, and the running sum after it
+              │ └ the carry: tens of the last running sum
+              └ the place; at its end `,a3` keeps the digit of the result
+
+`#` and then the result, most significant first, begins with the last carry (0 too). Each token follows from a look-up
+of a letter and a few tokens nearby, which is what makes it learnable. A response to m numbers of n digits has
+n (5m + 7) + 2n + 3 tokens with the end token: 41 for 2 of 2, 293 for 4 of 10. The letters are the index hints of Zhou
+et al. 2023, "What algorithms can transformers learn?"; the working is a scratchpad (Nye et al. 2021) from the ones up.
+
+Invariants:
+1. A problem depends on (seed, index, range of sizes) only.
+2. No problem of `row` is one of `evaluation`: a problem belongs to one of the two by a hash of its text.
+3. `answer` is what `solution` ends in, from its one `#` on.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+
+from stalesync.prompts.rows import Row
+from stalesync.prompts.tokenizer import PLACES
+
+MARKER = "#"
+HELD_OUT_ONE_IN = 10
+
+
+def worked_problem(numbers: Sequence[int]) -> Row:
+    """The sum of `numbers` (all of the same number of digits, at most 10) as prompt, answer and worked solution."""
+    places = len(str(numbers[0]))
+    assert all(len(str(number)) == places for number in numbers) and places <= len(PLACES)
+    columns = [[number // 10**place % 10 for number in numbers] for place in range(places)]
+    carry, result, working = 0, [], []
+    for letter, digits in zip(PLACES, columns, strict=False):
+        step, total = f"{letter}:{carry}", carry
+        for digit in digits:
+            total += digit
+            step += f"+{digit}={total:02d}"
+        carry = total // 10
+        result.append(total % 10)
+        working.append(f"{step},{letter}{total % 10};")
+    prompt = "+".join(_with_places([column[i] for column in columns]) for i in range(len(numbers))) + "="
+    answer = f"{MARKER}{carry}{_with_places(result)}"
+    return Row(prompt, answer, {"solution": "".join(working) + answer, "digits": places, "terms": len(numbers)})
+
+
+def _with_places(digits: Sequence[int]) -> str:
+    return "".join(f"{PLACES[i]}{digits[i]}" for i in reversed(range(len(digits))))
+
+
+class WorkedRows:
+    """Endless problems of `min_digits` to `max_digits` digits and 2 to `max_terms` numbers, both drawn evenly."""
+
+    indices = None
+
+    def __init__(self, seed: int, min_digits: int, max_digits: int, max_terms: int) -> None:
+        self._seed = seed
+        self._digits = (min_digits, max_digits)
+        self._terms = (2, max_terms)
+
+    def row(self, index: int) -> Row:
+        return self._draw(f"{self._seed}-worked-{index}", held_out=False)
+
+    def name(self, index: int) -> str:
+        return f"data.source='worked_arithmetic' problem {index}"
+
+    def evaluation(self, count: int) -> list[Row]:
+        return [self._draw(f"{self._seed}-worked-evaluation-{index}", held_out=True) for index in range(count)]
+
+    def longest(self) -> Row:
+        return worked_problem([10 ** self._digits[1] - 1] * self._terms[1])
+
+    def _draw(self, key: str, held_out: bool) -> Row:
+        rng = random.Random(key)
+        while True:
+            digits, terms = rng.randint(*self._digits), rng.randint(*self._terms)
+            row = worked_problem([rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(terms)])
+            assert isinstance(row.prompt, str)
+            if (zlib.crc32(row.prompt.encode()) % HELD_OUT_ONE_IN == 0) == held_out:
+                return row

@@ -1,0 +1,198 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
+
+GSM8K = Path(__file__).parents[3].parent / "shared/data/gsm8k_test.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Eleven rows, prompts of 1 to 11 characters."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": "1" * (i + 1), "a": i, "level": f"l{i}"}) + "\n" for i in range(11)))
+    return file
+
+
+def source_of(tokenizer, file="addition", seed=0, held_out=0, **changes) -> PromptSource:
+    fields = {"prompt_field": "q", "answer_field": "a"}
+    return PromptSource(DataConfig(source=str(file), **{**fields, **changes}), tokenizer, seed, held_out)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(["addition", "worked_arithmetic", "file", "file skip"]),
+    seed=st.integers(0, 3),
+    cuts=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8),
+)
+def test_invariants_of_the_order(tokenizer, jsonl, kind, seed, cuts):
+    changes = {"max_prompt_length": 6, "long_prompts": "skip"} if kind == "file skip" else {}
+    name = jsonl if kind.startswith("file") else kind
+
+    def fresh():
+        return source_of(tokenizer, name, seed, **changes)
+
+    source, given_out = fresh(), []
+    for count, resume in cuts:
+        given_out += source.next(count)
+        if resume:
+            state = json.loads(json.dumps(source.state_dict()))
+            source = fresh()
+            source.load_state_dict(state)
+    straight = fresh()
+    assert given_out == straight.next(len(given_out))
+    assert source.metrics() == straight.metrics()
+    assert len({prompt.id for prompt in given_out}) == len(given_out)
+    epoch = {"addition": 100, "file": 11, "file skip": 6}.get(kind)
+    if epoch:
+        for number in range(len(given_out) // epoch):
+            rows = given_out[number * epoch : (number + 1) * epoch]
+            assert {prompt.id.split("-")[0] for prompt in rows} == {f"e{number}"}
+            assert len({prompt.text for prompt in rows}) == epoch
+    if kind == "file skip":
+        assert all(len(prompt.ids) <= 6 for prompt in given_out)
+
+
+def test_the_order_changes_with_seed_and_epoch(tokenizer):
+    texts = [[p.text for p in source_of(tokenizer, seed=seed).next(200)] for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][:100] != texts[0][100:] and sorted(texts[0][:100]) == sorted(texts[0][100:])
+
+
+def test_a_state_of_another_run_is_refused(tokenizer, jsonl):
+    state = source_of(tokenizer, jsonl).state_dict()
+    with pytest.raises(ValueError, match="the saved run had seed=0, this one has 1"):
+        source_of(tokenizer, jsonl, seed=1).load_state_dict(state)
+    jsonl.write_text(jsonl.read_text() * 2)
+    with pytest.raises(ValueError, match="the saved run had rows=11, this one has 22"):
+        source_of(tokenizer, jsonl).load_state_dict(state)
+
+
+def test_rows_of_a_file_carry_answer_and_fields(tokenizer, jsonl, tmp_path):
+    import pyarrow.json
+    import pyarrow.parquet
+
+    parquet = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.json.read_json(jsonl), parquet)
+    for file in (jsonl, parquet):
+        prompts = sorted(source_of(tokenizer, file).next(11), key=lambda prompt: len(prompt.text))
+        assert [(p.text, p.answer, p.fields) for p in prompts] == [
+            ("1" * (i + 1), str(i), {"level": f"l{i}"}) for i in range(11)
+        ]
+        assert [p.id for p in prompts] == [f"e0-{i}" for i in range(11)]
+        assert prompts[3].ids == tuple(tokenizer("1111")["input_ids"])
+
+
+def test_long_prompts_are_refused_before_the_first_or_skipped_and_counted(tokenizer, jsonl):
+    with pytest.raises(
+        ValueError, match=r"row 6 .*7 tokens is longer than data.max_prompt_length=6.*long_prompts=skip"
+    ):
+        source_of(tokenizer, jsonl, max_prompt_length=6)
+    source = source_of(tokenizer, jsonl, max_prompt_length=6, long_prompts="skip")
+    source.next(6)
+    source.next(6)
+    source.next(1)
+    assert source.metrics()["data/epoch"] == 2 and source.metrics()["data/skipped_prompts"] >= 10
+    with pytest.raises(ValueError, match="data.max_prompt_length=4: no prompt is that short"):
+        source_of(tokenizer, "worked_arithmetic", max_prompt_length=4, long_prompts="skip").next(1)
+    with pytest.raises(ValueError, match="longest problem .*18 tokens.*data.max_prompt_length=17"):
+        source_of(tokenizer, "worked_arithmetic", max_prompt_length=17)
+
+
+def test_held_out_rows_of_a_file(tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": str(i), "a": i}) + "\n" for i in range(100)))
+    source = source_of(tokenizer, file, held_out=7)
+    held_out = source.evaluation(64)
+    assert len(held_out) == 7 and held_out == source.evaluation(64)
+    assert {p.text for p in held_out} | {p.text for p in source.next(93)} == {str(i) for i in range(100)}
+    assert source_of(tokenizer, file).evaluation(64) == []
+    assert len(source_of(tokenizer, file, held_out=64).evaluation(64)) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompt_field": "question"},
+            r"data.prompt_field='question': .*rows.jsonl has no such field; it has q, a, lev",
+        ),
+        ({"answer_field": "b"}, r"data.answer_field='b': .*rows.jsonl has no such field; it has q, a, level"),
+        ({"prompt_field": "a"}, r"row \d+ .*data.prompt_field='a' holds a int"),
+    ],
+)
+def test_a_file_without_the_field(tokenizer, jsonl, changes, message):
+    with pytest.raises(ValueError, match=message):
+        source_of(tokenizer, jsonl, **changes)
+
+
+def test_a_file_that_is_not_there_empty_broken_or_with_a_hole(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="data.source='/nowhere.jsonl': there is no file"):
+        source_of(tokenizer, "/nowhere.jsonl")
+    for content, message in (
+        ('{"q": "1", "a": 1}\n{"q": ', "cannot be read"),
+        ("", "the file is empty"),
+        ('{"q": "1", "a": 1}\n{"q": "2", "a": null}\n', r"row 1 .*data.answer_field='a' is empty"),
+    ):
+        file = tmp_path / f"rows{abs(hash(content))}.jsonl"
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            source_of(tokenizer, file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "adition"}, "data.source='adition': expected addition, worked_arithmetic, a path"),
+        ({"prompts_per_step": 0}, "data.prompts_per_step=0"),
+        ({"long_prompts": "cut"}, "data.long_prompts='cut': expected one of refuse, skip"),
+        ({"chat_template": "off"}, "data.chat_template='off'"),
+        ({"max_digits": 11}, "data.max_digits=11: expected between data.min_digits=2 and 10"),
+        ({"min_digits": 5}, "data.max_digits=4: expected between data.min_digits=5"),
+        ({"max_terms": 5}, "data.max_terms=5"),
+    ],
+)
+def test_config_errors_name_the_key(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**changes).validate()
+
+
+def test_the_chat_template_is_used_where_there_is_one(tmp_path, jsonl):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    chats = tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    chats.write_text(json.dumps({"q": chat, "a": 1}) + "\n")
+    (prompt,) = source_of(tokenizer, chats).next(1)
+    assert prompt.text == ":1;:2;=" == tokenizer.decode(prompt.ids)
+    first = {p.id: p for p in source_of(tokenizer, jsonl).next(11)}["e0-0"]
+    assert first.text == "1" and tokenizer.decode(first.ids) == ":1;="
+    plain = {p.id: p for p in source_of(tokenizer, jsonl, chat_template="never").next(11)}["e0-0"]
+    assert plain.text == "1" == tokenizer.decode(plain.ids)
+    with pytest.raises(ValueError, match="the prompt is a chat"):
+        source_of(tokenizer, chats, chat_template="never")
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not part of the project")
+def test_gsm8k_rows():
+    from transformers import ByT5Tokenizer
+
+    rows = {row["question"]: row["answer"] for row in map(json.loads, GSM8K.read_text().splitlines())}
+    config = DataConfig(source=str(GSM8K), prompt_field="question", max_prompt_length=512, long_prompts="skip")
+    source = PromptSource(config, ByT5Tokenizer(), seed=3, held_out=64)
+    held_out, prompts = source.evaluation(64), source.next(1000)
+    assert all(rows[prompt.text] == prompt.answer and "####" in prompt.answer for prompt in prompts)
+    assert all(len(prompt.ids) <= 512 for prompt in prompts)
+    assert not {p.text for p in held_out} & {p.text for p in prompts} and held_out
+    assert source.metrics()["data/skipped_prompts"] > 0
