@@ -1,0 +1,134 @@
+"""A small base model to start from: a Qwen3-MoE of some hundred thousand parameters, warmed up by supervised learning on a
+generator's worked solutions until it is right some of the time, and saved as a Hugging Face folder.
+
+The trainer, the engine and the reward are those of the main job, in one process on one card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion.inference import Engine, Request, RolloutConfig
+from fusion.model import Mesh, ModelConfig, Transformer, save_folder
+from fusion.npu import Device
+from fusion.rewards import RewardConfig, RewardPool, RewardSample
+from fusion.telemetry import progress
+from fusion.training import Sequences, TrainEngine, TrainingConfig
+from fusion.training.algorithms import LOSSES
+from fusion.training.config import AlgorithmConfig
+from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
+
+STD = 0.08
+"""Of the initial weights: at these widths transformers' 0.02 learns badly."""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """How a base model is made. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: the longest
+    answer that sampling allows."""
+
+    data: DataConfig
+    hidden: int = 64
+    layers: int = 2
+    response_tokens: int = 5
+    target: float = 0.2
+    most_steps: int = 2000
+    batch: int = 256
+    check_every: int = 5
+    check_prompts: int = 256
+    training: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
+            lr=1e-3, betas=[0.9, 0.95], weight_decay=0.01, load_balancing_coef=1e-3, token_budget=1 << 16
+        )
+    )
+
+
+TASKS = {
+    "addition": WarmUp(DataConfig(source="addition", max_prompt_length=8)),
+    "worked_arithmetic": WarmUp(
+        DataConfig(source="worked_arithmetic", max_prompt_length=64), hidden=96, layers=3, response_tokens=320, batch=64
+    ),
+}
+
+
+def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0, **changes: Any) -> float:
+    """Warms a model up on ``task``, saves it with its tokenizer, and returns its sampled accuracy (0 … 1).
+
+    Raises:
+        ValueError: ``task`` is not one of TASKS.
+        RuntimeError: the accuracy was not reached in ``most_steps``.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task {task!r}: expected one of {', '.join(TASKS)}")
+    plan = replace(TASKS[task], **changes)
+    tokenizer = make_tokenizer(folder)
+    source = PromptSource(plan.data, tokenizer, seed)
+    model = _initial_model(plan, tokenizer, device, seed)
+    trainer = TrainEngine(model, model.mesh, device, plan.training)
+    loss = LOSSES["sft"](AlgorithmConfig())
+    accuracy = 0.0
+    reward = RewardConfig(name="arithmetic", workers=1)
+    with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.most_steps, unit="steps") as bar:
+        for step in range(1, plan.most_steps + 1):
+            prompts = source.next(plan.batch)
+            batch = Sequences.from_samples([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
+            figures = trainer.forward_backward(batch, loss)
+            trainer.optimizer_step()
+            if step % plan.check_every == 0:
+                accuracy = _accuracy(plan, model, tokenizer, source.evaluation(plan.check_prompts), rewards, step)
+            bar.advance(loss=figures["actor/loss"], accuracy=accuracy)
+            if accuracy >= plan.target:
+                break
+    if accuracy < plan.target:
+        raise RuntimeError(f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.most_steps} steps, not {plan.target}")
+    save_folder(model, folder)
+    return accuracy
+
+
+def _initial_model(plan: WarmUp, tokenizer: Any, device: Device, seed: int) -> Transformer:
+    config = ModelConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=plan.hidden,
+        intermediate_size=plan.hidden,
+        num_layers=plan.layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=plan.hidden // 4,
+        num_experts=8,
+        top_k=2,
+        moe_intermediate_size=plan.hidden,
+        tie_embeddings=True,
+        max_positions=1024,
+        initializer_range=STD,
+        eos_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Transformer(config, Mesh.single(), device)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            initial = torch.randn(parameter.shape, generator=random) * STD if parameter.dim() > 1 else torch.ones(1)
+            parameter.copy_(initial.expand(parameter.shape))
+    return model
+
+
+def _accuracy(
+    plan: WarmUp, model: Transformer, tokenizer: Any, prompts: list[Prompt], rewards: RewardPool, step: int
+) -> float:
+    """Mean reward of one sampled answer a prompt."""
+    config = RolloutConfig(max_response_length=plan.response_tokens, max_seqs=plan.check_prompts)
+    engine = Engine(model, model.mesh, model.device, config, seed=step)
+    engine.allocate_kv()
+    engine.submit(Request(prompt.id, prompt.ids, config.sampling()) for prompt in prompts)
+    texts = {out.request_id: tokenizer.decode(_without_end(out.tokens, tokenizer)) for out in engine.run()}
+    engine.release_kv()
+    outcomes = rewards.score([RewardSample(p.text, texts[p.id], p.answer, p.fields) for p in prompts])
+    return sum(outcome.reward or 0.0 for outcome in outcomes) / len(prompts)
+
+
+def _without_end(tokens: list[int], tokenizer: Any) -> list[int]:
+    return tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens

@@ -1,0 +1,141 @@
+"""The workers of a run as Ray actors, one a card, called stage by stage.
+
+A stage is one method of the worker, called on every card at once. Nothing hangs without a message and nothing fails without
+one: a card that raises or dies ends the stage, and the error names its rank and the stage; the others, which may wait for it
+in a collective, are ended with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from distqueue import DistQueue
+from fusion.colocate import Worker, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 30.0
+"""A stage that is not done is spoken of after this long, and again."""
+
+GATHER_FAILURES_S = 1.5
+"""After a first failure the others' are awaited this long: the card that broke off a collective is not always the first
+to report, and the one that died is the one to name."""
+
+
+class CardFailed(RuntimeError):
+    """A worker raised, died or did not answer; the message names its rank and the stage."""
+
+
+@ray.remote(concurrency_groups={"control": 2})
+class Card(Worker):
+    """`Worker` as an actor: stages run one after the other in the default group, control calls are answered meanwhile."""
+
+    @ray.method(concurrency_group="control")
+    def control(self, request: str, *args: Any) -> Any:
+        return super().control(request, *args)
+
+
+class Cards:
+    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it."""
+
+    def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
+        self.world, self.timeout_s = spec.world, timeout_s
+        kind = card_kind(spec.device.kind, ray.cluster_resources())
+        spec = replace(spec, device=replace(spec.device, kind=kind))
+        options = {"npu": {"resources": {"NPU": 1}}, "cuda": {"num_gpus": 1}, "emulated": {"num_cpus": 0}}[kind]
+        self.actors = [Card.options(**options).remote(spec, rank, queue) for rank in range(spec.world)]
+
+    def __enter__(self) -> Cards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self) -> list[Any]:
+        """Joins the workers in one process group and loads the model."""
+        return self.call("prepare", self.call("rendezvous", ranks=[0])[0])
+
+    def call(
+        self, stage: str, *args: Any, each: Sequence[tuple] | None = None, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Runs ``stage(*args)``, or ``stage(*each[rank])``, on all cards (or ``ranks``); returns the results by rank.
+
+        Raises:
+            CardFailed: the first card that raised, died, or was not done in time.
+        """
+        ranks = range(self.world) if ranks is None else ranks
+        pending = {
+            getattr(self.actors[rank], stage).remote(*(each[rank] if each is not None else args)): rank
+            for rank in ranks
+        }
+        results: dict[int, Any] = {}
+        start = said = time.monotonic()
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=1.0)
+            for ref in done:
+                try:
+                    results[pending[ref]] = ray.get(ref)
+                except Exception as error:
+                    self._fail(stage, pending, {pending[ref]: error})
+                del pending[ref]
+            now = time.monotonic()
+            if pending and now - start > self.timeout_s:
+                raise CardFailed(
+                    f"stage {stage!r}: ranks {sorted(pending.values())} were not done after {self.timeout_s:.0f} s "
+                    "(cluster.stage_timeout_s)"
+                )
+            if pending and now - said > SAY_EVERY_S:
+                said = now
+                log.warning("stage %s: waiting for ranks %s, %.0f s", stage, sorted(pending.values()), now - start)
+        return [results[rank] for rank in ranks]
+
+    def control(self, rank: int, request: str, *args: Any) -> Any:
+        """A control call, answered while a stage runs."""
+        return ray.get(self.actors[rank].control.remote(request, *args), timeout=30)
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def _fail(self, stage: str, pending: dict[Any, int], failures: dict[int, Exception]) -> None:
+        deadline = time.monotonic() + GATHER_FAILURES_S
+        left = {ref: rank for ref, rank in pending.items() if rank not in failures}
+        while left and time.monotonic() < deadline:
+            done, _ = ray.wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except Exception as error:
+                    failures[left[ref]] = error
+                del left[ref]
+        rank = min(failures, key=lambda rank: (_consequence(failures[rank]), rank))
+        raise CardFailed(_say(rank, stage, failures[rank])) from None
+
+
+def card_kind(kind: str, resources: dict[str, float]) -> str:
+    """``auto`` resolved by what Ray counts on the nodes: Ascend cards, else CUDA cards, else emulated ones."""
+    if kind != "auto":
+        return kind
+    return "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "emulated"
+
+
+def _consequence(error: Exception) -> int:
+    """How likely an error is only the echo of another card's: 0 a death, 1 an error of its own, 2 a broken connection."""
+    if isinstance(error, ray.exceptions.RayActorError):
+        return 0
+    text = str(error)
+    return 2 if "gloo" in text or "onnection" in text or "DistNetworkError" in text else 1
+
+
+def _say(rank: int, stage: str, error: Exception) -> str:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return f"rank {rank} died in stage {stage!r} (killed, out of host memory, or crashed)"
+    detail = str(error.cause) if isinstance(error, ray.exceptions.RayTaskError) else str(error)
+    trace = str(error).strip()
+    return f"rank {rank} failed in stage {stage!r}: {detail}\n{trace}"

@@ -1,0 +1,290 @@
+"""The loop. It handles metadata only: ids, lengths, rewards; tensors pass from card to card through the queue.
+
+    prompts ─admit─► generate ─► reward ─► advantages ─► [switch] ─► reference ─► train ─► publish ─► [switch] ─► …
+                        │           ▲                                   │           │
+                        └── queue ──┘────────── queue ─────────────────►└── queue ──┘
+
+One loop for every staleness: what may start and what may be trained is the ledger's to say (`staleness.py`), and at
+staleness 0 it says: this version's batch, all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distqueue import DistQueue, PackedBatch
+from fusion.colocate import StageReport, WorkerSpec
+from fusion.inference import Output, Request
+from fusion.rewards import RewardOutcome, RewardPool, RewardSample, reward_metrics
+from fusion.rollout import assign_groups
+from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, compare, throughput
+from fusion.training import split_over_ranks
+from fusion.training.algorithms import make_advantages
+from stalesync.cards import Cards
+from stalesync.config import Config
+from stalesync.prompts import Prompt, PromptSource
+from stalesync.staleness import StalenessLedger
+
+log = logging.getLogger(__name__)
+
+TASKS = ("reward", "train")
+"""Who must acknowledge a sample before the queue frees it."""
+
+REWARD_BATCH = 64
+"""Samples scored at a time, while others are still being generated."""
+
+
+@dataclass
+class Scored:
+    """What the controller keeps of a sample: never its tensors."""
+
+    id: str
+    prompt: Prompt
+    response: str
+    prompt_tokens: int
+    response_tokens: int
+    outcome: RewardOutcome
+
+
+@dataclass
+class Controller:
+    """Drives the cards through ``config.run.steps`` steps. Every part is handed in, so that a test can hand in its own."""
+
+    config: Config
+    spec: WorkerSpec
+    cards: Cards
+    queue: DistQueue
+    source: PromptSource
+    rewards: RewardPool
+    tokenizer: Any
+    folder: RunFolder
+    view: LiveView
+    step: int = 0
+    failed_rewards: int = 0
+    memory: MemoryLedger = field(default_factory=MemoryLedger)
+
+    def __post_init__(self) -> None:
+        self.ledger = StalenessLedger(self.config.stalesync.max_staleness, self.config.data.prompts_per_step)
+        self.sampling = self.config.rollout.sampling()
+        self.compute_advantages = make_advantages(self.config.algorithm)
+        self._scorer = ThreadPoolExecutor(1, "rewards")
+
+    def run(self) -> list[Answer]:
+        """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
+        phase at both ends."""
+        last, every = self.config.run.steps, self.config.run.save_every
+        held_out = self.source.evaluation(self.config.run.eval_prompts) if self.config.run.eval_prompts else []
+        extra, before = self.evaluate(held_out, "before")
+        after: list[dict[str, Any]] = []
+        while self.step < last:
+            metrics = self.train_step() | extra
+            self.step += 1
+            extra = {}
+            if self.step == last:
+                extra, after = self.evaluate(held_out, "after")
+            self.folder.log(self.step, metrics | extra)
+            self.view.update(self.step, metrics)
+            if self.step == last or (every and self.step % every == 0):
+                self.save()
+        return compare(before, after)
+
+    def train_step(self) -> dict[str, float]:
+        metrics, start = Metrics(), time.perf_counter()
+        with metrics.timer("switch"):
+            self._switch("infer", metrics)
+        prompts = {prompt.id: prompt for prompt in self.source.next(self.ledger.may_admit())}
+        self.ledger.admit(prompts)
+        scoring = self._scorer.submit(self._score, prompts)
+        with metrics.timer("gen"):
+            self._generate(list(prompts.values()), metrics)
+        with metrics.timer("reward"):
+            scored = scoring.result()
+        with metrics.timer("adv"):
+            kept = self._advantages(scored, metrics)
+        with metrics.timer("switch"):
+            self._switch("train", metrics)
+        self._update(kept, metrics)
+        self.ledger.advance()
+        seconds = time.perf_counter() - start
+        tokens = sum(sample.prompt_tokens + sample.response_tokens for sample in scored)
+        metrics.update(throughput(tokens, seconds, self.config.cluster.npus))
+        metrics.add("timing_s/step", seconds)
+        metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics())
+        return metrics.result()
+
+    def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Answers held-out prompts once with the present weights: `val/rewards/<when>` and one row a prompt.
+
+        Noise is keyed by the prompt, so two evaluations differ by the weights alone. Nothing of it enters the queue.
+        """
+        if not prompts:
+            return {}, []
+        self._switch("infer", Metrics())
+        requests = {prompt.id: [self._request(prompt, prompt.id)] for prompt in prompts}
+        answers = {output.request_id: self._text(output.tokens) for output in self._engines(requests, keep=True)}
+        self._switch("train", Metrics())
+        outcomes = self.rewards.score([_sample(prompt, answers[prompt.id]) for prompt in prompts])
+        rows = [
+            {"prompt": prompt.text, "response": answers[prompt.id], "reward": outcome.reward}
+            for prompt, outcome in zip(prompts, outcomes, strict=True)
+        ]
+        known = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        return ({f"val/rewards/{when}": sum(known) / len(known)} if known else {}), rows
+
+    def notes(self) -> list[str]:
+        """What a user should hear of at the end."""
+        lost = {name: count for name, count in self.ledger.ended.items() if name != "trained"}
+        lines = [f"{count} groups {name}" for name, count in lost.items()]
+        if self.failed_rewards:
+            lines.append(f"{self.failed_rewards} samples could not be scored and were not trained (reward/failed)")
+        skipped = self.source.metrics().get("data/skipped_prompts", 0)
+        return lines + ([f"{skipped:.0f} prompts were longer than data.max_prompt_length"] if skipped else [])
+
+    def save(self) -> None:
+        """A checkpoint from which a run of the same name goes on, and the Hugging Face export beside it."""
+        self.view.phase("save")
+        target = self.folder.checkpoints / f"step-{self.step}"
+        self.cards.call("save", str(target), str(self.folder.hf))
+        state = {"step": self.step, "prompts": self.source.state_dict(), "ended": dict(self.ledger.ended)}
+        (target / "controller.json.partial").write_text(json.dumps(state))
+        (target / "controller.json.partial").rename(target / "controller.json")
+
+    def restore(self, checkpoint: Path) -> None:
+        state = json.loads((checkpoint / "controller.json").read_text())
+        self.step = self.ledger.version = state["step"]
+        self.source.load_state_dict(state["prompts"])
+        self.ledger.ended.update(state["ended"])
+        self.cards.call("restore", str(checkpoint), self.step)
+
+    def _switch(self, phase: str, metrics: Metrics) -> None:
+        self.view.phase(f"switch to {phase}")
+        self._take(self.cards.call("switch", phase, self.ledger.version), metrics)
+
+    def _generate(self, prompts: Sequence[Prompt], metrics: Metrics) -> None:
+        """Every sample of every group; the cards put them to the queue as they finish."""
+        self.view.phase("generate", total=len(prompts) * self.config.algorithm.group_size)
+        members = range(self.config.algorithm.group_size)
+        requests = {prompt.id: [self._request(prompt, f"{prompt.id}/{k}") for k in members] for prompt in prompts}
+        self._engines(requests, keep=False, metrics=metrics)
+
+    def _engines(
+        self, requests: dict[str, list[Request]], keep: bool, metrics: Metrics | None = None
+    ) -> list[Output]:
+        """Deals groups of requests out to the engines and runs them to the end; with ``keep`` the outputs come back."""
+        engines = self.spec.engines
+        load = {group: sum(len(request.prompt) for request in members) for group, members in requests.items()}
+        each: list[tuple] = [([], keep)] * self.config.cluster.npus
+        for ranks, groups in zip(engines, assign_groups(load, len(engines)), strict=True):
+            each[ranks[0]] = ([request for group in groups for request in requests[group]], keep)
+        reports = self.cards.call("generate", each=each)
+        if metrics is not None:
+            self._take(reports, metrics)
+        return [output for report in reports for output in report.outputs]
+
+    def _score(self, prompts: dict[str, Prompt]) -> list[Scored]:
+        """Scores samples as they arrive, in a thread beside the generation."""
+        left, scored = len(prompts) * self.config.algorithm.group_size, []
+        while left:
+            batch = self.queue.get("reward", ["prompt", "response"], count=min(REWARD_BATCH, left))
+            texts = [self._text(batch["response"][row].tolist()) for row in range(len(batch))]
+            owners = [prompts[group] for group in batch.groups]
+            outcomes = self.rewards.score([_sample(p, text) for p, text in zip(owners, texts, strict=True)])
+            for row, (prompt, text, outcome) in enumerate(zip(owners, texts, outcomes, strict=True)):
+                lengths = len(batch["prompt"][row]), len(batch["response"][row])
+                scored.append(Scored(batch.ids[row], prompt, text, *lengths, outcome))
+            self.queue.ack("reward", batch.ids)
+            left -= len(batch)
+        return sorted(scored, key=lambda sample: sample.id)
+
+    def _advantages(self, scored: list[Scored], metrics: Metrics) -> list[Scored]:
+        """Puts advantages to the queue; returns what is trained. What could not be scored is dropped, by name."""
+        self._say(scored, metrics)
+        groups: dict[str, list[Scored]] = {}
+        for sample in scored:
+            groups.setdefault(sample.prompt.id, []).append(sample)
+        for group, members in groups.items():
+            errors = [member.outcome.error for member in members]
+            if all(errors):
+                self.ledger.fail(group, f"reward_{errors[0]}")
+            else:
+                self.ledger.finish(group)
+        for sample in scored:
+            if sample.outcome.error:
+                self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
+        kept = [sample for sample in scored if sample.outcome.error is None]
+        self.failed_rewards += len(scored) - len(kept)
+        if kept:
+            values, _ = self.compute_advantages([s.outcome.reward for s in kept], [s.prompt.id for s in kept])
+            self.queue.put(PackedBatch.from_samples([sample.id for sample in kept], {"advantage": values}))
+            metrics.spread("critic/advantages", values.tolist())
+        return kept
+
+    def _update(self, kept: list[Scored], metrics: Metrics) -> None:
+        """Reference log-probabilities, then the minibatches, each dealt out over the data-parallel replicas."""
+        trained = self.ledger.ready()
+        members = {group: [sample for sample in kept if sample.prompt.id == group] for group in trained}
+        minibatches = [
+            self._deal([sample for group in groups for sample in members[group]])
+            for groups in _chunks(trained, self.config.algorithm.minibatches)
+        ]
+        if not minibatches:
+            log.warning("step %d: no sample could be scored, nothing is trained", self.step + 1)
+            return
+        if self.config.algorithm.kl_coef > 0:
+            self.view.phase("reference")
+            with metrics.timer("ref"):
+                self._take(self.cards.call("reference", minibatches), metrics)
+        self.view.phase("train")
+        ids = [sample.id for group in trained for sample in members[group]]
+        leased = self.queue.get("train", ["advantage"], count=len(ids))
+        assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
+        with metrics.timer("train"):
+            self._take(self.cards.call("train", minibatches), metrics)
+        self.queue.ack("train", ids)
+        self.ledger.train(trained)
+
+    def _deal(self, samples: list[Scored]) -> list[list[str]]:
+        """Sample ids of one minibatch for each data-parallel rank, balanced by tokens."""
+        lengths = [sample.prompt_tokens + sample.response_tokens for sample in samples]
+        shares = split_over_ranks(lengths, self.config.train_layout.dp)
+        return [[samples[index].id for index in share] for share in shares]
+
+    def _say(self, scored: list[Scored], metrics: Metrics) -> None:
+        metrics.update(reward_metrics([sample.outcome for sample in scored]))
+        metrics.spread("response_length", [sample.response_tokens for sample in scored])
+        metrics.spread("prompt_length", [sample.prompt_tokens for sample in scored])
+        longest = self.config.rollout.max_response_length
+        metrics.add("response_length/clip_ratio", sum(s.response_tokens >= longest for s in scored) / len(scored))
+        rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in scored]
+        self.folder.log_samples(self.step + 1, rows)
+
+    def _take(self, reports: Sequence[StageReport], metrics: Metrics) -> None:
+        for report in reports:
+            metrics.merge(report.metrics)
+            self.memory.merge(report.memory)
+            self.folder.log_spans(report.spans)
+
+    def _request(self, prompt: Prompt, id: str) -> Request:
+        return Request(id=id, group=prompt.id, prompt=prompt.ids, params=self.sampling)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """The response as the reward sees it: without the end token that stopped it, with every other token."""
+        ended = bool(tokens) and tokens[-1] == self.tokenizer.eos_token_id
+        return self.tokenizer.decode(list(tokens[:-1] if ended else tokens))
+
+
+def _sample(prompt: Prompt, response: str) -> RewardSample:
+    return RewardSample(prompt.text, response, prompt.answer, prompt.fields)
+
+
+def _chunks(groups: list[str], count: int) -> list[list[str]]:
+    """``groups`` in ``count`` runs as even as they go; fewer where there are fewer groups."""
+    size = -(-len(groups) // count) if groups else 1
+    return [groups[start : start + size] for start in range(0, len(groups), size)]

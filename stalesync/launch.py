@@ -1,0 +1,168 @@
+"""From a config to a finished run: checks, Ray, workers, the loop, the report; and an orderly end, however it comes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fusion.colocate import WorkerSpec
+from fusion.model import ModelConfig
+from fusion.rewards import RewardPool
+from fusion.telemetry import LiveView, RunFolder, RunReport
+from stalesync.config import Config
+from stalesync.prompts import PromptSource
+
+log = logging.getLogger(__name__)
+
+
+def launch(config: Config) -> Path:
+    """Runs a job to its end and returns its folder.
+
+    Raises:
+        ValueError: the config is wrong; no worker was started.
+        CardFailed: a worker failed. Every process of the run has ended and its folder is readable.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; likewise.
+    """
+    model = config.validate()
+    tokenizer = load_tokenizer(config.model.path, model)
+    source = PromptSource(config.data, tokenizer, config.run.seed)
+    spec = worker_spec(config)
+    with ExitStack() as stack:
+        folder = stack.enter_context(
+            RunFolder(config.run.dir, config.run.name, "resume" if config.run.resume else "suffix")
+        )
+        folder.write_config(asdict(config))
+        print(folder.choice)
+        report: dict[str, Any] = {"outcome": "failed"}
+        stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
+        stack.enter_context(_terminable())
+        rewards = stack.enter_context(RewardPool(config.reward))
+        try:
+            _run(config, spec, source, tokenizer, rewards, folder, report)
+            report["outcome"] = "finished"
+        except KeyboardInterrupt:
+            report["outcome"] = "stopped"
+            raise
+    return folder.path
+
+
+def _run(
+    config: Config,
+    spec: WorkerSpec,
+    source: PromptSource,
+    tokenizer: Any,
+    rewards: RewardPool,
+    folder: RunFolder,
+    report: dict[str, Any],
+) -> None:
+    from distqueue import DistQueue
+    from stalesync.cards import Cards
+    from stalesync.controller import TASKS, Controller
+
+    with ExitStack() as stack:
+        view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
+        view.phase("start Ray and the workers")
+        stack.enter_context(_ray(config.cluster.address))
+        queue = DistQueue.create(TASKS, lease_s=config.cluster.stage_timeout_s)
+        stack.callback(queue.close)
+        cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
+        cards_found = cards.prepare()
+        view.note(f"{spec.world} x {cards_found[0]}; trains in {spec.train}, generates in {spec.infer}")
+        controller = Controller(config, spec, cards, queue, source, rewards, tokenizer, folder, view)
+        checkpoint = newest_checkpoint(folder.path) if folder.resumed else None
+        if checkpoint is not None:
+            controller.restore(checkpoint)
+            view.note(f"going on from {checkpoint}, step {controller.step}")
+        report["answers"] = controller.run()
+        report["notes"] = controller.notes()
+        report["next_steps"] = next_steps(config, folder)
+
+
+def worker_spec(config: Config) -> WorkerSpec:
+    """What every card needs of the config."""
+    return WorkerSpec(
+        seed=config.run.seed,
+        steps=config.run.steps * config.algorithm.minibatches,
+        model=config.model,
+        train=config.train_layout,
+        infer=config.infer_layout,
+        fusion=config.fusion,
+        rollout=config.rollout,
+        training=config.training,
+        algorithm=config.algorithm,
+        device=config.device,
+        across_nodes=config.cluster.address is not None,
+    )
+
+
+def load_tokenizer(folder: str, model: ModelConfig) -> Any:
+    """Raises:
+    ValueError: the folder holds no tokenizer, or one with more tokens than the model's vocabulary.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {folder} holds no tokenizer that transformers loads: {error}") from None
+    if len(tokenizer) > model.vocab_size:
+        raise ValueError(
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model vocab_size={model.vocab_size}"
+        )
+    return tokenizer
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the highest step that was written to its end."""
+    whole = [path.parent for path in folder.glob("checkpoints/step-*/controller.json")]
+    return max(whole, key=lambda path: json.loads((path / "controller.json").read_text())["step"], default=None)
+
+
+def next_steps(config: Config, folder: RunFolder) -> list[str]:
+    return [
+        f"go on: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
+        f"watch the curves: tensorboard --logdir {folder.path / 'tensorboard'}",
+        "answers with their working written out: bash recipes/long_answers.sh",
+        "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl",
+        "your own reward: reward.path=FILE.py:FUNCTION",
+    ]
+
+
+@contextmanager
+def _ray(address: str | None) -> Iterator[None]:
+    """Joins a cluster, or starts Ray on this machine; leaves it, or ends it, with the block."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    started = not ray.is_initialized()
+    if started:
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        if address is None:
+            quiet |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
+        ray.init(address=address, **quiet)
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the block like Ctrl-C, so that a scheduler's kill leaves a readable run and no process."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
