@@ -11,6 +11,8 @@
     engine        TrainEngine: micro-batches, global normalisation, load balancing, metrics
     shards        which elements an optimizer owns, pure;   optimizer   ShardedAdamW on them
     schedule      learning rate by step, pure;              checkpoint  one file a rank, atomic, bitwise
+
+Beside `TrainEngine` there is room for another trainer with its face (`backends/`) and for pipeline stages inside it.
 """
 
 from fusion.training.batch import Sequences, plan_micro_batches, split_over_ranks

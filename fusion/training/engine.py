@@ -173,6 +173,7 @@ class TrainEngine:
         # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor lives only until it was added.
         views = self.optimizer.gradients.views
         for name, param in self.model.named_parameters():
+
             def add(param: torch.Tensor, gradient: torch.Tensor = views[name]) -> None:
                 assert param.grad is not None
                 gradient.add_(param.grad)

@@ -71,9 +71,7 @@ class ShardedAdamW:
     def _shard(self, index: int) -> _Shard:
         plan, weight, gradient = self.weights.plans[index], self.weights.flats[index], self.gradients.flats[index]
         mesh = self.mesh
-        replicas, replica = (
-            (mesh.parallel.edp, mesh.edp_rank) if plan.expert else (mesh.parallel.dp, mesh.dp_rank)
-        )
+        replicas, replica = (mesh.parallel.edp, mesh.edp_rank) if plan.expert else (mesh.parallel.dp, mesh.dp_rank)
         start, stop = shard_range(plan, replicas, replica)
         mine = weight[start:stop]
         return _Shard(

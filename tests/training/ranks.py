@@ -34,8 +34,8 @@ class Case(NamedTuple):
 def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
     """Uneven prompts and responses with every column; one sample is left out of the loss.
 
-    The log-probabilities are what is to be added to the policy's own (`with_policy`): of another policy the clipped ratio
-    would be saturated and the KL astronomical.
+    The log-probabilities are what is to be added to the policy's own (`with_policy`): of another policy the clipped
+    ratio would be saturated and the KL astronomical.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -43,7 +43,8 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
         return torch.randint(low, high, (samples,), generator=random).tolist()
 
     def tokens(sizes: list[int]) -> list[torch.Tensor]:
-        return [torch.randint(vocabulary, (size,), generator=random) for size in sizes]
+        # Not the pad token: transformers starts its embedding at zero, where the gradient of the norm is enormous.
+        return [torch.randint(1, vocabulary, (size,), generator=random) for size in sizes]
 
     def logprobs(sizes: list[int]) -> list[torch.Tensor]:
         return [0.3 * torch.randn(size, generator=random) for size in sizes]

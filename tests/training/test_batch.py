@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.training import Sequences, plan_micro_batches, split_over_ranks
+
+LENGTHS = st.lists(st.integers(0, 60), max_size=40)
+
+
+@given(LENGTHS, st.integers(1, 80))
+def test_every_sequence_is_in_one_micro_batch_within_the_budget(lengths, budget):
+    plan = plan_micro_batches(lengths, budget)
+    assert sorted(i for batch in plan for i in batch) == list(range(len(lengths)))
+    for batch in plan:
+        sizes = [lengths[i] for i in batch]
+        assert sizes == sorted(sizes)
+        assert sum(sizes) <= budget or len(batch) == 1
+
+
+@given(LENGTHS, st.integers(1, 80))
+def test_no_two_micro_batches_would_fit_into_one(lengths, budget):
+    totals = sorted(sum(lengths[i] for i in batch) for batch in plan_micro_batches(lengths, budget))
+    assert all(left + right > budget for left, right in pairwise(totals))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(30, 60))
+def test_micro_batches_are_at_most_three_halves_of_the_fewest(lengths, budget):
+    assert len(plan_micro_batches(lengths, budget)) <= 1.5 * fewest_bins(tuple(sorted(lengths)), budget, ())
+
+
+def fewest_bins(lengths: tuple[int, ...], budget: int, free: tuple[int, ...]) -> int:
+    if not lengths:
+        return len(free)
+    *rest, last = lengths
+    choices = [free + (budget - last,)]
+    for i, room in enumerate(free):
+        if room >= last and room not in free[:i]:
+            choices.append(free[:i] + (room - last,) + free[i + 1 :])
+    return min(fewest_bins(tuple(rest), budget, choice) for choice in choices)
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_ranks_share_the_tokens_evenly(lengths, ranks):
+    split = split_over_ranks(lengths, ranks)
+    assert len(split) == ranks and all(part == sorted(part) for part in split)
+    assert sorted(i for part in split for i in part) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in part) for part in split]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    if len(lengths) >= ranks and all(lengths):
+        assert all(split)
+
+
+def test_columns_lie_beside_the_tokens_they_belong_to():
+    batch = Sequences.from_samples(
+        [[5, 6], [7]],
+        [[8], [9, 3, 4]],
+        advantages=[1.0, -1.0],
+        behaviour_logprobs=[[-0.1], [-0.2, -0.3, -0.4]],
+        trained=[True, True],
+    )
+    assert batch.tokens.tolist() == [5, 6, 8, 7, 9, 3, 4]
+    assert batch.lengths == [3, 4]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert batch.loss_mask.tolist() == [False, False, True, False, True, True, True]
+    assert batch.advantages.tolist() == [1, 1, 1, -1, -1, -1, -1]
+    torch.testing.assert_close(batch.behaviour_logprobs, torch.tensor([0, 0, -0.1, 0, -0.2, -0.3, -0.4]))
+    assert batch.ref_logprobs is None
+    second = batch.select([1])
+    assert second.tokens.tolist() == [7, 9, 3, 4] and second.lengths == [4]
+    assert batch.select([1, 0]).tokens.tolist() == [7, 9, 3, 4, 5, 6, 8]
+    nothing = batch.select([])
+    assert nothing.tokens.shape == (0,) and nothing.tokens.dtype == torch.int64 and nothing.positions.shape == (0,)
+
+
+def test_a_sample_can_be_left_out_of_the_loss():
+    batch = Sequences.from_samples([[5], [6]], [[7, 8], [9]], trained=[False, True])
+    assert batch.loss_mask.tolist() == [False, False, False, False, True]
+
+
+def test_columns_that_do_not_fit_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"behaviour_logprobs\[1\] has 1 values for 2 response tokens"):
+        Sequences.from_samples([[1], [2]], [[3], [4, 5]], behaviour_logprobs=[[0.0], [0.0]])
+    with pytest.raises(ValueError, match="advantages has 1 samples; expected 2"):
+        Sequences.from_samples([[1], [2]], [[3], [4]], advantages=[0.0])
+    with pytest.raises(ValueError, match=r"loss_mask has shape \[3\]; expected \[4\]"):
+        Sequences(torch.zeros(4, dtype=torch.int64), [2, 2], torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="first token"):
+        Sequences.from_samples([[]], [[3, 4]])

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.npu import open_device
+from fusion.training import AlgorithmConfig, load_checkpoint, save_checkpoint
+from fusion.training.algorithms import make_loss
+from tests.helpers import run_ranks, tiny_checkpoint
+from tests.training.ranks import Case, make_engine, my_share, sample_batch
+
+GRPO = make_loss(AlgorithmConfig(kl_coef=0.1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def step(engine: Any, seed: int) -> dict[str, float]:
+    metrics = engine.forward_backward(my_share(sample_batch(8, seed), engine), GRPO)
+    return metrics | engine.optimizer_step()
+
+
+def interrupted(rank, device, world, case, folder):
+    """Two steps after a checkpoint, by the engine that wrote it and by one that read it."""
+    engine = make_engine(case, world, device)
+    step(engine, 1)
+    save_checkpoint(engine, folder)
+    went_on = [step(engine, seed) for seed in (2, 3)]
+    again = make_engine(case, world, device)
+    load_checkpoint(again, folder)
+    resumed = [step(again, seed) for seed in (2, 3)]
+    left, right = engine.state_dict(), again.state_dict()
+    equal = left["steps"] == right["steps"] and all(
+        torch.equal(left["tensors"][name], right["tensors"][name]) for name in left["tensors"]
+    )
+    return went_on == resumed, equal
+
+
+@pytest.mark.parametrize(("world", "tp", "ep", "dtype"), [(4, 2, 2, "float32"), (2, 1, 2, "bfloat16")])
+def test_resume_is_bitwise(checkpoint, tmp_path, world, tp, ep, dtype):
+    training = {"warmup_steps": 3}
+    case = Case(checkpoint, tp, ep, training, dtype=dtype, bucket_bytes=20000)
+    assert run_ranks(interrupted, world, world, case, str(tmp_path / "trainer")) == [(True, True)] * world
+    assert [path.name for path in tmp_path.iterdir()] == ["trainer"]
+
+
+def load_elsewhere(rank, device, case, folder):
+    try:
+        load_checkpoint(make_engine(case, 2, device), folder)
+    except ValueError as error:
+        return str(error)
+
+
+def test_another_layout_or_dtype_is_refused(checkpoint, tmp_path):
+    device, folder = open_device("emulated"), tmp_path / "trainer"
+    save_checkpoint(make_engine(Case(checkpoint), 1, device), folder)
+    message = run_ranks(load_elsewhere, 2, Case(checkpoint, tp=2), str(folder))[1]
+    assert "saved in the layout {'world': 1, 'tp': 1, 'ep': 1}" in message and "'tp': 2" in message
+    with pytest.raises(ValueError, match="model.dtype"):
+        load_checkpoint(make_engine(Case(checkpoint, dtype="bfloat16"), 1, device), folder)
+    with pytest.raises(ValueError, match=r"holds no trainer checkpoint \(trainer.json is missing\)"):
+        load_checkpoint(make_engine(Case(checkpoint), 1, device), tmp_path)
+
+
+def test_a_broken_write_leaves_the_last_checkpoint(checkpoint, tmp_path):
+    engine, folder = make_engine(Case(checkpoint), 1, open_device("emulated")), tmp_path / "trainer"
+    save_checkpoint(engine, folder)
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    step(engine, 1)
+    engine.state_dict = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        save_checkpoint(engine, folder)
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == written
+    del engine.state_dict
+    save_checkpoint(engine, folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"trainer"}
+    fresh = make_engine(Case(checkpoint), 1, open_device("emulated"))
+    load_checkpoint(fresh, folder)
+    assert fresh.optimizer.steps == 1

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.training import AlgorithmConfig, TrainingConfig
+from fusion.training.schedule import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TrainingConfig(lr=-1), "training.lr=-1: expected a number of at least 0"),
+        (TrainingConfig(betas=[0.9]), r"training.betas=\[0.9\]: expected two numbers"),
+        (TrainingConfig(betas=[0.9, 1.0]), "training.betas"),
+        (TrainingConfig(schedule="cosin"), "training.schedule='cosin': expected one of constant, cosine"),
+        (TrainingConfig(token_budget=0), "training.token_budget=0: expected a whole number of at least 1"),
+        (TrainingConfig(warmup_steps=1.5), "training.warmup_steps=1.5"),
+        (TrainingConfig(clip_grad=float("nan")), "training.clip_grad=nan"),
+        (AlgorithmConfig(name="gropo"), "algorithm.name='gropo': expected one of grpo"),
+        (AlgorithmConfig(clip_low=1.0), r"algorithm.clip_low=1.0: expected a number in \[0, 1\)"),
+        (AlgorithmConfig(minibatches=0), "algorithm.minibatches=0"),
+        (AlgorithmConfig(group_size=True), "algorithm.group_size=True"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_key(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+
+
+def test_defaults_are_valid():
+    TrainingConfig().validate()
+    AlgorithmConfig().validate()
+
+
+@given(st.integers(0, 30), st.integers(0, 300), st.sampled_from(["constant", "cosine"]))
+def test_the_rate_rises_to_its_peak_and_stays_or_falls_to_zero(warmup, after, schedule):
+    total = warmup + after
+    rates = [learning_rate(step, 2.0, schedule, warmup, total) for step in range(total + 2)]
+    assert all(0 <= rate <= 2.0 for rate in rates)
+    assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
+    assert rates[max(0, warmup - 1)] == 2.0 or (after == 0 and schedule == "cosine")
+    if schedule == "constant":
+        assert all(rate == 2.0 for rate in rates[warmup:])
+    else:
+        assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+        assert rates[max(total, warmup + 1)] == pytest.approx(0)
+
+
+def test_warm_up_is_linear():
+    assert [learning_rate(step, 1.0, "constant", 4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_cosine_needs_to_know_its_end():
+    with pytest.raises(ValueError, match="training.schedule='cosine' needs the number of optimizer steps"):
+        learning_rate(3, 1.0, "cosine")
