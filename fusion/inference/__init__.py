@@ -1,0 +1,23 @@
+"""The engine: continuous batching over a paged KV cache, on one card or one TP/EP group.
+
+    config      RolloutConfig: the config group `rollout`
+    request     Request, SamplingParams, Output: plain data, in and out
+    control     orders from any thread, passed on to all ranks at one step
+    scheduler   which tokens the next step computes; which attention rank gets a request     (pure)
+    blocks      who holds which KV block; the prefix cache, keyed by policy version          (pure)
+    kv_cache    the memory of keys and values, allocated last, given back before training
+    batch       one step as tensors: ids, positions, slots, (row, block) pairs
+    attention   paged attention over them: the model's `attend`
+    noise       one uniform number per (run seed, request, position)
+    sampler     temperature, top-k, top-p, min-p, and the token under that number
+    engine      Engine: puts them together; all ranks of the group step together
+
+Its place for what comes: a decode that verifies a draft is a chunk whose rows are all sampled; KV that leaves and comes
+back goes by block names (`blocks`), which are the same in every process.
+"""
+
+from fusion.inference.config import RolloutConfig
+from fusion.inference.engine import Engine
+from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+
+__all__ = ["Engine", "FinishReason", "Output", "Request", "RolloutConfig", "SamplingParams"]

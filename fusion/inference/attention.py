@@ -1,0 +1,84 @@
+"""Attention over the paged cache: what the engine brings as the model's `attend`.
+
+Paged rows (`attend_rows`): every (row, block) pair is one small matrix product, whatever the lengths, so ragged
+sequences waste nothing but the end of their last block. The softmax is put together from its blocks as in
+FlashAttention (Dao et al., 2022): the row's maximum over all blocks first, then sums in the order of the blocks. Pairs
+do not see each other and the order is the sequence's own, so a row's bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fusion.inference.batch import Batch, LongChunk, RowSlice
+from fusion.inference.kv_cache import KVCache
+from fusion.npu.ops import varlen_causal_attention
+
+
+class PagedAttention:
+    """`Attend` of one step: writes the step's keys and values to the cache, then attends."""
+
+    def __init__(self, cache: KVCache, batch: Batch):
+        self.cache, self.batch = cache, batch
+
+    def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+        keys, values, batch = self.cache.keys[layer], self.cache.values[layer], self.batch
+        channels = q_NHC.shape[-1]
+        keys.view(-1, channels).index_copy_(0, batch.slots, k_NKC.reshape(-1, channels))
+        values.view(-1, channels).index_copy_(0, batch.slots, v_NKC.reshape(-1, channels))
+
+        out = [attend_rows(q_NHC[part.start : part.stop], keys, values, part) for part in batch.rows]
+        start, stop, lengths = batch.packed
+        if lengths:
+            out.append(varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths))
+        out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], keys, values, chunk) for chunk in batch.long]
+        if not out:
+            return q_NHC
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scores and their sums are kept in at least float32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def attend_rows(q_RHC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: RowSlice) -> torch.Tensor:
+    """Each row attends over its blocks of the pools [blocks, K, block_size, C]. Returns [R, H, C]."""
+    rows, heads, channels = q_RHC.shape
+    _, kv_heads, block_size, _ = keys.shape
+    pairs = part.blocks.shape[0]
+    dtype = score_dtype(q_RHC.dtype)
+    q = (q_RHC.to(dtype) * channels**-0.5).view(rows, -1)
+    if pairs != rows:
+        q = q.index_select(0, part.owner)
+    k = keys.index_select(0, part.blocks).to(dtype).view(pairs * kv_heads, block_size, channels)
+    v = values.index_select(0, part.blocks).to(dtype).view(pairs * kv_heads, block_size, channels)
+
+    scores = torch.bmm(q.view(pairs * kv_heads, -1, channels), k.transpose(1, 2)).view(pairs, heads, block_size)
+    scores += part.bias
+    top = scores.amax(-1)
+    if pairs != rows:
+        cells = top.new_full((rows * part.width, heads), -torch.inf).index_copy_(0, part.place, top)
+        top = cells.view(rows, part.width, heads).amax(1).index_select(0, part.owner)
+    weights = scores.sub_(top.unsqueeze(-1)).exp_()
+    total = weights.sum(-1)
+    out = torch.bmm(weights.view(pairs * kv_heads, -1, block_size), v).view(pairs, heads * channels)
+    if pairs != rows:
+        total = total.new_zeros(rows, heads).index_add_(0, part.owner, total)
+        out = out.new_zeros(rows, heads * channels).index_add_(0, part.owner, out)
+    return (out.view(rows, heads, channels) / total.unsqueeze(-1)).to(q_RHC.dtype)
+
+
+def _attend_chunk(q_THC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: LongChunk) -> torch.Tensor:
+    def gather(pool: torch.Tensor) -> torch.Tensor:
+        return pool.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, : chunk.length].unsqueeze(0)
+
+    out = F.scaled_dot_product_attention(
+        q_THC.transpose(0, 1).unsqueeze(0),
+        gather(keys),
+        gather(values),
+        attn_mask=chunk.mask,
+        enable_gqa=q_THC.shape[1] != keys.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,122 @@
+"""Who holds which block of the KV cache: reference counts, a free list, and a prefix cache. Pure; knows no tensor.
+
+A block is in exactly one state:
+
+    free ──take──► held (references ≥ 1) ──release, unnamed──► free
+                     ▲   │ name (its content is complete: tokens of a whole block and all before it)
+              share  │   └─release, named──► cached ──evict (least recently used first)──► free
+                     └───────────────────────────┘
+
+Invariants: free + cached + held = all blocks, disjoint; a block has as many references as holders; only a held or
+cached block has a name and no two blocks have the same; a name binds the policy version and every token up to the
+block's end, so a block is never found under another version or behind another prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+BlockName = bytes
+
+
+def root_name(policy_version: int) -> BlockName:
+    """The name before the first block of any sequence under a policy version."""
+    return hashlib.blake2b(b"version %d" % policy_version, digest_size=16).digest()
+
+
+def next_name(previous: BlockName, tokens: Sequence[int]) -> BlockName:
+    """The name of a full block: a hash of its tokens chained to the block before, equal in every process."""
+    return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class BlockManager:
+    """Blocks ``0 … count - 1`` of ``block_size`` tokens each."""
+
+    def __init__(self, count: int, block_size: int):
+        self.count, self.block_size = count, block_size
+        self._free = list(range(count - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * count
+        self._names: list[BlockName | None] = [None] * count
+        self._by_name: dict[BlockName, int] = {}
+        self.highest = -1
+        """The highest block ever taken: low ones go first, so what lies above was never used."""
+
+    @property
+    def available(self) -> int:
+        """Blocks that `take` can give: free ones, and cached ones it would evict."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    def find(self, names: Iterable[BlockName]) -> list[int]:
+        """The blocks of the longest known prefix of a chain of names. Takes no reference."""
+        found = []
+        for name in names:
+            block = self._by_name.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of these count as available now and will not once they are shared."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Takes a reference on blocks that `find` returned."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """New blocks with one reference each, content undefined; evicts the least recently used cached ones."""
+        assert count <= self.available, f"{count} blocks wanted, {self.available} available"
+        taken = []
+        for _ in range(count):
+            if not self._free:
+                self._evict(next(iter(self._cached)))
+            block = self._free.pop()
+            self._references[block] = 1
+            self.highest = max(self.highest, block)
+            taken.append(block)
+        return taken
+
+    def name(self, block: int, name: BlockName) -> None:
+        """Lets others find a held block. Where another block already has the name, this one stays unnamed."""
+        assert self._references[block] > 0 and self._names[block] is None
+        if name not in self._by_name:
+            self._names[block] = name
+            self._by_name[name] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives one reference of each back. The end of a sequence becomes the first to be evicted."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._names[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def forget(self) -> None:
+        """Takes every name away and frees what was cached: the KV is of another policy, or gone."""
+        for block in list(self._cached):
+            self._evict(block)
+        self._names = [None] * self.count
+        self._by_name.clear()
+
+    def _evict(self, block: int) -> None:
+        del self._cached[block]
+        name = self._names[block]
+        assert name is not None
+        del self._by_name[name]
+        self._names[block] = None
+        self._free.append(block)

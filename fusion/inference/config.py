@@ -1,0 +1,78 @@
+"""What a user may set about generation: the config group `rollout`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.inference.request import SamplingParams, check_sampling
+
+BLOCK_MULTIPLE = 16
+"""Blocks are whole vectors of the widest unit, so that no element of a score is computed in a loop's remainder."""
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are sampled and how an engine uses its card."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Samples from the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Samples from the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all."""
+    min_p: float = 0.0
+    """Leaves out tokens less likely than min_p times the most likely one; 0 keeps all."""
+    max_response_length: int = 256
+    """Tokens of a response, the end token included."""
+    max_length: int | None = None
+    """Tokens of prompt and response together; null: as many as the model has positions."""
+    block_size: int = 16
+    """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
+    max_seqs: int = 256
+    """Sequences that one attention rank decodes at a time."""
+    max_batch_tokens: int = 4096
+    """Tokens of one step of one attention rank; longer prompts are prefilled in chunks. At least max_seqs."""
+    kv_fraction: float = 0.9
+    """Share of the memory that is free when the KV cache is allocated (last) that it takes."""
+    max_kv_tokens: int | None = None
+    """Upper limit of the KV cache in tokens of one attention rank; null: what kv_fraction gives."""
+    prefix_cache: bool = True
+    """Shares KV blocks between requests whose tokens begin alike, under one policy version."""
+    batch_invariant: bool = False
+    """The same logprobs to the bit under any batching, chunking or order of arrival, at some cost in speed."""
+
+    def validate(self) -> None:
+        """Raises:
+        ValueError: a value out of its range, naming the key.
+        """
+        check_sampling("rollout", self.sampling())
+        for key in ("max_response_length", "max_seqs", "max_batch_tokens"):
+            _expect(getattr(self, key) >= 1, key, getattr(self, key), "a positive integer")
+        for key in ("max_length", "max_kv_tokens"):
+            value = getattr(self, key)
+            _expect(value is None or value >= 1, key, value, "a positive integer or null")
+        multiple = self.block_size >= BLOCK_MULTIPLE and self.block_size % BLOCK_MULTIPLE == 0
+        _expect(multiple, "block_size", self.block_size, f"a positive multiple of {BLOCK_MULTIPLE}")
+        _expect(0 < self.kv_fraction <= 1, "kv_fraction", self.kv_fraction, "a number in (0, 1]")
+        _expect(
+            self.max_batch_tokens >= self.max_seqs,
+            "max_batch_tokens",
+            self.max_batch_tokens,
+            f"at least rollout.max_seqs={self.max_seqs}, as every running sequence decodes one token a step",
+        )
+
+    def sampling(self, **changes: object) -> SamplingParams:
+        """The sampling parameters of a request under this config."""
+        values: dict = dict(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_tokens=self.max_response_length,
+        )
+        return SamplingParams(**(values | changes))
+
+
+def _expect(holds: bool, key: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"rollout.{key}={value}: expected {expected}")

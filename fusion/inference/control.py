@@ -1,0 +1,132 @@
+"""The control channel of an engine: orders reach its leader at any time, and every rank at the same step.
+
+any thread ─ submit, abort ─► Inbox (leader) ─┐
+                                              ├─ one small all_gather a step (CPU): counters of every rank, and
+step of every rank ────────────────────────── ┘  how long the leader's orders are; broadcast only if there are any
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+
+import torch
+import torch.distributed as dist
+
+from fusion.inference.request import Request, SamplingParams
+from fusion.model import Mesh
+
+
+@dataclass
+class Orders:
+    """What the leader passes on at one step. Aborts count for requests submitted before them. ``abort_all`` first."""
+
+    submit: list[Request] = field(default_factory=list)
+    abort: list[str] = field(default_factory=list)
+    abort_all: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.submit or self.abort or self.abort_all)
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Orders:
+        orders = cls(**json.loads(data))
+        orders.submit = [_request(item) for item in orders.submit]  # type: ignore[arg-type]
+        return orders
+
+
+def _request(item: dict) -> Request:
+    params = dict(item["params"])
+    if params["stop_token_ids"] is not None:
+        params["stop_token_ids"] = tuple(params["stop_token_ids"])
+    tuples = {"prompt": tuple(item["prompt"]), "response": tuple(item["response"])}
+    return Request(**(item | tuples | {"params": SamplingParams(**params)}))
+
+
+class Inbox:
+    """Thread-safe; emptied by the leader's step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._orders = Orders()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        with self._lock:
+            self._orders.submit += requests
+
+    def abort(self, ids: Iterable[str] | None) -> None:
+        with self._lock:
+            if ids is None:
+                self._orders.abort_all = True
+            else:
+                self._orders.abort += ids
+
+    def take(self) -> Orders:
+        with self._lock:
+            orders, self._orders = self._orders, Orders()
+        return orders
+
+    def __len__(self) -> int:
+        return len(self._orders.submit)
+
+
+@dataclass
+class Counters:
+    """What every rank tells the others each step; totals since the engine was made. Requests are counted
+    by the attention rank that owns them (on its first TP rank only, so that sums over ranks are right)."""
+
+    waiting: int = 0
+    running: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    dummy_steps: int = 0
+
+    def row(self) -> list[int]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+
+class ControlChannel:
+    """One rank's end. ``world_group`` None (one rank): nothing is sent."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.inbox = Inbox()
+        self.table: list[Counters] = [Counters()] * mesh.parallel.world
+
+    def exchange(self, mine: Counters) -> Orders:
+        """Collective. Returns this step's orders, the same on every rank; `table` then holds every rank's counters."""
+        orders = self.inbox.take() if self.mesh.rank == 0 else Orders()
+        if self.mesh.world_group is None:
+            self.table = [mine]
+            return orders
+        payload = orders.encode() if orders else b""
+        row = torch.tensor([len(payload), *mine.row()])
+        rows = row.new_empty(self.mesh.parallel.world * row.numel())
+        dist.all_gather_into_tensor(rows, row, group=self.mesh.world_group)
+        lists = rows.view(-1, row.numel()).tolist()
+        self.table = [Counters(*values[1:]) for values in lists]
+        size = lists[0][0]
+        if not size:
+            return orders
+        data = torch.empty(size, dtype=torch.uint8)
+        if payload:
+            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(data, group=self.mesh.world_group, group_src=0)
+        return orders if payload else Orders.decode(data.numpy().tobytes())
+
+    def smallest(self, value: int) -> int:
+        """The least over all ranks of a number. Collective."""
+        if self.mesh.world_group is None:
+            return value
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.world_group)
+        return int(tensor)
+
+    def totals(self) -> Counters:
+        return Counters(*(sum(column) for column in zip(*(counters.row() for counters in self.table), strict=True)))

@@ -1,0 +1,284 @@
+"""The engine: one TP/EP group that generates, all its ranks stepping together.
+
+    submit, abort ─► control channel ─► place ─► scheduler of each attention rank ─► forward ─► sample ─► outputs
+                     (any thread)       (same on every rank)      │                   ▲
+                                                                 └─ blocks ─► paged KV
+
+An attention rank (one DP coordinate; all its TP ranks do the same) owns requests and their KV. Its schedule depends on
+its own requests only, so no rank pays for the others' scheduling; what all ranks agree on each step is one row of
+counters. A rank with nothing to do still steps where experts are exchanged (a dummy step, counted).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fusion.inference.attention import PagedAttention, score_dtype
+from fusion.inference.batch import build_batch
+from fusion.inference.blocks import BlockManager
+from fusion.inference.config import RolloutConfig
+from fusion.inference.control import ControlChannel, Counters, Orders
+from fusion.inference.kv_cache import KVCache
+from fusion.inference.noise import uniforms
+from fusion.inference.request import Output, Request, SamplingParams, check_sampling
+from fusion.inference.sampler import sample
+from fusion.inference.scheduler import Scheduler, Sequence, Step, place
+from fusion.model import Mesh, Transformer
+from fusion.npu import Device
+
+
+class Engine:
+    """One rank of an engine. Collective over the mesh, in the same order on every rank: construction, `allocate_kv`,
+    `release_kv`, `step`, `run`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time: `submit`,
+    `abort`, `status`.
+
+    Args:
+        model: the weights; may be changed between steps (set `policy_version` then).
+        seed: of the run; with a request's id and a token's position it determines the sample.
+    """
+
+    def __init__(self, model: Transformer, mesh: Mesh, device: Device, config: RolloutConfig, seed: int = 0):
+        config.validate()
+        if config.batch_invariant and model.row_multiple == 1:
+            raise ValueError("rollout.batch_invariant=true: the model has to be built with batch_invariant=True too")
+        self.model, self.mesh, self.device, self.config, self.seed = model, mesh, device, config, seed
+        shape = model.config
+        kv_heads = max(1, shape.num_kv_heads // mesh.parallel.tp)
+        self.cache = KVCache(shape.num_layers, kv_heads, shape.head_dim, config.block_size, device, model.weights.dtype)
+        self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
+        self.control = ControlChannel(mesh)
+        self.scheduler = Scheduler(
+            BlockManager(0, config.block_size), config.max_seqs, config.max_batch_tokens, config.prefix_cache
+        )
+        self.capacity_tokens = 0
+        """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
+        self._idle = True
+        self._dummy_steps = 0
+        self._busy_s = 0.0
+        self._interned: dict[SamplingParams, SamplingParams] = {}
+
+    # Memory and weights
+
+    def allocate_kv(self) -> None:
+        """Takes ``kv_fraction`` of what the device says is free for the KV cache; nothing of it is valid yet.
+
+        Raises:
+            ValueError: there is no room for a block, or for a request that waits, with the keys to change.
+        """
+        config = self.config
+        bytes_free = self.device.memory().free
+        blocks = int(bytes_free * config.kv_fraction) // self.cache.block_bytes
+        per_sequence = -(-self.max_length // config.block_size)
+        blocks = min(blocks, config.max_seqs * per_sequence)
+        if config.max_kv_tokens is not None:
+            blocks = min(blocks, config.max_kv_tokens // config.block_size)
+        blocks = self.control.smallest(blocks)
+        if blocks < 1:
+            raise ValueError(
+                f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
+                f"no block of {config.block_size} tokens ({self.cache.block_bytes} bytes; {bytes_free} bytes are free)"
+            )
+        self.capacity_tokens = blocks * config.block_size
+        for seq in (*self.scheduler.running, *self.scheduler.waiting):
+            self._check_fits(seq.request)
+        self.cache.allocate(blocks)
+        self.scheduler.restart(BlockManager(blocks, config.block_size))
+
+    def release_kv(self) -> None:
+        """Gives the KV cache's memory back. Unfinished requests wait, tokens kept, until it is allocated again."""
+        self.scheduler.restart(BlockManager(0, self.config.block_size))
+        self.cache.release()
+
+    @property
+    def policy_version(self) -> int:
+        return self.scheduler.version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """To be set after the weights changed: older KV is dropped, unfinished requests are computed anew."""
+        if version != self.scheduler.version:
+            self.scheduler.restart(version=version)
+
+    # Orders, from any thread of rank 0
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Takes requests in; they start at the next step. Thread-safe; on rank 0 of the mesh.
+
+        Raises:
+            ValueError: a request that is malformed or can never fit, named, with the key to change. None is taken then.
+        """
+        assert self.mesh.rank == 0, "requests go to rank 0 of the engine"
+        assert self.capacity_tokens, "allocate_kv comes before the first submit"
+        requests = list(requests)
+        for request in requests:
+            self._check(request)
+        self.control.inbox.submit(requests)
+
+    def abort(self, ids: Iterable[str] | None = None) -> None:
+        """Ends requests (None: all) with reason "abort" at the next step; their tokens are in the outputs. Thread-safe;
+        on rank 0. Ids that are not here, or not any more, are ignored."""
+        assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
+        self.control.inbox.abort(ids)
+
+    def status(self) -> dict[str, float]:
+        """Figures of the whole engine as of the last step, on every rank. Thread-safe.
+
+        depth: requests that wait; running; generated_tokens, preemptions, prefix_hit_tokens, dummy_steps: totals;
+        tokens_per_s: generated tokens by seconds in `step`; policy_version; kv_tokens: capacity of an attention rank.
+        """
+        totals = self.control.totals()
+        return {
+            "depth": totals.waiting + len(self.control.inbox),
+            "running": totals.running,
+            "generated_tokens": totals.generated_tokens,
+            "preemptions": totals.preemptions,
+            "prefix_hit_tokens": totals.prefix_hit_tokens,
+            "dummy_steps": totals.dummy_steps,
+            "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
+            "policy_version": self.policy_version,
+            "kv_tokens": self.capacity_tokens,
+        }
+
+    # Generation
+
+    def step(self) -> list[Output]:
+        """Computes one step. Collective.
+
+        Returns:
+            what ended, on the first TP rank of the attention rank that owns it; elsewhere nothing.
+        """
+        began = time.perf_counter()
+        outputs = self._take_orders()
+        if not self._idle:
+            step = self.scheduler.schedule()
+            assert step or not self.scheduler.unfinished
+            if step or self.mesh.ep_group is not None:
+                outputs += self._compute(step)
+            self._busy_s += time.perf_counter() - began
+        return outputs if self.mesh.tp_rank == 0 else []
+
+    def run(self) -> list[Output]:
+        """Steps until nothing is left to do on any rank. Collective; returns as `step`."""
+        outputs = self.step()
+        while not self._idle:
+            outputs += self.step()
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last step found nothing to do on any rank; the same on every rank."""
+        return self._idle
+
+    def suspend(self) -> list[Output]:
+        """Ends every request with reason "abort", also those not taken in yet; returns as `step`. Collective."""
+        outputs = self._obey(self.control.exchange(self._counters()))
+        outputs += self.scheduler.abort(lambda request: True)
+        self.control.exchange(self._counters())
+        self._idle = True
+        return outputs if self.mesh.tp_rank == 0 else []
+
+    def _take_orders(self) -> list[Output]:
+        orders = self.control.exchange(self._counters())
+        outputs = self._obey(orders) if orders else []
+        unfinished = sum(counters.waiting + counters.running for counters in self.control.table)
+        self._idle = not unfinished and not orders
+        return outputs
+
+    def _obey(self, orders: Orders) -> list[Output]:
+        tp = self.mesh.parallel.tp
+        loads = [first.waiting + first.running for first in self.control.table[::tp]]
+        placed = place(loads, [request.group for request in orders.submit])
+        for request, rank in zip(orders.submit, placed, strict=True):
+            if rank == self.mesh.dp_rank:
+                self.scheduler.add(self._sequence(request))
+        if orders.abort_all:
+            return self.scheduler.abort(lambda request: True)
+        ids = set(orders.abort)
+        return self.scheduler.abort(lambda request: request.id in ids) if ids else []
+
+    def _sequence(self, request: Request) -> Sequence:
+        # One object for equal parameters, so that the sampler sees at a glance that a batch has only one kind
+        params = self._interned.setdefault(request.params, request.params)
+        return Sequence.of(request, params, self.model.config.eos_token_ids)
+
+    def _compute(self, step: Step) -> list[Output]:
+        self._dummy_steps += not step
+        with torch.inference_mode():
+            batch = build_batch(
+                step,
+                self.config.block_size,
+                self.cache.kv_heads,
+                self.device.torch_device,
+                score_dtype(self.cache.dtype),
+                self.config.batch_invariant,
+            )
+            self.cache.clean(self.scheduler.blocks.highest)
+            hidden = self.model(batch.ids, batch.positions, PagedAttention(self.cache, batch))
+            if not step.sampled:
+                return self.scheduler.commit(step, [], [])
+            if batch.sampled is not None:
+                hidden = hidden.index_select(0, batch.sampled)
+            logits = self._whole_rows(self.model.logits(hidden))
+            tokens, logprobs = sample(logits, [seq.params for seq in step.sampled], self._noise(step.sampled))
+        return self.scheduler.commit(step, tokens, logprobs)
+
+    def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
+        """The columns of every TP rank side by side: [n, V]."""
+        group = self.mesh.tp_group
+        if group is None:
+            return logits_nVl
+        rows, columns = logits_nVl.shape
+        ranks = self.mesh.parallel.tp
+        shards = logits_nVl.new_empty(ranks * rows, columns)
+        dist.all_gather_into_tensor(shards, logits_nVl.contiguous(), group=group)
+        return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
+
+    def _noise(self, sampled: list[Sequence]) -> np.ndarray:
+        count = len(sampled)
+        keys = np.fromiter((seq.noise_key for seq in sampled), np.uint64, count)
+        return uniforms(self.seed, keys, np.fromiter((len(seq.tokens) for seq in sampled), np.int64, count))
+
+    def _counters(self) -> Counters:
+        scheduler = self.scheduler
+        if self.mesh.tp_rank != 0:
+            return Counters()
+        return Counters(
+            len(scheduler.waiting),
+            len(scheduler.running),
+            scheduler.generated_tokens,
+            scheduler.preemptions,
+            scheduler.prefix_hit_tokens,
+            self._dummy_steps,
+        )
+
+    # What can never work
+
+    def _check(self, request: Request) -> None:
+        where = f"request {request.id!r}"
+        check_sampling(f"{where}: params", request.params)
+        vocabulary = self.model.config.vocab_size
+        if not request.prompt:
+            raise ValueError(f"{where}: the prompt is empty; expected at least one token")
+        if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+            raise ValueError(f"{where}: the prompt has a token outside 0 … {vocabulary - 1}")
+        if len(request.response) >= request.params.max_tokens:
+            raise ValueError(
+                f"{where}: has {len(request.response)} tokens already, max_tokens={request.params.max_tokens}"
+            )
+        self._check_fits(request)
+
+    def _check_fits(self, request: Request) -> None:
+        length = len(request.prompt) + request.params.max_tokens
+        sizes = f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.params.max_tokens}"
+        if length > self.max_length:
+            raise ValueError(f"{sizes} exceeds {self.max_length} positions (rollout.max_length and the model's)")
+        if length > self.capacity_tokens:
+            raise ValueError(
+                f"{sizes} exceeds the KV cache of {self.capacity_tokens} tokens; raise rollout.kv_fraction or "
+                "rollout.max_kv_tokens, or lower rollout.max_response_length"
+            )

@@ -1,0 +1,57 @@
+"""The memory of keys and values: for every layer two pools of blocks, allocated last and given back before training.
+
+    pool of a layer   [blocks, K, block_size, C]      a head's block is one contiguous matrix
+
+Token t of a sequence lies in its block ``t // block_size`` at offset ``t % block_size``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.npu import Device
+
+
+class KVCache:
+    """Pools of one rank. They exist between `allocate` and `release`."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, block_size: int, device: Device, dtype: torch.dtype):
+        self.layers, self.kv_heads, self.head_dim, self.block_size = layers, kv_heads, head_dim, block_size
+        self.device, self.dtype = device, dtype
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._clean = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, blocks: int) -> None:
+        """Takes memory for so many blocks under the owner "kv"."""
+        assert not self.keys
+        shape = (blocks, self.kv_heads, self.block_size, self.head_dim)
+        with self.device.owner("kv"):
+            for pools in (self.keys, self.values):
+                pools += [
+                    torch.empty(shape, dtype=self.dtype, device=self.device.torch_device) for _ in range(self.layers)
+                ]
+        self._clean = 0
+
+    def release(self) -> None:
+        """Gives every byte back, whoever still holds a view."""
+        for pool in self.keys + self.values:
+            pool.untyped_storage().resize_(0)
+        self.keys, self.values = [], []
+
+    def clean(self, block: int) -> None:
+        """Makes the content of all blocks up to this one finite, whatever the memory held before.
+
+        Attention weighs the unused end of a block with 0, and 0 · NaN is NaN. Pages are first touched here, so a pool
+        that is never filled costs no physical memory on a host.
+        """
+        if block >= self._clean:
+            end = min(self.keys[0].shape[0], max(block + 1, 2 * self._clean))
+            for pool in self.keys + self.values:
+                pool[self._clean : end].zero_()
+            self._clean = end

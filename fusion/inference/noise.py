@@ -1,0 +1,54 @@
+"""The noise of sampling: one number per (run seed, request, position), whatever is computed beside it.
+
+Counter-based generator Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
+bijection of a 128-bit counter under a 64-bit key. Key: the run's seed. Counter: position, stream, hash of the request
+id. So a token's noise does not depend on batch, engine, schedule or on how often it is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+ROUNDS = 10
+
+
+def philox4x32(counter_4N: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Ten rounds over N counters of four 32-bit words (held in uint64 [4, N]); returns the same shape."""
+    c0, c1, c2, c3 = counter_4N
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (second >> _32) ^ c1 ^ np.uint64(k0),
+            second & _LOW,
+            (first >> _32) ^ c3 ^ np.uint64(k1),
+            first & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3])
+
+
+def request_key(request_id: str) -> int:
+    """A 64-bit hash of a request's name that is the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(seed: int, request_keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
+    """float64 [N] in [0, 1), 53 random bits each.
+
+    Args:
+        seed: the run's, any integer; its low 64 bits count.
+        request_keys: uint64 [N], see `request_key`.
+        positions: int [N], index of the token in prompt and response together.
+        stream: tells draws of different purpose at one position apart; 0 is the sampler's.
+    """
+    keys = request_keys.astype(np.uint64)
+    counter = np.stack([positions.astype(np.uint64), np.full(keys.shape, stream, np.uint64), keys & _LOW, keys >> _32])
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    return ((words[0] >> np.uint64(5)) * 2.0**26 + (words[1] >> np.uint64(6))) * 2.0**-53

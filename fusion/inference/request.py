@@ -1,0 +1,79 @@
+"""What goes into an engine and what comes out: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "chunk", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Filters apply in this order to softmax(logits / temperature): top-k, top-p, min-p. ``max_tokens`` bounds the whole
+    response over all its chunks. ``stop_token_ids`` None means the model's end tokens; () never stops early.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate, from its beginning or from where it was left.
+
+    Args:
+        id: unique among unfinished requests; with the run seed and a token's position it determines what is sampled,
+            so a request that goes on after a chunk or an abort keeps its id.
+        prompt: token ids, at least one.
+        group: siblings (requests with one prompt) carry one name and are kept where they share the prompt's KV.
+        response: tokens generated before; generation goes on behind them.
+        chunk_tokens: end with reason "chunk" after so many new tokens; 0: no chunks.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    group: str = ""
+    response: tuple[int, ...] = ()
+    chunk_tokens: int = 0
+
+
+@dataclass
+class Output:
+    """What a request generated since it was submitted.
+
+    ``tokens``: the *new* tokens, the stop token included. ``logprobs``: of each, under softmax(logits / temperature)
+    over the whole vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that
+    sampled each. ``finish_reason``: "stop" (a stop token), "length" (max_tokens), "chunk" (chunk_tokens), "abort".
+    """
+
+    request_id: str
+    group: str
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+
+
+def check_sampling(where: str, params: SamplingParams) -> None:
+    """Raises:
+    ValueError: a parameter out of its range; ``where`` names the config node or the request.
+    """
+    ranges = {
+        "temperature": (params.temperature >= 0, "a number of at least 0"),
+        "top_k": (params.top_k >= 0, "an integer of at least 0"),
+        "top_p": (0 < params.top_p <= 1, "a number in (0, 1]"),
+        "min_p": (0 <= params.min_p <= 1, "a number in [0, 1]"),
+        "max_tokens": (params.max_tokens >= 1, "a positive integer"),
+    }
+    for key, (holds, expected) in ranges.items():
+        if not holds:
+            raise ValueError(f"{where}.{key}={getattr(params, key)}: expected {expected}")

@@ -1,0 +1,267 @@
+"""Which tokens the next step of one attention rank computes. Pure state transitions: no tensor, no clock, no process.
+
+    add ──► waiting ──admit──► running: prefill in chunks ──► decode one token a step ──► finished
+               ▲                  │
+               └──── preempt ─────┘   newest first; its blocks are released, its tokens stay and are computed again
+
+Policy: decodes first, then prefills that have begun, then waiting requests in order of arrival as far as tokens,
+sequences and blocks allow; nobody overtakes. Where a running sequence finds no block, the newest one is preempted.
+
+Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
+cover its computed tokens; the oldest running sequence always gets on, so every request that fits the cache alone
+finishes; every added request ends exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from fusion.inference.blocks import BlockManager, BlockName, next_name, root_name
+from fusion.inference.noise import request_key
+from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request in the engine: its tokens so far and what of them is in the cache.
+
+    ``computed``: leading tokens whose KV is in ``blocks``. ``names``: of the full blocks, as far as they are known;
+    ``named``: leading blocks that were found by name or have been offered to others.
+    """
+
+    request: Request
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    tokens: list[int]
+    limit: int
+    """Length at which this submission ends."""
+    noise_key: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    names: list[BlockName] = field(default_factory=list)
+    named: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
+        """``params``: the request's, as an object that may be shared between requests."""
+        stops = eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
+        tokens = [*request.prompt, *request.response]
+        limit = len(request.prompt) + params.max_tokens
+        if request.chunk_tokens:
+            limit = min(limit, len(tokens) + request.chunk_tokens)
+        return cls(request, params, frozenset(stops), tokens, limit, request_key(request.id))
+
+    def output(self, reason: FinishReason) -> Output:
+        request = self.request
+        new = self.tokens[len(request.prompt) + len(request.response) :]
+        return Output(request.id, request.group, request.prompt, new, self.logprobs, self.versions, reason)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step computes.
+
+    ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``sampled`` are the
+    sequences that get a token: all decodes, then the chunks that reach their sequence's end, in this order.
+    """
+
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int]]
+    sampled: list[Sequence]
+
+    def __bool__(self) -> bool:
+        return bool(self.sampled or self.chunks)
+
+
+class Scheduler:
+    """All requests of one attention rank."""
+
+    def __init__(
+        self, blocks: BlockManager, max_seqs: int, max_batch_tokens: int, prefix_cache: bool = True, version: int = 0
+    ):
+        self.blocks, self.max_seqs, self.max_batch_tokens = blocks, max_seqs, max_batch_tokens
+        self.prefix_cache = prefix_cache
+        self.version = version
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_hit_tokens = 0
+        self.generated_tokens = 0
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def schedule(self) -> Step:
+        """The next step. Blocks for it are taken here; `commit` must follow."""
+        budget, preemptions = self.max_batch_tokens, self.preemptions
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        chunks: list[tuple[Sequence, int]] = []
+        for seq in list(self.running):
+            if not seq.blocks:
+                continue  # preempted by one before it
+            if seq.computed + 1 < len(seq.tokens):
+                prefills.append(seq)
+            elif self._may_grow(seq, 1):
+                decodes.append(seq)
+        budget -= len(decodes)
+        for seq in prefills:
+            count = min(len(seq.tokens) - seq.computed, budget)
+            if count > 0 and seq.blocks and self._may_grow(seq, count):
+                chunks.append((seq, count))
+                budget -= count
+        if self.preemptions == preemptions:
+            self._admit(chunks, budget)
+        else:
+            decodes = [seq for seq in decodes if seq.blocks]
+        return Step(decodes, chunks, decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)])
+
+    def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
+        """Takes what the step sampled, a token for each of ``step.sampled``; returns what ended."""
+        size = self.blocks.block_size
+        for seq, count in step.chunks:
+            seq.computed += count
+        for seq in step.decodes:
+            seq.computed += 1
+            if self.prefix_cache and seq.computed % size == 0:
+                self._name_full(seq, seq.computed)
+        outputs = []
+        for seq, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
+            seq.tokens.append(token)
+            seq.logprobs.append(logprob)
+            seq.versions.append(self.version)
+            if token in seq.stop_token_ids:
+                outputs.append(self._end(seq, "stop"))
+            elif len(seq.tokens) >= seq.limit:
+                whole = len(seq.tokens) >= len(seq.request.prompt) + seq.params.max_tokens
+                outputs.append(self._end(seq, "length" if whole else "chunk"))
+        self.generated_tokens += len(tokens)
+        if outputs:
+            self.running = [seq for seq in self.running if seq.blocks]
+        return outputs
+
+    def abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
+        """Ends the requests for which ``chosen`` holds; their tokens stay in the outputs."""
+        ended = [seq for seq in (*self.running, *self.waiting) if chosen(seq.request)]
+        gone = set(map(id, ended))
+        self.running = [seq for seq in self.running if id(seq) not in gone]
+        self.waiting = deque(seq for seq in self.waiting if id(seq) not in gone)
+        return [self._end(seq, "abort") for seq in ended]
+
+    def restart(self, blocks: BlockManager | None = None, version: int | None = None) -> None:
+        """The KV is void (new weights, or memory given back): whoever runs waits again, first, with all its tokens."""
+        for seq in reversed(self.running):
+            self._withdraw(seq)
+        self.running = []
+        self.version = self.version if version is None else version
+        self.blocks.forget()
+        self.blocks = blocks or self.blocks
+        for seq in self.waiting:
+            seq.names.clear()
+
+    def _admit(self, chunks: list[tuple[Sequence, int]], budget: int) -> None:
+        size = self.blocks.block_size
+        while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
+            seq = self.waiting[0]
+            hits = self._find_prefix(seq)
+            start = len(hits) * size
+            count = min(len(seq.tokens) - start, budget)
+            wanted = -(-(start + count) // size) - len(hits)
+            # A block kept back for each running sequence: what is admitted now is not preempted at once
+            if wanted + self.blocks.idle(hits) + len(self.running) > self.blocks.available and self.running:
+                return
+            self.waiting.popleft()
+            self.running.append(seq)
+            self.blocks.share(hits)
+            seq.blocks = hits
+            seq.computed = start
+            self.prefix_hit_tokens += start
+            seq.named = len(hits)
+            grown = self._may_grow(seq, count)
+            assert grown
+            chunks.append((seq, count))
+            budget -= count
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        """Cached blocks of the sequence's beginning. The last token is always computed: its logits are wanted."""
+        if not self.prefix_cache:
+            return []
+        whole = (len(seq.tokens) - 1) // self.blocks.block_size
+        self._extend_names(seq, whole)
+        return self.blocks.find(seq.names[:whole])
+
+    def _may_grow(self, seq: Sequence, count: int) -> bool:
+        """Takes blocks for ``count`` more tokens, preempting the newest if need be, at last the sequence itself."""
+        end = seq.computed + count
+        wanted = -(-end // self.blocks.block_size) - len(seq.blocks)
+        if wanted > 0:
+            while wanted > self.blocks.available:
+                victim = self.running.pop()
+                self._withdraw(victim)
+                self.preemptions += 1
+                if victim is seq:
+                    assert self.running, "a sequence that fits the cache alone finds no block in it"
+                    return False
+            seq.blocks += self.blocks.take(wanted)
+        if count > 1 and self.prefix_cache:
+            self._name_full(seq, end)
+        return True
+
+    def _name_full(self, seq: Sequence, end: int) -> None:
+        """Names the blocks that are full once ``end`` tokens are computed. For a chunk that is when it is scheduled, so
+        that siblings in the same step share them: a layer writes all KV of a step before it reads any."""
+        size = self.blocks.block_size
+        self._extend_names(seq, end // size)
+        for i in range(seq.named, end // size):
+            self.blocks.name(seq.blocks[i], seq.names[i])
+        seq.named = end // size
+
+    def _extend_names(self, seq: Sequence, count: int) -> None:
+        size, names = self.blocks.block_size, seq.names
+        for i in range(len(names), count):
+            previous = names[-1] if names else root_name(self.version)
+            names.append(next_name(previous, seq.tokens[i * size : (i + 1) * size]))
+
+    def _withdraw(self, seq: Sequence) -> None:
+        self.blocks.release(seq.blocks)
+        seq.blocks, seq.computed, seq.named = [], 0, 0
+        self.waiting.appendleft(seq)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> Output:
+        self.blocks.release(seq.blocks)
+        seq.blocks = []
+        return seq.output(reason)
+
+
+def place(loads: list[int], groups: Iterable[str]) -> list[int]:
+    """The attention rank of each new request: siblings together, as far as the ranks stay even.
+
+    Args:
+        loads: unfinished requests of each attention rank.
+        groups: the group of each new request ("": none), in order of arrival.
+
+    A rank takes requests of a group until it has its even share of all requests, then the least loaded goes on. No rank
+    gets a request beyond the even share, rounded up, unless it already had more.
+    """
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group or f"\0{index}", []).append(index)
+    count = sum(map(len, members.values()))
+    share = -(-(sum(loads) + count) // len(loads))
+    now, placed = list(loads), [0] * count
+    for indices in members.values():
+        rank = now.index(min(now))
+        for index in indices:
+            if now[rank] >= share:
+                rank = now.index(min(now))
+            placed[index] = rank
+            now[rank] += 1
+    return placed

@@ -1,0 +1,225 @@
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusion.inference import Request, SamplingParams
+from fusion.model import PackedAttention
+from tests.helpers import tiny_hf
+from tests.inference.engines import by_id, engine, generate, generate_brokenly, model, requests, tokens
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_greedy_equals_transformers_in_float64(experts):
+    hf = tiny_hf(experts).double()
+    if experts:
+        hf.set_experts_implementation("eager")  # its grouped kernel has no float64
+    wanted = requests(9, temperature=0)
+    got = tokens(generate(engine(torch.float64, experts=experts), wanted))
+    for request in wanted:
+        ids = torch.tensor([request.prompt])
+        want = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        assert got[request.id] == want[0, len(request.prompt) :].tolist()
+
+
+def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart():
+    hf = tiny_hf()
+    wanted = requests(9, temperature=0)
+    got = tokens(generate(engine(), wanted))
+    compared = 0
+    for request in wanted:
+        row = torch.tensor([request.prompt + tuple(got[request.id])])
+        with torch.no_grad():
+            logits = hf(row).logits[0, len(request.prompt) - 1 : -1]
+        best = logits.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 1e-4
+        compared += int(clear.sum())
+        assert (logits.argmax(-1) == row[0, len(request.prompt) :])[clear].all()
+    assert compared > 100
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_trainers_forward_pass(temperature):
+    wanted = requests(12, temperature=temperature)
+    outputs = generate(engine(max_batch_tokens=64), wanted)
+    for output in outputs:
+        row = torch.tensor(output.prompt + tuple(output.tokens), device=model().device.torch_device)
+        hidden = model()(row, torch.arange(len(row), device=row.device), PackedAttention([len(row)]))
+        logprobs = F.log_softmax(model().logits(hidden) / temperature, -1)[len(output.prompt) - 1 : -1]
+        want = logprobs.gather(1, row[len(output.prompt) :, None])[:, 0].cpu()
+        assert torch.allclose(torch.tensor(output.logprobs), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        dict(max_seqs=1),
+        dict(max_seqs=3, max_batch_tokens=8),
+        dict(max_batch_tokens=64, block_size=32),
+        dict(prefix_cache=False),
+        dict(max_kv_tokens=128),
+    ],
+    ids=str,
+)
+def test_no_schedule_changes_what_is_sampled(rollout):
+    wanted = requests(12)
+    assert tokens(generate(engine(**rollout), wanted)) == tokens(generate(engine(), wanted))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_history_changes_what_is_sampled(seed):
+    wanted = requests(12)
+    want = tokens(generate(engine(), wanted))
+    made = engine(max_kv_tokens=160, max_batch_tokens=70)
+    got = generate_brokenly(made, wanted, seed)
+    assert {name: pair[0] for name, pair in got.items()} == want
+    assert made.scheduler.blocks.available == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype):
+    wanted = requests(9, max_tokens=30)
+    want = by_id(generate(engine(dtype, batch_invariant=True), wanted))
+    for seed in range(3):
+        little = dict(max_kv_tokens=(None, 160, 192)[seed], max_batch_tokens=(512, 70, 64)[seed])
+        made = engine(dtype, batch_invariant=True, **little)
+        assert generate_brokenly(made, wanted, seed) == want
+    alone = {}
+    for request in wanted:
+        alone |= by_id(generate(engine(dtype, batch_invariant=True, prefix_cache=False), [request]))
+    assert alone == want
+
+
+def test_seed_and_request_id_choose_the_sample():
+    wanted = requests(3)
+    first = tokens(generate(engine(seed=1), wanted))
+    assert first == tokens(generate(engine(seed=1), wanted))
+    assert first != tokens(generate(engine(seed=2), wanted))
+    assert len({tuple(row) for row in first.values()}) == 3  # siblings: one prompt, three answers
+
+
+def test_little_kv_preempts_and_changes_no_token():
+    wanted = [Request(f"r{i}", (3, 4, 5), SamplingParams(max_tokens=80, stop_token_ids=())) for i in range(6)]
+    made = engine(max_kv_tokens=128)
+    assert tokens(generate(made, wanted)) == tokens(generate(engine(), wanted))
+    assert made.status()["preemptions"] > 0
+    assert made.scheduler.blocks.available == 8
+
+
+def test_siblings_share_their_prompt_within_one_step():
+    prompt = tuple(range(2, 30)) * 3
+    made = engine()
+    made.submit([Request(f"r{i}", prompt, SamplingParams(max_tokens=4)) for i in range(4)])
+    made.step()
+    made.step()
+    assert made.status()["prefix_hit_tokens"] == 3 * (len(prompt) // 16) * 16
+    used = made.scheduler.blocks.count - made.scheduler.blocks.available
+    assert used <= len(prompt) // 16 + 4 * 2
+
+
+def test_a_new_policy_version_drops_the_prefix_cache():
+    made = engine()
+    wanted = [Request(name, (7, 8, 9) * 20, SamplingParams(max_tokens=4)) for name in "abc"]
+    generate(made, wanted[:1])
+    generate(made, wanted[1:2])
+    assert made.status()["prefix_hit_tokens"] == 48
+    assert made.scheduler.blocks.cached > 0
+    made.policy_version = 7
+    assert made.scheduler.blocks.cached == 0
+    outputs = generate(made, wanted[2:])
+    assert made.status()["prefix_hit_tokens"] == 48
+    assert outputs[0].versions == [7] * len(outputs[0].tokens)
+
+
+def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_version():
+    made = engine()
+    request = Request("r", (5, 6, 7) * 8, SamplingParams(max_tokens=20, stop_token_ids=()))
+    made.submit([request])
+    for _ in range(8):
+        made.step()
+    old = model().norm.detach().clone()
+    try:
+        with torch.no_grad():
+            model().norm.mul_(1.5)
+        made.policy_version = 1
+        (output,) = made.run()
+        begun = 8
+        assert output.versions == [0] * begun + [1] * (20 - begun)
+        resumed = Request("r", request.prompt, request.params, response=tuple(output.tokens[:begun]))
+        (fresh,) = generate(engine(), [resumed])
+        assert fresh.tokens == output.tokens[begun:]
+    finally:
+        with torch.no_grad():
+            model().norm.copy_(old)
+
+
+def test_kv_memory_is_given_back_and_generation_goes_on_after_it_returns():
+    made, wanted = engine(), requests(6)
+    device, want = made.device, tokens(generate(engine(), wanted))
+    held = device.memory_by_owner()["kv"]
+    made.submit(wanted)
+    outputs = [output for _ in range(5) for output in made.step()]
+    made.release_kv()
+    assert device.memory_by_owner()["kv"] == held - made.cache.block_bytes * made.capacity_tokens // 16
+    made.allocate_kv()
+    assert tokens(outputs + made.run()) == want
+
+
+def test_abort_from_another_thread_while_stepping():
+    made = engine()
+    made.submit([Request(f"r{i}", (3, 4), SamplingParams(max_tokens=200, stop_token_ids=())) for i in range(4)])
+    started = threading.Event()
+
+    def aborter():
+        started.wait()
+        made.abort(["r1", "r2", "nobody"])
+
+    thread = threading.Thread(target=aborter)
+    thread.start()
+    made.step()
+    started.set()
+    outputs = {o.request_id: o for o in made.run()}
+    thread.join()
+    assert [outputs[f"r{i}"].finish_reason for i in range(4)] == ["length", "abort", "abort", "length"]
+    assert 0 < len(outputs["r1"].tokens) < 200
+    assert len(outputs["r1"].logprobs) == len(outputs["r1"].versions) == len(outputs["r1"].tokens)
+
+
+def test_finish_reasons():
+    stops = tuple(range(16))
+    wanted = [
+        Request("stop", (20,), SamplingParams(max_tokens=100, stop_token_ids=stops)),
+        Request("length", (20,), SamplingParams(max_tokens=5, stop_token_ids=())),
+        Request("chunk", (20,), SamplingParams(max_tokens=5, stop_token_ids=()), chunk_tokens=2),
+        Request("last", (20,), SamplingParams(max_tokens=5, stop_token_ids=()), response=(1, 2, 3, 4), chunk_tokens=2),
+    ]
+    outputs = {o.request_id: o for o in generate(engine(), wanted)}
+    assert {name: o.finish_reason for name, o in outputs.items()} == {
+        "stop": "stop", "length": "length", "chunk": "chunk", "last": "length"
+    }  # fmt: skip
+    assert outputs["stop"].tokens[-1] in stops and not set(outputs["stop"].tokens[:-1]) & set(stops)
+    assert [len(outputs[name].tokens) for name in ("length", "chunk", "last")] == [5, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "request_, message",
+    [
+        (Request("a", ()), "request 'a': the prompt is empty"),
+        (Request("a", (32,)), "request 'a': the prompt has a token outside 0 … 31"),
+        (Request("a", (3,), SamplingParams(top_p=1.5)), "request 'a': params.top_p=1.5: expected a number in"),
+        (Request("a", (3,), SamplingParams(max_tokens=300)), "rollout.max_length"),
+        (Request("a", (3,) * 120, SamplingParams(max_tokens=100)), "rollout.max_kv_tokens"),
+        (Request("a", (3,), SamplingParams(max_tokens=2), response=(4, 5)), "has 2 tokens already"),
+    ],
+)
+def test_a_request_that_cannot_work_is_refused_by_name(request_, message):
+    made = engine(max_kv_tokens=128)
+    with pytest.raises(ValueError, match=message):
+        made.submit([Request("fine", (3,), SamplingParams(max_tokens=3)), request_])
+    assert made.run() == []
+
+
+def test_no_room_for_kv_names_the_keys():
+    with pytest.raises(ValueError, match="rollout.kv_fraction=1e-12"):
+        engine(kv_fraction=1e-12)

@@ -1,0 +1,95 @@
+import threading
+
+import pytest
+import torch
+
+from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from tests.helpers import run_ranks
+from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
+
+
+def build(device, folder, parallel, dtype=torch.float32, **rollout):
+    mesh = Mesh.create(parallel)
+    config = RolloutConfig(**(dict(max_length=256, max_seqs=8, max_batch_tokens=64) | rollout))
+    loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, dtype, batch_invariant=config.batch_invariant)
+    load_weights(loaded, folder)
+    made = Engine(loaded, mesh, device, config, seed=5)
+    made.allocate_kv()
+    return made
+
+
+def generate_rank(rank, device, folder, parallel, rollout):
+    made = build(device, folder, parallel, **rollout)
+    wanted = requests(12)
+    outputs = []
+    if rank == 0:
+        made.submit(wanted[:5])
+    outputs += made.step() + made.step()
+    if rank == 0:
+        made.submit(wanted[5:])
+    outputs += made.run()
+    made.release_kv()
+    return outputs, made.status()
+
+
+LAYOUTS = [Parallel(2, tp=2), Parallel(2, ep=2), Parallel(4, ep=4), Parallel(4, tp=2, ep=2), Parallel(4, tp=4, ep=2)]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_every_layout_samples_the_same_tokens(parallel):
+    results = run_ranks(generate_rank, parallel.world, checkpoint(), parallel, dict(max_kv_tokens=160))
+    outputs = [output for mine, _ in results for output in mine]
+    assert tokens(outputs) == tokens(generate(engine(), requests(12)))
+    for rank, (mine, _) in enumerate(results):
+        assert bool(mine) == (rank % parallel.tp == 0)  # every attention rank had work, its first TP rank tells
+    statuses = [{k: v for k, v in status.items() if k != "tokens_per_s"} for _, status in results]
+    assert all(status == statuses[0] for status in statuses)
+    assert statuses[0]["generated_tokens"] == sum(len(output.tokens) for output in outputs)
+    assert statuses[0]["depth"] == statuses[0]["running"] == 0
+    if parallel.dp > 1:
+        assert statuses[0]["dummy_steps"] > 0
+
+
+def test_batch_invariant_logprobs_do_not_depend_on_the_number_of_attention_ranks():
+    results = run_ranks(generate_rank, 2, checkpoint(), Parallel(2, ep=2), dict(batch_invariant=True))
+    got = by_id([output for mine, _ in results for output in mine])
+    assert got == by_id(generate(engine(batch_invariant=True), requests(12)))
+
+
+def orders_rank(rank, device, folder):
+    made = build(device, folder, Parallel(4, tp=2, ep=2))
+    if rank == 0:
+        params = SamplingParams(max_tokens=150, stop_token_ids=())
+        made.submit([Request(f"r{i}", (3, 4), params) for i in range(6)])
+        threading.Timer(0.05, made.abort, (["r1", "r4"],)).start()
+    first = made.run()
+    if rank == 0:
+        made.submit([Request(f"s{i}", (3, 4), params) for i in range(6)])
+    second = [output for _ in range(3) for output in made.step()]
+    if rank == 0:
+        made.submit([Request("late", (3, 4), params)])
+    second += made.suspend()
+    return first, second, made.step(), made.idle
+
+
+def test_orders_reach_every_rank_while_it_steps():
+    results = run_ranks(orders_rank, 4, checkpoint())
+    first = {o.request_id: o for mine, *_ in results for o in mine}
+    assert {name: o.finish_reason for name, o in first.items()} == {
+        f"r{i}": "abort" if i in (1, 4) else "length" for i in range(6)
+    }
+    second = {o.request_id: o for _, mine, *_ in results for o in mine}
+    assert set(second) == {f"s{i}" for i in range(6)} | {"late"}
+    assert all(o.finish_reason == "abort" for o in second.values())
+    assert all(len(second[f"s{i}"].tokens) == 3 for i in range(6)) and second["late"].tokens == []
+    assert all(rest == [] and idle for *_, rest, idle in results)
+
+
+def capacity_rank(rank, device, folder):
+    made = build(device, folder, Parallel(2, ep=2), max_kv_tokens=(128, 64)[rank])
+    return made.capacity_tokens
+
+
+def test_capacity_is_the_smallest_of_all_ranks():
+    assert run_ranks(capacity_rank, 2, checkpoint()) == [64, 64]
