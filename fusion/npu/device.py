@@ -84,7 +84,7 @@ class Device(ABC):
 
     @abstractmethod
     def event(self, timing: bool = False) -> Any:
-        """With `record(stream)`, `wait(stream)`, `synchronize()`, `query()` and, if timing, `elapsed_time(end)` in ms."""
+        """Has `record(stream)`, `wait(stream)`, `synchronize()`, `query()`; if timing, `elapsed_time(end)` in ms."""
 
     @abstractmethod
     def describe(self) -> str:

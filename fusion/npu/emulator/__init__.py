@@ -13,12 +13,15 @@ done when the call returns), sparse and quantised tensors, convolutions, graph c
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+from pathlib import Path
 from types import ModuleType
 
-from fusion.npu.emulator.build import BuildError, build, load_extension
+from fusion.npu.emulator.build import BuildError, load_extension
 
-__all__ = ["BuildError", "build", "install", "installed"]
+__all__ = ["BuildError", "install", "installed"]
 
 _lock = threading.Lock()
 _extension: ModuleType | None = None
@@ -46,5 +49,25 @@ def install() -> ModuleType:
             from fusion.npu.emulator import frontend
 
             frontend.register(extension)
+            atexit.register(_let_backward_threads_rest)
             _extension = extension
         return _extension
+
+
+def _let_backward_threads_rest() -> None:
+    """A card's backward pass runs in a thread of its own, which still drops Python objects after `backward()` returned.
+    If the interpreter ends in that moment the process aborts; so wait until none of these threads is running."""
+    quiet = 0
+    for _ in range(500):
+        quiet = 0 if any(_is_running_backward(task) for task in Path("/proc/self/task").iterdir()) else quiet + 1
+        if quiet == 2:
+            return
+        time.sleep(0.002)
+
+
+def _is_running_backward(task: Path) -> bool:
+    try:
+        name, _, rest = (task / "stat").read_text().rpartition(")")
+    except OSError:
+        return False
+    return "(pt_autograd" in name and rest.split()[0] == "R"

@@ -195,6 +195,15 @@ void free_block(void* memory) {
   std::free(memory);
 }
 
+// A storage that was emptied still knows whose it is, for when its bytes come back.
+struct Vacant {
+  int owner;
+};
+
+void free_vacant(void* context) {
+  delete static_cast<Vacant*>(context);
+}
+
 c10::DataPtr make_data(int index, size_t bytes, c10::Device device) {
   if (bytes == 0) return {nullptr, device};
   TORCH_CHECK(!in_forked_child(), "npu: cannot be used in a forked process; start workers with 'spawn'");
@@ -391,10 +400,12 @@ bool is_device_block(const c10::DataPtr& data) {
 }
 
 int owner_of(const c10::DataPtr& data) {
+  if (data.get_deleter() == &free_vacant) return static_cast<Vacant*>(data.get_context())->owner;
   return is_device_block(data) ? pool().owner_of(data.get()) : -1;
 }
 
 void set_owner_of(const c10::DataPtr& data, int owner) {
+  if (data.get_deleter() == &free_vacant) static_cast<Vacant*>(data.get_context())->owner = owner;
   if (is_device_block(data)) pool().set_owner(data.get(), owner);
 }
 
@@ -405,6 +416,14 @@ c10::DeviceAllocator* device_allocator() {
 
 c10::DataPtr allocate_on(int card, size_t bytes) {
   return make_data(card, bytes, device_of(card));
+}
+
+c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before) {
+  const int owner = owner_of(before);
+  if (bytes == 0 && owner >= 0) return {nullptr, new Vacant{owner}, &free_vacant, device_of(card)};
+  auto data = allocate_on(card, bytes);
+  if (owner >= 0) set_owner_of(data, owner);
+  return data;
 }
 
 bool is_pinned(const void* pointer) {

@@ -95,8 +95,9 @@ void set_owner_of(const c10::DataPtr& data, int owner);
 
 c10::DeviceAllocator* device_allocator();
 c10::DataPtr allocate_on(int card, size_t bytes);
+c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before); // for the owner of `before`
 bool is_device_block(const c10::DataPtr& data);
-int owner_of(const c10::DataPtr& data); // -1: not a block
+int owner_of(const c10::DataPtr& data); // -1: nobody's
 bool is_pinned(const void* pointer);
 void install_allocators();
 

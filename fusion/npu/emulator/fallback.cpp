@@ -322,9 +322,7 @@ at::Tensor owning_alias(const at::Tensor& tensor) {
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   if (bytes == storage->nbytes()) return;
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
-  const int owner = owner_of(storage->data_ptr());
-  auto data = allocate_on(storage->device().index(), bytes);
-  if (owner >= 0) set_owner_of(data, owner);
+  auto data = reallocate_on(storage->device().index(), bytes, storage->data_ptr());
   if (storage->nbytes() > 0 && bytes > 0) std::memcpy(data.get(), storage->data(), std::min(bytes, storage->nbytes()));
   storage->set_data_ptr_noswap(std::move(data));
   storage->set_nbytes(bytes);
@@ -340,10 +338,24 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
-  // These have kernels for every device that would ask more of this one than the CPU's own do.
+  const auto to_cpu = [&](const std::string& name) {
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  };
+  // An operator with a generic kernel for devices that lack one of their own would never reach the fallback; where the
+  // CPU has its own, that is nearer, faster and the same to the last bit.
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.getNamespace() != std::optional<std::string_view>("aten")) continue;
+    const auto op = c10::Dispatcher::singleton().findOp(name);
+    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
+      to_cpu(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
+    }
+  }
+  // These have only generic kernels, which know nothing of this device.
   for (const char* name : {"copy_", "_copy_from", "set_.source_Storage", "set_.source_Storage_storage_offset",
                            "set_.source_Tensor", "set_", "_fused_sdp_choice", "_grouped_mm"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+    to_cpu(name);
   }
 }
 

@@ -30,6 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _extension: Any = None
+_initialized = True  # activation checkpointing looks here before it saves the random state
 _fractions: dict[int, float] = {}
 
 

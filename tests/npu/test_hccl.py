@@ -1,0 +1,125 @@
+"""Collectives of the emulated card: gloo on zero-copy aliases."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_ranks
+
+
+def _collectives(rank, device):
+    world, card = dist.get_world_size(), device.torch_device
+    assert dist.get_backend(dist.group.WORLD) is not None
+
+    x = torch.full((4,), float(rank + 1), device=card)
+    dist.all_reduce(x)
+    assert x.device == card and x.tolist() == [world * (world + 1) / 2] * 4
+
+    half = torch.full((4,), float(rank + 1), device=card, dtype=torch.bfloat16)
+    work = dist.all_reduce(half, op=dist.ReduceOp.AVG, async_op=True)
+    work.wait()
+    assert work.is_completed() and half.tolist() == [(world + 1) / 2] * 4
+    assert work.result()[0].device == card
+    assert work.get_future().value()[0].device == card
+
+    parts = [torch.empty(2, device=card) for _ in range(world)]
+    dist.all_gather(parts, torch.full((2,), float(rank), device=card))
+    assert torch.stack(parts).tolist() == [[float(r)] * 2 for r in range(world)]
+
+    whole = torch.empty(world * 2, device=card)
+    dist.all_gather_into_tensor(whole, torch.full((2,), float(rank), device=card))
+    assert whole.tolist() == [float(r) for r in range(world) for _ in range(2)]
+
+    piece = torch.empty(3, device=card)
+    dist.reduce_scatter_tensor(piece, torch.arange(3.0 * world, device=card))
+    assert piece.tolist() == [world * (3.0 * rank + i) for i in range(3)]
+
+    piece = torch.empty(3, device=card)
+    dist.reduce_scatter(piece, list(torch.arange(3.0 * world, device=card).chunk(world)))
+    assert piece.tolist() == [world * (3.0 * rank + i) for i in range(3)]
+
+    named = torch.full((3,), float(rank), device=card)
+    dist.broadcast(named, src=world - 1)
+    assert named.tolist() == [world - 1.0] * 3
+
+    dist.barrier()
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
+    assert [o["rank"] for o in objects] == list(range(world))
+
+
+def _uneven_all_to_all(rank, device):
+    """Rank r sends r + d rows to rank d (none from 0 to 0); every row says where it comes from and goes to."""
+    world, card = dist.get_world_size(), device.torch_device
+    sends = [rank + to for to in range(world)]
+    receives = [source + rank for source in range(world)]
+    rows = [[float(rank), float(to)] for to in range(world) for _ in range(sends[to])]
+    x = torch.tensor(rows, device=card).reshape(-1, 2)
+    out = torch.empty(sum(receives), 2, device=card)
+    dist.all_to_all_single(out, x, receives, sends)
+    assert out.tolist() == [[float(s), float(rank)] for s in range(world) for _ in range(receives[s])]
+
+    outs = [torch.empty(2, device=card) for _ in range(world)]
+    dist.all_to_all(outs, [torch.full((2,), float(10 * rank + to), device=card) for to in range(world)])
+    assert [o[0].item() for o in outs] == [10.0 * s + rank for s in range(world)]
+
+
+def _point_to_point(rank, device):
+    world, card = dist.get_world_size(), device.torch_device
+    right, left = (rank + 1) % world, (rank - 1) % world
+    out, got = torch.full((5,), float(rank), device=card), torch.empty(5, device=card)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, right), dist.P2POp(dist.irecv, got, left)]):
+        work.wait()
+    assert got.tolist() == [float(left)] * 5
+    if rank == 0:
+        dist.send(out, dst=1)
+    elif rank == 1:
+        dist.recv(got, src=0)
+        assert got.tolist() == [0.0] * 5
+
+
+def _subgroups(rank, device):
+    world = dist.get_world_size()
+    groups = [dist.new_group(list(range(start, world, 2))) for start in range(2)]
+    x = torch.full((2,), float(rank), device=device.torch_device)
+    dist.all_reduce(x, group=groups[rank % 2])
+    assert x.tolist() == [float(sum(range(rank % 2, world, 2)))] * 2
+    on_host = torch.full((2,), float(rank))
+    dist.all_reduce(on_host, group=groups[rank % 2])
+    assert on_host.tolist() == x.tolist()
+    for group in groups:
+        if rank in dist.get_process_group_ranks(group):
+            dist.destroy_process_group(group)
+
+
+def _data_parallel(rank, device):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).to(device.torch_device)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    x = torch.full((4, 8), float(rank + 1), device=device.torch_device)
+    model(x).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient.device == device.torch_device
+    return gradient.cpu()
+
+
+def _memory_is_not_copied(rank, device):
+    x = torch.ones(1 << 18, device=device.torch_device)
+    device.reset_peak()
+    before = device.memory().allocated
+    dist.all_reduce(x)
+    return device.memory().peak_allocated - before
+
+
+def _everything(rank, device):
+    for test in (_collectives, _uneven_all_to_all, _point_to_point, _subgroups):
+        test(rank, device)
+    return _memory_is_not_copied(rank, device), _data_parallel(rank, device)
+
+
+def test_collectives_of_four_ranks():
+    results = run_ranks(_everything, 4)
+    assert [extra for extra, _ in results] == [0] * 4
+    for _, gradient in results:
+        assert torch.equal(gradient, results[0][1])
