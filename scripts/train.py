@@ -36,6 +36,8 @@ def main() -> None:
             launch(config)
         except (ValueError, CardFailed) as error:
             sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            sys.exit(130)
 
     run()
 

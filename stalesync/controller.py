@@ -83,6 +83,7 @@ class Controller:
         held_out = self.source.evaluation(self.config.run.eval_prompts) if self.config.run.eval_prompts else []
         extra, before = self.evaluate(held_out, "before")
         after: list[dict[str, Any]] = []
+        self.view.begin()
         while self.step < last:
             metrics = self.train_step() | extra
             self.step += 1
@@ -161,7 +162,7 @@ class Controller:
         self.step = self.ledger.version = state["step"]
         self.source.load_state_dict(state["prompts"])
         self.ledger.ended.update(state["ended"])
-        self.cards.call("restore", str(checkpoint), self.step)
+        self.cards.call("restore", str(checkpoint))
 
     def _switch(self, phase: str, metrics: Metrics) -> None:
         self.view.phase(f"switch to {phase}")

@@ -75,6 +75,10 @@ class LiveView:
             self._live.__exit__(None, None, None)
             self._live = None
 
+    def begin(self) -> None:
+        """The first step starts now: what came before (workers, checkpoints) is not counted in the time a step takes."""
+        self._stamps = deque([time.monotonic()], maxlen=self._stamps.maxlen)
+
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done: show its row."""
         row = {**metrics, "step": float(step)}

@@ -141,7 +141,8 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             phase = name.removeprefix("timing_s/")
-            if phase != name and phase not in NOT_A_PHASE and value is not None:
+            part = "/" in phase  # of a phase that is listed itself
+            if phase != name and not part and phase not in NOT_A_PHASE and value is not None:
                 phases[phase] = phases.get(phase, 0.0) + value
     return phases
 

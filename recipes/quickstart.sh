@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The main job on four emulated NPUs: a small MoE base model learns one-digit addition by GRPO, training in TP2 x EP2 and
+# generating in EP4 on the same cards. Two to three minutes on two cores. Arguments are further overrides: run.seed=1
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+python scripts/make_base.py addition runs/base/addition
+exec python scripts/train.py run.name=quickstart run.steps=80 model.path=runs/base/addition \
+  cluster=four device=emulated parallel=tp2ep2_ep4 data=addition data.max_prompt_length=8 reward=arithmetic \
+  rollout.max_response_length=5 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2 algorithm.kl_coef=0.001 \
+  training.lr=5e-4 "training.betas=[0.9,0.99]" training.weight_decay=0 training.load_balancing_coef=0 "$@"

@@ -1,0 +1,131 @@
+"""Bad config is refused before anything starts, by key."""
+
+import ast
+import dataclasses
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from fusion.model.options import LayoutOptions
+from stalesync.config import Config, check_overrides, known_keys
+from tests.helpers import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"))
+
+
+def _config(checkpoint, **changes):
+    config = Config()
+    config.model.path = checkpoint
+    config.cluster.npus = 4
+    config.data.max_prompt_length, config.rollout.max_response_length = 16, 16
+    for path, value in changes.items():
+        node = config
+        *parents, last = path.split("__")
+        for parent in parents:
+            node = getattr(node, parent)
+        assert hasattr(node, last)
+        setattr(node, last, value)
+    return config
+
+
+def test_the_default_job_is_valid(checkpoint):
+    assert _config(checkpoint).validate().num_experts == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__path": ""}, "model.path is not set"),
+        ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
+        ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
+        ({"parallel__train": LayoutOptions(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
+        ({"parallel__infer": LayoutOptions(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
+        ({"parallel__infer": LayoutOptions(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
+        ({"parallel__train": LayoutOptions(tp=4)}, "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
+        ({"algorithm__minibatches": 3}, "algorithm.minibatches=3 does not divide data.prompts_per_step=64"),
+        (
+            {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},
+            "a minibatch has 2 samples .* fewer than the 4 data-parallel replicas",
+        ),
+        ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
+        ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
+        ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
+        ({"stalesync__max_staleness": 2}, "stalesync.max_staleness=2"),
+        ({"device__kind": "tpu"}, "device.kind=.*tpu.*: expected one of"),
+        ({"reward__name": "vibes"}, "reward.name='vibes'"),
+        ({"cluster__npus": 0}, "cluster.npus=0: expected at least 1"),
+        ({"run__steps": 0}, "run.steps=0: expected at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_key(checkpoint, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _config(checkpoint, **changes).validate()
+
+
+def _undocumented(node, prefix=""):
+    """Keys whose field is not followed by a text."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body
+    hints = get_type_hints(node)
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            name = statement.target.id
+            text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if dataclasses.is_dataclass(hints[name]):
+                yield from _undocumented(hints[name], f"{prefix}{name}.")
+            elif not (text and isinstance(following.value.value, str)):
+                yield prefix + name
+
+
+def test_there_are_fewer_than_120_keys_and_each_is_documented():
+    keys = known_keys()
+    assert len(keys) == len(set(keys)) < 120
+    assert list(_undocumented(Config)) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
+        ("training.learning_rate=1", "unknown key 'training.learning_rate'"),
+        ("algoritm=grpo", "unknown key 'algoritm'; did you mean 'algorithm'?"),
+        ("+cluster.cards=4", "unknown key 'cluster.cards'"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_right_one(argument, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        check_overrides([argument], ["algorithm", "cluster"])
+
+
+def test_known_keys_pass():
+    check_overrides(["rollout.temperature=0.5", "cluster=four", "hydra.verbose=true", "--cfg", "job"], ["cluster"])
+
+
+def _train(*arguments):
+    command = [sys.executable, "scripts/train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_cfg_job_prints_the_resolved_config(checkpoint):
+    shown = _train("--cfg", "job", f"model.path={checkpoint}", "cluster=four", "parallel=tp2ep2_ep4", "device=emulated")
+    assert shown.returncode == 0, shown.stderr
+    for line in ("npus: 4", "kind: emulated", "tp: 2", "group_size: 8", f"path: {checkpoint}"):
+        assert line in shown.stdout
+
+
+def test_the_command_line_refuses_in_one_line(checkpoint):
+    refused = _train(f"model.path={checkpoint}", "rollout.temprature=1")
+    assert refused.returncode != 0
+    assert refused.stderr.strip() == "error: unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"
+    refused = _train(f"model.path={checkpoint}", "cluster.npus=3", "parallel.train.tp=2")
+    assert refused.returncode != 0 and "Traceback" not in refused.stderr
+    assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr

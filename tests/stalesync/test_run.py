@@ -1,0 +1,173 @@
+"""Whole runs, as a user starts them: real Ray, real workers, emulated cards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fusion.npu import open_device
+from stalesync.base_model import make_base_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "device=emulated",
+    "data=addition",
+    "data.max_prompt_length=8",
+    "data.prompts_per_step=8",
+    "rollout.max_response_length=5",
+    "algorithm.group_size=4",
+    "run.eval_prompts=4",
+]
+FOUR = ["cluster=four", "parallel=tp2ep2_ep4"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    make_base_model("addition", folder, open_device("emulated"), target=0.05)
+    return folder
+
+
+def _command(base, folder, *overrides):
+    return [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *SMALL, *overrides]
+
+
+def _train(base, folder, *overrides, timeout_s=180):
+    command = _command(base, folder, *overrides)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def _rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = _train(base, tmp_path, *FOUR, "run.steps=2", "algorithm.kl_coef=0.01", "fusion.checksum=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    rows = _rows(run)
+    assert [row["step"] for row in rows] == [1, 2]
+    for name in ("critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "response_length/mean", "timing_s/gen",
+                 "timing_s/switch", "perf/throughput", "memory/infer/kv_mib", "memory/train/optimizer_mib"):  # fmt: skip
+        assert name in rows[0], name
+    assert rows[0]["memory/infer/optimizer_mib"] == rows[0]["memory/infer/gradients_mib"] == 0
+    assert rows[0]["memory/train/kv_mib"] == 0
+    assert 0 <= rows[0]["val/rewards/before"] <= 1 and 0 <= rows[1]["val/rewards/after"] <= 1
+    assert yaml.safe_load((run / "config.yaml").read_text())["parallel"]["train"] == {"tp": 2, "ep": 2}
+    assert json.loads((run / "timeline.json").read_text())
+    assert {"prompt", "response", "reward"} <= set(json.loads((run / "samples.jsonl").read_text().splitlines()[0]))
+    _, info = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert len(AutoTokenizer.from_pretrained(run / "hf")) == 32
+    for promise in ("before", "after", "metrics.jsonl", "What to try next", "HBM of the fullest card"):
+        assert promise in done.stdout
+
+    again = _train(base, tmp_path, *FOUR, "run.steps=3", "algorithm.kl_coef=0.01", "run.resume=true")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [row["step"] for row in _rows(run)] == [1, 2, 3]
+    assert "going on from" in again.stdout
+
+
+REWARDS = {
+    "raised": "def score(prompt, response, answer, **fields):\n    raise RuntimeError('no such judge')\n",
+    "timeout": "import time\n\ndef score(prompt, response, answer, **fields):\n    time.sleep(60)\n",
+    "bad_type": "def score(prompt, response, answer, **fields):\n    return 'good'\n",
+}
+
+
+@pytest.mark.parametrize("error", REWARDS)
+def test_a_reward_that_fails_is_counted_and_shown_and_the_loop_goes_on(base, tmp_path, error):
+    (tmp_path / "judge.py").write_text(
+        "seen = []\n" + REWARDS[error].replace("score(", "fail(")
+        + "\ndef score(prompt, response, answer, **fields):\n"
+        "    seen.append(prompt)\n"
+        "    return fail(prompt, response, answer) if len(seen) % 8 == 1 else float(response == answer)\n"
+    )  # fmt: skip
+    judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
+    done = _train(base, tmp_path, *judge, "run.steps=2", "run.eval_prompts=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = _rows(tmp_path / "run")
+    failed = sum(row[f"reward/failed_{error}"] for row in rows)
+    assert failed > 0 and failed == sum(row["reward/failed"] for row in rows)
+    assert "a sample failed" in done.stderr and "judge.py" in done.stderr, "shown once, with where it came from"
+    assert "could not be scored" in done.stdout
+
+
+def _descendants(pid):
+    """Process ids below ``pid``, with their command lines."""
+    below, parents = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(status.rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    frontier = [pid]
+    while frontier:
+        frontier = [child for child, parent in parents.items() if parent in frontier and child not in below]
+        for child in frontier:
+            try:
+                below[child] = (Path("/proc") / str(child) / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+    return below
+
+
+def _start(base, folder, *overrides):
+    command = _command(base, folder, *overrides)
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.1)
+    return run
+
+
+def _alive(pid):
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _assert_gone(pids, within_s=10):
+    deadline = time.monotonic() + within_s
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if _alive(pid)], "every process of ours has ended"
+
+
+def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(base, tmp_path):
+    run = _start(base, tmp_path, *FOUR, "run.steps=1000")
+    below = _descendants(run.pid)
+    workers = [pid for pid, command in below.items() if "ray::Card" in command]
+    assert len(workers) == 4
+    killed = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    out, err = run.communicate(timeout=60)
+    assert time.monotonic() - killed < 15
+    assert run.returncode != 0
+    assert "died in stage '" in err and "error: rank " in err, err
+    assert len(_rows(tmp_path / "run")) >= 2 and "failed" in out
+    _assert_gone(below)
+
+
+def test_ctrl_c_leaves_a_readable_run_and_no_process(base, tmp_path):
+    run = _start(base, tmp_path, "run.steps=1000")
+    below = _descendants(run.pid)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "Traceback" not in err, err
+    assert "stopped" in out and "metrics.jsonl" in out
+    assert json.loads((tmp_path / "run" / "timeline.json").read_text())
+    _assert_gone(below)
