@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Answers with their working written out, 40 to 300 tokens: what paging, chunked prefill and long tails are tried on. The base
+# Answers with their working written out, 40 to 80 tokens (data.max_digits=8: up to 155): what paging, chunked prefill and long tails are tried on. The base
 # model is warmed up first, which takes a few minutes. Arguments are further overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,5 +7,5 @@ source scripts/environment.sh
 python scripts/make_base.py worked_arithmetic runs/base/worked
 exec python scripts/train.py run.name=long-answers run.steps=30 model.path=runs/base/worked \
   cluster=four device=emulated parallel=tp2ep2_ep4 data=worked data.max_prompt_length=64 data.prompts_per_step=32 \
-  reward=arithmetic rollout.max_response_length=320 algorithm=grpo algorithm.group_size=8 \
-  training.lr=3e-4 "training.betas=[0.9,0.99]" training.weight_decay=0 training.load_balancing_coef=0 "$@"
+  reward=arithmetic rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 \
+  algorithm.minibatches=2 training.lr=5e-4 "training.betas=[0.9,0.99]" training.weight_decay=0 training.load_balancing_coef=0 "$@"

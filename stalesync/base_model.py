@@ -26,6 +26,9 @@ STD = 0.08
 """Of the initial weights: at these widths transformers' 0.02 learns badly."""
 
 
+_TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3, token_budget=1 << 16)
+
+
 @dataclass(frozen=True)
 class WarmUp:
     """How a base model is made. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: the longest
@@ -40,17 +43,19 @@ class WarmUp:
     batch: int = 256
     check_every: int = 5
     check_prompts: int = 256
-    training: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(
-            lr=1e-3, betas=[0.9, 0.95], weight_decay=0.01, load_balancing_coef=1e-3, token_budget=1 << 16
-        )
-    )
+    training: TrainingConfig = field(default_factory=lambda: _TRAINING)
 
 
 TASKS = {
     "addition": WarmUp(DataConfig(source="addition", max_prompt_length=8)),
     "worked_arithmetic": WarmUp(
-        DataConfig(source="worked_arithmetic", max_prompt_length=64), hidden=96, layers=3, response_tokens=320, batch=64
+        DataConfig(source="worked_arithmetic", max_prompt_length=64),
+        layers=3,
+        response_tokens=96,
+        batch=64,
+        check_every=20,
+        check_prompts=128,
+        training=replace(_TRAINING, lr=2e-3, warmup_steps=20),
     ),
 }
 

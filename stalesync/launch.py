@@ -32,7 +32,7 @@ def launch(config: Config) -> Path:
     """
     model = config.validate()
     tokenizer = load_tokenizer(config.model.path, model)
-    source = PromptSource(config.data, tokenizer, config.run.seed)
+    source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
     spec = worker_spec(config)
     with ExitStack() as stack:
         folder = stack.enter_context(

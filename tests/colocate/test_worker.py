@@ -1,0 +1,113 @@
+"""One card, in this process, through its phases, with a real queue."""
+
+import pytest
+import torch
+
+from distqueue import LocalQueue, PackedBatch
+from fusion.colocate import PhaseError, Worker, WorkerSpec
+from fusion.ep_switch import FusionConfig, weights_checksum
+from fusion.inference import Request, RolloutConfig
+from fusion.model import Mesh, Parallel, Transformer, load_weights
+from fusion.model.options import ModelOptions
+from fusion.npu import DeviceConfig
+from fusion.training import AlgorithmConfig, TrainingConfig
+from tests.helpers import tiny_checkpoint
+
+GROUP = 4
+
+
+@pytest.fixture
+def worker(tmp_path):
+    spec = WorkerSpec(
+        seed=5,
+        steps=10,
+        model=ModelOptions(path=tiny_checkpoint(tmp_path)),
+        train=Parallel(),
+        infer=Parallel(),
+        fusion=FusionConfig(bucket_bytes=1 << 14, checksum=True),
+        rollout=RolloutConfig(max_response_length=6, max_length=64),
+        training=TrainingConfig(lr=1e-3),
+        algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP),
+        device=DeviceConfig("emulated", capacity_bytes=64 << 20),
+    )
+    worker = Worker(spec, 0, LocalQueue(["train"]))
+    worker.prepare("")
+    return worker
+
+
+def _generate(worker, keep=False):
+    params = worker.spec.rollout.sampling()
+    requests = [Request(f"{g}/{k}", (3 + g, 4, 5), params, group=str(g)) for g in range(2) for k in range(GROUP)]
+    worker.generate(requests, keep)
+    return [request.id for request in requests]
+
+
+def _one_step(worker, version):
+    worker.switch("infer", version)
+    ids = _generate(worker)
+    worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))
+    worker.switch("train", version)
+    worker.reference([[ids]])
+    report = worker.train([[ids]])
+    return ids, report
+
+
+def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
+    before = weights_checksum(worker.weights.train)
+    worker.switch("infer", 0)
+    held = worker.device.memory_by_owner()
+    assert held["optimizer"] == held["gradients"] == 0 and held["kv"] > 0, "generation has the card to itself"
+    assert not worker.weights.train.weights.resident and worker.weights.infer.weights.resident
+    worker.switch("train", 0)
+    assert worker.device.memory_by_owner()["kv"] == 0
+    assert weights_checksum(worker.weights.train) == before, "there and back, bit for bit"
+
+    ids, report = _one_step(worker, 0)
+    figures = {name: part.value / (part.weight or 1) for name, part in report.metrics.items()}
+    assert figures["training/rollout_probs_diff_mean"] < 1e-6, "the engine's logprobs are the trainer's"
+    assert abs(figures["actor/kl_loss"]) < 1e-6, "before the first update the policy is the reference"
+    assert weights_checksum(worker.weights.train) != before
+    columns = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs", "versions"])
+    assert columns["response"].lengths().tolist() == columns["ref_logprobs"].lengths().tolist()
+    assert torch.allclose(columns["behaviour_logprobs"].buffer, columns["ref_logprobs"].buffer, atol=1e-5)
+
+
+def test_the_engine_after_a_switch_is_one_loaded_fresh_from_the_same_weights(worker, tmp_path):
+    _one_step(worker, 0)
+    worker.save(str(tmp_path / "checkpoint"), str(tmp_path / "hf"))
+    trained = weights_checksum(worker.weights.train)
+    worker.switch("infer", 1)
+    assert weights_checksum(worker.weights.infer) == trained
+    fresh = Transformer(worker.weights.config, Mesh.single(), worker.device)
+    load_weights(fresh, tmp_path / "hf")
+    assert weights_checksum(fresh) == trained
+
+
+def test_a_checkpoint_brings_back_weights_and_optimizer(worker, tmp_path):
+    _one_step(worker, 0)
+    worker.save(str(tmp_path / "checkpoint"), str(tmp_path / "hf"))
+    saved = {name: tensor.cpu().clone() for name, tensor in worker.trainer.state_dict()["tensors"].items()}
+    with torch.no_grad():
+        for flat in worker.weights.train.weights.flats:
+            flat.add_(1)
+    worker.restore(str(tmp_path / "checkpoint"))
+    for name, tensor in worker.trainer.state_dict()["tensors"].items():
+        assert torch.equal(tensor.cpu(), saved[name]), name
+
+
+def test_work_in_the_wrong_phase_is_refused(worker):
+    with pytest.raises(PhaseError, match="in phase train and was asked to generate"):
+        worker.generate([])
+    worker.switch("infer", 0)
+    with pytest.raises(PhaseError, match="in phase infer and was asked to train"):
+        worker.train([])
+    with pytest.raises(PhaseError, match="asked to switch to infer"):
+        worker.switch("infer", 0)
+
+
+def test_control_is_answered(worker):
+    worker.switch("infer", 0)
+    status = worker.control("status")
+    assert status["rank"] == 0 and status["phase"] == "infer" and status["running"] == 0
+    with pytest.raises(ValueError, match="'sing': expected status, submit or abort"):
+        worker.control("sing")
