@@ -1,7 +1,7 @@
 """The emulated NPU: a PyTorch device `npu` on the CPU, with its own memory, streams, generators and collectives.
 
     build.py      sources ──g++, once──► cache folder ──► rlfusion_npu.so
-    frontend.py   the module `torch.npu`, with the names of torch_npu
+    frontend/     the module `torch.npu`, with the names of torch_npu
     *.h, *.cpp    the device itself (emulator.h says which file holds what)
 
     from fusion.npu.emulator import install

@@ -4,8 +4,6 @@
 // `reserved` equals `allocated` as long as nothing is rounded or cached: the place for both is Pool::allocate.
 #include "emulator.h"
 
-#include <ATen/core/CachingHostAllocator.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/flat_hash_map.h>
@@ -13,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <iomanip>
-#include <map>
 #include <sstream>
 
 namespace npu {
@@ -39,8 +36,6 @@ int current_owner() {
   const auto* scope = c10::ThreadLocalDebugInfo::get(kOwnerSlot);
   return scope == nullptr ? 0 : static_cast<const OwnerScope*>(scope)->owner;
 }
-
-thread_local int t_charged_card = -1;
 
 std::string readable(int64_t bytes) {
   std::ostringstream out;
@@ -204,13 +199,6 @@ void free_vacant(void* context) {
   delete static_cast<Vacant*>(context);
 }
 
-c10::DataPtr make_data(int index, size_t bytes, c10::Device device) {
-  if (bytes == 0) return {nullptr, device};
-  TORCH_CHECK(!in_forked_child(), "npu: cannot be used in a forked process; start workers with 'spawn'");
-  void* memory = pool().allocate(index, bytes);
-  return {memory, memory, &free_block, device};
-}
-
 struct NpuAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override { return allocate_on(current_card(), bytes); }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -246,92 +234,6 @@ struct NpuAllocator final : c10::DeviceAllocator {
     return {static_cast<size_t>(free), static_cast<size_t>(capacity)};
   }
 };
-
-// Stands before PyTorch's CPU allocator: plain CPU work passes through, kernels of the card are charged to it.
-struct ChargingCpuAllocator final : c10::Allocator {
-  explicit ChargingCpuAllocator(c10::Allocator* plain) : plain(plain) {}
-  c10::DataPtr allocate(size_t bytes) override {
-    return t_charged_card < 0 ? plain->allocate(bytes) : make_data(t_charged_card, bytes, c10::Device(c10::kCPU));
-  }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-  // Kernels also allocate raw pointers, which may be freed outside of the call that made them, or the other way round.
-  c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
-  static void release_raw(void* memory) {
-    if (memory != nullptr && !in_forked_child() && pool().forget(memory)) {
-      std::free(memory);
-    } else {
-      c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
-    }
-  }
-  c10::Allocator* plain;
-};
-
-// Pinned host memory: ordinary memory that is remembered, so that is_pinned() answers.
-struct PinnedAllocator final : at::HostAllocator {
-  struct Range {
-    PinnedAllocator* self;
-    c10::DataPtr data;
-    size_t bytes;
-  };
-
-  c10::DataPtr allocate(size_t bytes) override {
-    auto* range = new Range{this, c10::GetDefaultCPUAllocator()->allocate(bytes), bytes};
-    void* pointer = range->data.get();
-    std::lock_guard<std::mutex> lock(mutex);
-    ranges[pointer] = bytes;
-    stats.active_bytes.increase(bytes);
-    stats.allocated_bytes.increase(bytes);
-    stats.active_requests.increase(1);
-    stats.allocations.increase(1);
-    return {pointer, range, &release, c10::Device(c10::kCPU)};
-  }
-
-  static void release(void* context) {
-    std::unique_ptr<Range> range(static_cast<Range*>(context));
-    auto& self = *range->self;
-    std::lock_guard<std::mutex> lock(self.mutex);
-    self.ranges.erase(range->data.get());
-    self.stats.active_bytes.decrease(range->bytes);
-    self.stats.allocated_bytes.decrease(range->bytes);
-    self.stats.active_requests.decrease(1);
-    self.stats.allocations.decrease(1);
-  }
-
-  bool holds(const void* pointer) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto after = ranges.upper_bound(const_cast<void*>(pointer));
-    if (after == ranges.begin()) return false;
-    --after;
-    return static_cast<const char*>(pointer) < static_cast<char*>(after->first) + after->second;
-  }
-
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-  bool record_event(void*, void*, c10::Stream) override { return true; }
-  void empty_cache() override {}
-  at::HostStats get_stats() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    return stats;
-  }
-  void reset_accumulated_stats() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    stats.active_bytes.reset_accumulated();
-    stats.allocated_bytes.reset_accumulated();
-  }
-  void reset_peak_stats() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    stats.active_bytes.reset_peak();
-    stats.allocated_bytes.reset_peak();
-  }
-
-  std::mutex mutex;
-  std::map<void*, size_t> ranges;
-  at::HostStats stats;
-};
-
-PinnedAllocator& pinned_allocator() {
-  static auto* allocator = new PinnedAllocator();
-  return *allocator;
-}
 
 } // namespace
 
@@ -415,7 +317,16 @@ c10::DeviceAllocator* device_allocator() {
 }
 
 c10::DataPtr allocate_on(int card, size_t bytes) {
-  return make_data(card, bytes, device_of(card));
+  if (bytes == 0) return {nullptr, device_of(card)};
+  TORCH_CHECK(!in_forked_child(), "npu: cannot be used in a forked process; start workers with 'spawn'");
+  void* memory = pool().allocate(card, bytes);
+  return {memory, memory, &free_block, device_of(card)};
+}
+
+bool free_raw_block(void* memory) {
+  if (memory == nullptr || in_forked_child() || !pool().forget(memory)) return false;
+  std::free(memory);
+  return true;
 }
 
 c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before) {
@@ -426,19 +337,8 @@ c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before) {
   return data;
 }
 
-bool is_pinned(const void* pointer) {
-  return pinned_allocator().holds(pointer);
-}
-
-ChargeScope::ChargeScope(int card) : before_(std::exchange(t_charged_card, card)) {}
-ChargeScope::~ChargeScope() {
-  t_charged_card = before_;
-}
-
-void install_allocators() {
+void install_device_allocator() {
   c10::SetAllocator(c10::kPrivateUse1, device_allocator(), 1);
-  c10::SetAllocator(c10::kCPU, new ChargingCpuAllocator(c10::GetAllocator(c10::kCPU)), 1);
-  at::setHostAllocator(c10::kPrivateUse1, &pinned_allocator(), 1);
   std::atexit([] {
     if (!in_forked_child()) pool().leave_sessions();
   });

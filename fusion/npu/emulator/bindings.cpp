@@ -34,7 +34,8 @@ const c10::DataPtr& data_of(const at::Tensor& tensor) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   install_runtime();
-  install_allocators();
+  install_device_allocator();
+  install_host_allocators();
   m.attr("cards") = kCards;
   m.def("open_card", &open_card);
   m.def("stats", [](int card) { return as_dict(card_stats(card)); });

@@ -1,9 +1,11 @@
 // The emulated NPU: a PyTorch device `npu` (PrivateUse1) whose HBM is host memory.
 //
 //   ledger.cpp     bytes of one card, shared by the processes on it
-//   allocator.cpp  device memory, its statistics and owners; the hook on the CPU allocator; pinned memory
+//   allocator.cpp  device memory, its statistics and owners
+//   host.cpp       the hook on the CPU allocator; pinned memory
 //   runtime.cpp    hooks, device guard, streams, events, generators
 //   fallback.cpp   every operator: the CPU kernel on zero-copy aliases
+//   kernels.cpp    which operators go there, and the few that do not
 //   autocast.cpp   mixed precision
 //   hccl.cpp       collectives: gloo on zero-copy aliases
 //   bindings.cpp   what Python sees
@@ -98,8 +100,13 @@ c10::DataPtr allocate_on(int card, size_t bytes);
 c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before); // for the owner of `before`
 bool is_device_block(const c10::DataPtr& data);
 int owner_of(const c10::DataPtr& data); // -1: nobody's
+bool free_raw_block(void* memory); // false: not a block
+void install_device_allocator();
+
+// ---- host.cpp -------------------------------------------------------------------------------------------------
+
 bool is_pinned(const void* pointer);
-void install_allocators();
+void install_host_allocators();
 
 // While it lives, what this thread allocates through the CPU allocator is charged to the card: outputs and
 // workspaces of the CPU kernels that stand in for the card's own.

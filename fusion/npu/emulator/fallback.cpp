@@ -9,17 +9,9 @@
 #include "emulator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
-#include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/view_native.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include <cstring>
 #include <unordered_map>
@@ -271,44 +263,6 @@ class Call {
   c10::SmallVector<const c10::TensorImpl*, 2> foreign_;
 };
 
-void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call(op, stack).run();
-}
-
-at::Tensor empty_memory_format(
-    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
-    std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
-  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "npu: strided tensors only");
-  TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(
-      size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype),
-      format);
-}
-
-at::Tensor empty_strided(
-    c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
-    std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "npu: strided tensors only");
-  TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(
-      size, stride, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::dtype_or_default(dtype));
-}
-
-// Asked before attention is dispatched: the answer of the CPU, whose fused kernel then runs through the fallback.
-int64_t choose_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
-    double dropout, bool causal, std::optional<double> scale, bool gqa) {
-  std::optional<at::Tensor> mask_alias;
-  if (mask && mask->defined()) mask_alias = owning_alias(*mask);
-  return at::_fused_sdp_choice(
-      owning_alias(query).set_requires_grad(query.requires_grad()),
-      owning_alias(key).set_requires_grad(key.requires_grad()),
-      owning_alias(value).set_requires_grad(value.requires_grad()), mask_alias, dropout, causal, scale, gqa);
-}
-
 } // namespace
 
 at::Tensor owning_alias(const at::Tensor& tensor) {
@@ -328,39 +282,8 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   storage->set_nbytes(bytes);
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", empty_memory_format);
-  m.impl("empty_strided", empty_strided);
-  m.impl("as_strided", at::native::as_strided_tensorimpl);
-  m.impl("view", at::native::view);
-  m.impl("_reshape_alias", at::native::_reshape_alias);
-  const auto to_cpu = [&](const std::string& name) {
-    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-  };
-  // An operator with a generic kernel for devices that lack one of their own would never reach the fallback; where the
-  // CPU has its own, that is nearer, faster and the same to the last bit.
-  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.getNamespace() != std::optional<std::string_view>("aten")) continue;
-    const auto op = c10::Dispatcher::singleton().findOp(name);
-    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
-    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
-      to_cpu(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
-    }
-  }
-  // These have only generic kernels, which know nothing of this device.
-  for (const char* name : {"copy_", "_copy_from", "set_.source_Storage", "set_.source_Storage_storage_offset",
-                           "set_.source_Tensor", "set_", "_fused_sdp_choice", "_grouped_mm"}) {
-    to_cpu(name);
-  }
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op, stack).run();
 }
 
 } // namespace npu
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &npu::choose_attention)
-} // namespace at::native
