@@ -73,8 +73,9 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
     second = batch.select([1])
     assert second.tokens.tolist() == [7, 9, 3, 4] and second.lengths == [4]
     assert batch.select([1, 0]).tokens.tolist() == [7, 9, 3, 4, 5, 6, 8]
-    nothing = batch.select([])
-    assert nothing.tokens.shape == (0,) and nothing.tokens.dtype == torch.int64 and nothing.positions.shape == (0,)
+    for nothing in (batch.select([]), Sequences.from_samples([], [], advantages=[])):
+        assert nothing.tokens.shape == nothing.positions.shape == nothing.advantages.shape == (0,)
+        assert nothing.tokens.dtype == torch.int64 and nothing.loss_mask.dtype == torch.bool
 
 
 def test_a_sample_can_be_left_out_of_the_loss():

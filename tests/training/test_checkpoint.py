@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.npu import open_device
 from fusion.training import AlgorithmConfig, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import make_loss
 from tests.helpers import run_ranks, tiny_checkpoint
@@ -56,8 +55,8 @@ def load_elsewhere(rank, device, case, folder):
         return str(error)
 
 
-def test_another_layout_or_dtype_is_refused(checkpoint, tmp_path):
-    device, folder = open_device("emulated"), tmp_path / "trainer"
+def test_another_layout_or_dtype_is_refused(checkpoint, device, tmp_path):
+    folder = tmp_path / "trainer"
     save_checkpoint(make_engine(Case(checkpoint), 1, device), folder)
     message = run_ranks(load_elsewhere, 2, Case(checkpoint, tp=2), str(folder))[1]
     assert "saved in the layout {'world': 1, 'tp': 1, 'ep': 1}" in message and "'tp': 2" in message
@@ -67,8 +66,8 @@ def test_another_layout_or_dtype_is_refused(checkpoint, tmp_path):
         load_checkpoint(make_engine(Case(checkpoint), 1, device), tmp_path)
 
 
-def test_a_broken_write_leaves_the_last_checkpoint(checkpoint, tmp_path):
-    engine, folder = make_engine(Case(checkpoint), 1, open_device("emulated")), tmp_path / "trainer"
+def test_a_broken_write_leaves_the_last_checkpoint(checkpoint, device, tmp_path):
+    engine, folder = make_engine(Case(checkpoint), 1, device), tmp_path / "trainer"
     save_checkpoint(engine, folder)
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
     step(engine, 1)
@@ -79,6 +78,6 @@ def test_a_broken_write_leaves_the_last_checkpoint(checkpoint, tmp_path):
     del engine.state_dict
     save_checkpoint(engine, folder)
     assert {path.name for path in tmp_path.iterdir()} == {"trainer"}
-    fresh = make_engine(Case(checkpoint), 1, open_device("emulated"))
+    fresh = make_engine(Case(checkpoint), 1, device)
     load_checkpoint(fresh, folder)
     assert fresh.optimizer.steps == 1

@@ -5,17 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.model import Mesh, Parallel, Transformer
-from fusion.npu import open_device
+from fusion.model import Mesh, Parallel, Transformer, local_params
 from fusion.training import ShardedAdamW
 from tests.helpers import run_ranks, tiny_config
 
 RATES = [3e-3, 1e-2, 1e-3]
-
-
-@pytest.fixture(scope="module")
-def device():
-    return open_device("emulated")
 
 
 def make(device: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, **options: Any) -> ShardedAdamW:
@@ -35,7 +29,7 @@ def reference(
     clip_grad: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same steps by torch.optim.AdamW on whole fp32 tensors, matrices and vectors in groups of their own."""
-    views = {p.name: torch.empty(p.shape) for p in Transformer(tiny_config(), Mesh.single(), open_device()).table}
+    views = {param.name: torch.empty(param.shape) for param in local_params(tiny_config(), Parallel(), 0)}
     # `fill` draws in the order of the buckets' views: dense first, then experts.
     views = dict(sorted(views.items(), key=lambda item: ".moe.gate_up" in item[0] or ".moe.down" in item[0]))
     fill(views, seed=0, scale=0.1)
@@ -87,10 +81,10 @@ def sharded(rank, device, world):
     return norms, {name: view.cpu() for name, view in optimizer.weights.views.items()}, held
 
 
-def test_states_sharded_over_replicas_give_the_same():
+def test_states_sharded_over_replicas_give_the_same(device):
     wanted, wanted_norms = reference(clip_grad=5.0)
     results = run_ranks(sharded, 2, 2)
-    elements = sum(plan.numel for plan in make(open_device(), Mesh.single()).weights.plans)
+    elements = sum(plan.numel for plan in make(device, Mesh.single()).weights.plans)
     for norms, weights, held in results:
         assert norms == pytest.approx(wanted_norms, rel=1e-6)
         same(weights, wanted)
@@ -122,7 +116,8 @@ def test_states_may_leave_and_return(device, dtype):
         host = {name: tensor.cpu().clone() for name, tensor in travels.tensors().items()}
         for tensor in travels.tensors().values():
             tensor.untyped_storage().resize_(0)
-        assert device.memory_by_owner()["optimizer"] <= before / 2 + 4096
+        left = sum(tensor.nbytes for tensor in travels.tensors().values())
+        assert before - device.memory_by_owner()["optimizer"] >= left
         with device.owner("optimizer"):
             for name, tensor in travels.tensors().items():
                 tensor.untyped_storage().resize_(tensor.nbytes)
