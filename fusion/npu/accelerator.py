@@ -124,11 +124,11 @@ class EmulatedDevice(AcceleratorDevice):
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:
         check_owner(name)
-        self._extension.push_owner(self._owner_ids[name])
+        before = self._extension.exchange_owner(self._owner_ids[name])
         try:
             yield
         finally:
-            self._extension.pop_owner()
+            self._extension.exchange_owner(before)
 
     def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
         check_owner(name)

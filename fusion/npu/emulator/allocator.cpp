@@ -8,6 +8,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <iomanip>
@@ -24,17 +25,22 @@ struct Block {
   int16_t owner;
 };
 
-// The owner travels in PyTorch's thread-local state, so that the threads of a backward pass inherit it from the caller.
-// (Slots of one's own exist in new versions only; this one every version has.)
+// The owner travels in PyTorch's thread-local state, so that the threads of a backward pass inherit it from the caller,
+// who waits meanwhile. One entry a thread, made once and then changed in place: others use that state as a stack, and an
+// entry that came and went would have to keep their order. (Slots of one's own exist in new versions only; this one
+// every version has.)
 const auto kOwnerSlot = c10::DebugInfoKind::TEST_INFO_2;
-struct OwnerScope final : c10::DebugInfoBase {
-  explicit OwnerScope(int owner) : owner(owner) {}
-  int owner;
+struct ThreadOwner final : c10::DebugInfoBase {
+  std::atomic<int> owner{0};
 };
 
+ThreadOwner* thread_owner() {
+  return static_cast<ThreadOwner*>(c10::ThreadLocalDebugInfo::get(kOwnerSlot));
+}
+
 int current_owner() {
-  const auto* scope = c10::ThreadLocalDebugInfo::get(kOwnerSlot);
-  return scope == nullptr ? 0 : static_cast<const OwnerScope*>(scope)->owner;
+  const auto* mine = thread_owner();
+  return mine == nullptr ? 0 : mine->owner.load(std::memory_order_relaxed);
 }
 
 std::string readable(int64_t bytes) {
@@ -286,15 +292,10 @@ std::vector<std::string> owner_names() {
   return all.names;
 }
 
-int push_owner(int owner) {
+int exchange_owner(int owner) {
   TORCH_CHECK_VALUE(owner >= 0 && owner < kMaxOwners, "no memory owner ", owner);
-  const int before = current_owner();
-  c10::ThreadLocalDebugInfo::_push(kOwnerSlot, std::make_shared<OwnerScope>(owner));
-  return before;
-}
-
-void pop_owner() {
-  c10::ThreadLocalDebugInfo::_pop(kOwnerSlot);
+  if (thread_owner() == nullptr) c10::ThreadLocalDebugInfo::_push(kOwnerSlot, std::make_shared<ThreadOwner>());
+  return thread_owner()->owner.exchange(owner);
 }
 
 bool is_device_block(const c10::DataPtr& data) {
@@ -338,6 +339,7 @@ c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before) {
 }
 
 void install_device_allocator() {
+  exchange_owner(0);
   c10::SetAllocator(c10::kPrivateUse1, device_allocator(), 1);
   std::atexit([] {
     if (!in_forked_child()) pool().leave_sessions();

@@ -45,8 +45,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("free_and_capacity", &free_and_capacity);
   m.def("limit_process", &limit_process);
   m.def("owner_id", &owner_id);
-  m.def("push_owner", &push_owner);
-  m.def("pop_owner", &pop_owner);
+  m.def("exchange_owner", &exchange_owner);
   m.def("set_owner_of", [](const at::Tensor& tensor, int owner) { set_owner_of(data_of(tensor), owner); });
   m.def("owner_of", [](const at::Tensor& tensor) { return owner_of(data_of(tensor)); });
   m.def("by_owner", [](int card) {

@@ -91,8 +91,7 @@ void limit_process(int card, double fraction);
 
 int owner_id(const std::string& name); // registers a new name
 std::vector<std::string> owner_names();
-int push_owner(int owner); // of what this thread allocates from now on; returns the one before
-void pop_owner();
+int exchange_owner(int owner); // of what this thread allocates from now on; returns the one before
 void set_owner_of(const c10::DataPtr& data, int owner);
 
 c10::DeviceAllocator* device_allocator();
