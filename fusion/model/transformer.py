@@ -1,7 +1,7 @@
 """Qwen3 and Qwen3-MoE, once, for training and for inference, in any layout.
 
-Between blocks the rows of a packed batch are split over TP. A block gathers them, works on its heads or its columns, and
-reduce-scatters the sum; the MoE works on the split rows and exchanges them over EP.
+Between blocks the rows of a packed batch are split over TP. A block gathers them, works on its heads or its columns,
+and reduce-scatters the sum; the MoE works on the split rows and exchanges them over EP.
 
     ids_N ─ embed ─►[N/tp, D]─► { norm ─ gather ─ qkv ─ rope ─ attend ─ out ─ scatter ─(+)─► norm ─ MLP or MoE ─(+) }×L ─ norm ─ gather ─► hidden_ND
 
@@ -177,6 +177,8 @@ class MLP(nn.Module):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in float32 whatever the dtype of x, as transformers does."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
     x32 = x.to(torch.float32)
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 

@@ -5,7 +5,7 @@ Sequences are packed: one leading token dimension, no padding rows, lengths besi
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -60,10 +60,19 @@ def grouped_linear(
     A card with a grouped kernel uses it; elsewhere one matrix product a non-empty expert.
     """
     assert sum(counts) == x_ND.shape[0] and len(counts) == weight_EOD.shape[0]
-    if x_ND.device.type == "cuda" and x_ND.dtype == torch.bfloat16 and row_multiple == 1:
-        ends = torch.tensor(counts, device=x_ND.device).cumsum(0).to(torch.int32)
+    if row_multiple == 1 and _has_grouped_kernel(x_ND, weight_EOD):
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x_ND.device)
         return F.grouped_mm(x_ND, weight_EOD.transpose(1, 2), offs=ends)
     return _GroupedLinear.apply(x_ND, weight_EOD, counts, row_multiple)
+
+
+def _has_grouped_kernel(x_ND: torch.Tensor, weight_EOD: torch.Tensor) -> bool:
+    """On the CPU it is the same loop without Python around it, which a decode step feels; training keeps its own."""
+    if any(width * x_ND.itemsize % 16 for width in weight_EOD.shape[1:]):
+        return False
+    if x_ND.device.type == "cuda":
+        return x_ND.dtype == torch.bfloat16
+    return x_ND.device.type == "cpu" and not torch.is_grad_enabled() and x_ND.dtype != torch.float64
 
 
 def varlen_causal_attention(
