@@ -2,9 +2,9 @@
 
     python benchmarks/emulator.py --json emulator.json
 
-The floor is the CPU's own time for the operation. Figures are medians over the rounds, in microseconds of processor time
-a call, all threads together, so that other work on the machine does not blur them. A backward pass runs in the card's own
-thread, as on a real card: handing it over is in its figure, waiting for the thread to wake is not.
+The floor is the CPU's own time for the operation. Figures are medians over the rounds, in microseconds of processor
+time a call, all threads together, so that other work on the machine does not blur them. A backward pass runs in the
+card's own thread, as on a real card: handing it over is in its figure, waiting for the thread to wake is not.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def main() -> None:
                 times[name][side].append(microseconds(sides[side][name], args.seconds))
 
     figures = {}
-    print(
-        f"torch {torch.__version__}, one thread, {args.rounds} rounds, median µs of processor time; build {build_s:.1f} s"
-    )
+    print(f"torch {torch.__version__}, one thread, build {build_s:.1f} s")
+    print(f"median of {args.rounds} rounds, µs of processor time a call")
     print(f"{'operation':18} {'cpu (floor)':>12} {'npu':>9} {'overhead':>9}")
     for name, by_side in times.items():
         cpu, npu = (statistics.median(by_side[side]) for side in ("cpu", "npu"))

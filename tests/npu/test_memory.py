@@ -122,6 +122,13 @@ def test_owners(card):
     del more
 
 
+def test_an_owner_does_not_tie_the_order_of_other_scopes(card):
+    with card.owner("weights"):
+        profiler = torch.profiler.profile()
+        profiler.start()
+    profiler.stop()
+
+
 def test_host_tensors_are_not_memory_of_the_card(card):
     host = card.host_empty((3, 5), torch.bfloat16)
     assert host.is_pinned() and host.shape == (3, 5) and host.device.type == "cpu"
