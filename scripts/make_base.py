@@ -1,7 +1,7 @@
 """Makes a small base model to train: python scripts/make_base.py addition runs/base/addition [--seed 0] [--target 0.2]
 
-Tasks: addition (one-digit sums, seconds), worked_arithmetic (long answers with their working, a few minutes). The folder is a
-Hugging Face checkpoint; where it already holds one, nothing is done.
+Tasks: addition (one-digit sums, seconds), worked_arithmetic (long answers with their working, a few minutes). The
+folder is a Hugging Face checkpoint; where it already holds one, nothing is done.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """The controller of the whole system.
 
-    config       Config: every room's dataclass, composed; the checks that span rooms
-    prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
-    staleness    which groups may start and which may be trained: the bound as a state machine
-    controller   the loop: prompts → generate → reward → advantages → reference → train
-    cards        the workers as Ray actors, called stage by stage
-    launch       from a config to a finished run and its report
-    base_model   a small base model to start from, by supervised warm-up with the same trainer
+config       Config: every room's dataclass, composed; the checks that span rooms
+prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
+staleness    which groups may start and which may be trained: the bound as a state machine
+controller   the loop: prompts → generate → reward → advantages → reference → train
+cards        the workers as Ray actors, called stage by stage
+launch       from a config to a finished run and its report
+base_model   a small base model to start from, by supervised warm-up with the same trainer
 """

@@ -1,5 +1,5 @@
-"""A small base model to start from: a Qwen3-MoE of some hundred thousand parameters, warmed up by supervised learning on a
-generator's worked solutions until it is right some of the time, and saved as a Hugging Face folder.
+"""A small base model to start from: a Qwen3-MoE of some hundred thousand parameters, warmed up by supervised learning
+on a generator's worked solutions until it is right some of the time, and saved as a Hugging Face folder.
 
 The trainer, the engine and the reward are those of the main job, in one process on one card.
 """
@@ -31,8 +31,8 @@ _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3,
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How a base model is made. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: the longest
-    answer that sampling allows."""
+    """How a base model is made. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: the
+    longest answer that sampling allows."""
 
     data: DataConfig
     hidden: int = 64
@@ -89,7 +89,9 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
             if accuracy >= plan.target:
                 break
     if accuracy < plan.target:
-        raise RuntimeError(f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.most_steps} steps, not {plan.target}")
+        raise RuntimeError(
+            f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.most_steps} steps, not {plan.target}"
+        )
     save_folder(model, folder)
     return accuracy
 

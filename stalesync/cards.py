@@ -1,8 +1,8 @@
 """The workers of a run as Ray actors, one a card, called stage by stage.
 
-A stage is one method of the worker, called on every card at once. Nothing hangs without a message and nothing fails without
-one: a card that raises or dies ends the stage, and the error names its rank and the stage; the others, which may wait for it
-in a collective, are ended with it.
+A stage is one method of the worker, called on every card at once. Nothing hangs without a message and nothing fails
+without one: a card that raises or dies ends the stage, and the error names its rank and the stage; the others, which
+may wait for it in a collective, are ended with it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class CardFailed(RuntimeError):
     """A worker raised, died or did not answer; the message names its rank and the stage."""
 
 
-@ray.remote(concurrency_groups={"control": 2})
 class Card(Worker):
-    """`Worker` as an actor: stages run one after the other in the default group, control calls are answered meanwhile."""
+    """`Worker` as an actor: stages run one after the other, control calls are answered meanwhile."""
 
     @ray.method(concurrency_group="control")
     def control(self, request: str, *args: Any) -> Any:
@@ -48,8 +47,14 @@ class Cards:
         self.world, self.timeout_s = spec.world, timeout_s
         kind = card_kind(spec.device.kind, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
-        options = {"npu": {"resources": {"NPU": 1}}, "cuda": {"num_gpus": 1}, "emulated": {"num_cpus": 0}}[kind]
-        self.actors = [Card.options(**options).remote(spec, rank, queue) for rank in range(spec.world)]
+        resources: dict[str, dict[str, Any]] = {
+            "npu": {"num_cpus": 1, "resources": {"NPU": 1}},
+            "cuda": {"num_cpus": 1, "num_gpus": 1},
+            "emulated": {"num_cpus": 0},
+        }
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={"control": 2}, **resources[kind])(Card)
+        self.actors = [actor.remote(spec, rank, queue) for rank in range(spec.world)]
 
     def __enter__(self) -> Cards:
         return self
@@ -126,7 +131,7 @@ def card_kind(kind: str, resources: dict[str, float]) -> str:
 
 
 def _consequence(error: Exception) -> int:
-    """How likely an error is only the echo of another card's: 0 a death, 1 an error of its own, 2 a broken connection."""
+    """How likely an error is the echo of another card's: 0 a death, 1 one of its own, 2 a broken connection."""
     if isinstance(error, ray.exceptions.RayActorError):
         return 0
     text = str(error)

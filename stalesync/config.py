@@ -1,7 +1,7 @@
 """The composed config: every room's dataclass under its group, and the checks that span rooms.
 
-A run's config comes from `recipes/conf` (Hydra) over these dataclasses, is checked once, and never changes. The documentation
-of a key is the text below its field, in the room that owns it.
+A run's config comes from `recipes/conf` (Hydra) over these dataclasses, is checked once, and never changes. The
+documentation of a key is the text below its field, in the room that owns it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Config:
         self.infer_layout.check(model, "parallel.infer")
         if self.parallel.train.tp > model.num_kv_heads:
             raise ValueError(
-                f"parallel.train.tp={self.parallel.train.tp} exceeds the model's num_key_value_heads={model.num_kv_heads}"
+                f"parallel.train.tp={self.parallel.train.tp} exceeds the model's "
+                f"num_key_value_heads={model.num_kv_heads}"
             )
         self._check_batches(model)
         return model

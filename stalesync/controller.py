@@ -55,7 +55,7 @@ class Scored:
 
 @dataclass
 class Controller:
-    """Drives the cards through ``config.run.steps`` steps. Every part is handed in, so that a test can hand in its own."""
+    """Drives the cards through ``config.run.steps`` steps. Every part is handed in."""
 
     config: Config
     spec: WorkerSpec
@@ -175,9 +175,7 @@ class Controller:
         requests = {prompt.id: [self._request(prompt, f"{prompt.id}/{k}") for k in members] for prompt in prompts}
         self._engines(requests, keep=False, metrics=metrics)
 
-    def _engines(
-        self, requests: dict[str, list[Request]], keep: bool, metrics: Metrics | None = None
-    ) -> list[Output]:
+    def _engines(self, requests: dict[str, list[Request]], keep: bool, metrics: Metrics | None = None) -> list[Output]:
         """Deals groups of requests out to the engines and runs them to the end; with ``keep`` the outputs come back."""
         engines = self.spec.engines
         load = {group: sum(len(request.prompt) for request in members) for group, members in requests.items()}

@@ -114,7 +114,8 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
         raise ValueError(f"model.path: {folder} holds no tokenizer that transformers loads: {error}") from None
     if len(tokenizer) > model.vocab_size:
         raise ValueError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model vocab_size={model.vocab_size}"
+            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model "
+            f"vocab_size={model.vocab_size}"
         )
     return tokenizer
 

@@ -4,10 +4,10 @@
                   │                     │
                   └──────fail / filter──┴─────────────► failed(why) / filtered(rule)
 
-The policy version is the number of optimizer updates that were published. A group's age counts from the version at which it
-was admitted, that of its oldest token. Two gates keep the bound s, *admit* and *advance*, and both ask one question: can
-everything that is still to be trained be trained in time, at `groups_per_step` groups a version? A group of age a has
-s - a versions left beside the present one, so it can exactly if for every age k
+The policy version is the number of optimizer updates that were published. A group's age counts from the version at
+which it was admitted, that of its oldest token. Two gates keep the bound s, *admit* and *advance*, and both ask one
+question: can everything that is still to be trained be trained in time, at `groups_per_step` groups a version? A group
+of age a has s - a versions left beside the present one, so it can exactly if for every age k
 
     untrained groups of age >= k  <=  places left in this version + (s - k) * groups_per_step.
 
@@ -15,7 +15,8 @@ A young group that finished early is trained before an older one only while that
 
 Invariants (property-tested in tests/stalesync/test_staleness.py):
 1. No group is trained at an age above s.
-2. Every admitted group ends in exactly one state: trained, filtered or failed, with the rule or the reason; none is lost,
+2. Every admitted group ends in exactly one state: trained, filtered or failed, with the rule or the reason; none is
+   lost,
    none is trained twice.
 3. No deadlock: whenever nothing is in flight and nothing is finished, a group may be admitted.
 4. At s = 0 a version admits exactly its own batch, and is left only when every group of it has ended.
@@ -77,7 +78,9 @@ class StalenessLedger:
             self.ages[age] += 1
             self.ended["trained"] += 1
             self.trained_now += 1
-        assert self._in_time(list(self._untrained.values()), self.version, self._places), "an older group lost its place"
+        assert self._in_time(list(self._untrained.values()), self.version, self._places), (
+            "an older group lost its place"
+        )
 
     def filter(self, group: str, rule: str) -> None:
         self._end(group, f"filtered:{rule}")

@@ -1,6 +1,7 @@
 """Small models, and ranks to run them on.
 
-The processes that play ranks are started once and reused by every test of a run: importing torch costs more than most tests.
+The processes that play ranks are started once and reused by every test of a run: importing torch costs more than most
+tests.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
 
 
 def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", timeout_s: float = 120) -> list[Any]:
-    """Calls ``fn(rank, device, *args)`` in ``world`` processes joined by torch.distributed; returns the results by rank.
+    """Calls ``fn(rank, device, *args)`` in ``world`` joined processes; returns the results by rank.
 
     ``fn`` is a module-level function. The first failure is raised with its rank and traceback; the processes are then
     ended, as the others may wait for the failed one for ever.

@@ -43,7 +43,7 @@ class PhaseMachine:
         self.rank, self.phase = rank, Phase.EMPTY
 
     def begin(self, target: Phase) -> None:
-        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it refusing work."""
+        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it idle."""
         if target not in TRANSITIONS[self.phase]:
             allowed = sorted(phase.value for phase in TRANSITIONS[self.phase])
             raise PhaseError(

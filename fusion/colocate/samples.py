@@ -1,6 +1,6 @@
 """Samples between the queue's columns and what engine and trainer speak.
 
-    engine Output ──pack_outputs──► columns prompt, response, behaviour_logprobs, versions ──to_sequences──► trainer Sequences
+engine Output ─pack_outputs─► prompt, response, behaviour_logprobs, versions ─to_sequences─► trainer Sequences
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of a card: the two layouts of the policy, of which one has memory at a time, and the reference on the host."""
+"""The weights of a card: the two layouts of the policy, one in memory at a time, and the reference on the host."""
 
 from __future__ import annotations
 

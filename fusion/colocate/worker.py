@@ -5,9 +5,9 @@
                 reference, train   generate (control: status, submit, abort meanwhile)
                 save, export
 
-A switch to INFER releases the gradients, sends the optimizer to the host, reshards the weights bucket by bucket into the
-inference layout and gives what is left of the card to the KV cache; a switch to TRAIN goes the same way back. The optimizer
-returns only when training needs it, so reference log-probabilities are computed in the room it leaves.
+A switch to INFER releases the gradients, sends the optimizer to the host, reshards the weights bucket by bucket into
+the inference layout and gives what is left of the card to the KV cache; a switch to TRAIN goes the same way back. The
+optimizer returns only when training needs it, so reference log-probabilities are computed in the room it leaves.
 """
 
 from __future__ import annotations

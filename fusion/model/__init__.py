@@ -1,13 +1,13 @@
 """The model: one definition for training and inference, and what of it each rank holds.
 
-    config        ModelConfig: the shape, from and to a Hugging Face config.json
-    parallel      Parallel: the grid of ranks as arithmetic; Mesh: one rank's process groups
-    table         LocalParam and Part: logical slices of global tensors, physical places in local ones
-    weights       Buckets: flat storage that can be released and taken back under live views
-    collectives   gather, reduce-scatter, exchange of packed rows, with gradients
-    transformer   Transformer: embedding, layers, logits; `attend` is what the caller brings
-    moe           router, token exchange over EP, grouped experts, load-balancing loss
-    huggingface   load_weights, save_folder: straight into and out of any layout
+config        ModelConfig: the shape, from and to a Hugging Face config.json
+parallel      Parallel: the grid of ranks as arithmetic; Mesh: one rank's process groups
+table         LocalParam and Part: logical slices of global tensors, physical places in local ones
+weights       Buckets: flat storage that can be released and taken back under live views
+collectives   gather, reduce-scatter, exchange of packed rows, with gradients
+transformer   Transformer: embedding, layers, logits; `attend` is what the caller brings
+moe           router, token exchange over EP, grouped experts, load-balancing loss
+huggingface   load_weights, save_folder: straight into and out of any layout
 """
 
 from fusion.model.config import ModelConfig

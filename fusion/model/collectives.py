@@ -1,7 +1,7 @@
 """Collectives with gradients for tensor and expert parallelism.
 
-Rows of a packed batch are split over the TP ranks as evenly as they go (`shard_sizes`), so a batch need not be padded to a
-multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank.
+Rows of a packed batch are split over the TP ranks as evenly as they go (`shard_sizes`), so a batch need not be padded
+to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ModelConfig:
             raise ValueError(f"model.path: model_type {kind!r} is not supported; expected one of {list(ARCHITECTURES)}")
         _refuse_unsupported(hf)
         sparse = kind == "qwen3_moe"
-        rope = hf.get("rope_parameters") or {}
+        rope: dict[str, Any] = hf.get("rope_parameters") or {}
         eos = hf.get("eos_token_id")
         return cls(
             vocab_size=hf["vocab_size"],
@@ -62,7 +62,7 @@ class ModelConfig:
             moe_intermediate_size=hf.get("moe_intermediate_size", 0) if sparse else 0,
             norm_topk_prob=hf.get("norm_topk_prob", False),
             router_aux_coef=hf.get("router_aux_loss_coef", 0.0) if sparse else 0.0,
-            rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
             tie_embeddings=hf.get("tie_word_embeddings", False),
             max_positions=hf.get("max_position_embeddings", 32768),

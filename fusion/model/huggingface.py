@@ -1,7 +1,7 @@
 """Hugging Face folders, read into and written out of any parallel layout without assembling the model in one place.
 
-Reading: every rank opens the safetensors files and reads just the boxes its parts name. Writing: ranks send the parts they
-own (one owner an element) to rank 0 tensor by tensor, which writes shards of bounded size as it goes.
+Reading: every rank opens the safetensors files and reads just the boxes its parts name. Writing: ranks send the parts
+they own (one owner an element) to rank 0 tensor by tensor, which writes shards of bounded size as it goes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def save_folder(
 
 
 def gather_tensors(model: Transformer) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yields (name, whole CPU tensor) of every global tensor on rank 0 of the mesh, (name, None) elsewhere. Collective."""
+    """Yields (name, whole CPU tensor) of every global tensor on rank 0, (name, None) elsewhere. Collective."""
     mesh = model.mesh
     tables = [local_params(model.config, mesh.parallel, rank) for rank in range(mesh.parallel.world)]
     for name, holders in _owners(tables).items():
@@ -143,7 +143,8 @@ class _ShardWriter:
 
     def close(self) -> None:
         self._flush()
-        count, weight_map = len(self.shards), {}
+        count = len(self.shards)
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self.shards):
             final = SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             (self.folder / f"shard-{index}.safetensors").rename(self.folder / final)

@@ -1,6 +1,7 @@
 """The sparse MLP: route, send tokens to their experts, grouped SwiGLU, send them back.
 
-    x_nD ─ router ─► top-k ─ sort by expert ─ all-to-all ─► group by local expert ─ grouped matmul ─► the way back ─► Σ weight · y
+    x_nD ─ router ─► top-k ─ sort by expert ─ all-to-all ─► group by local expert ─ grouped matmul ─┐
+                          out_nD ◄─ Σ weight · y ◄─ back in order ◄─ all-to-all ◄────────────────────┘
 
 Every rank brings its own rows (rows are split over TP between blocks), so no token is computed twice. Sums over the k
 experts of a token run in the router's order, never in order of arrival.
@@ -28,7 +29,7 @@ class MoE(nn.Module):
         self.down = nn.Parameter(weights["down"])
 
     def forward(self, x_nD: torch.Tensor, row_multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output [n, D] and the router's statistics [2, E]: tokens an expert got, and summed probabilities."""
+        """Returns the output [n, D] and the router's statistics [2, E]: tokens and summed probabilities."""
         probs_nE = linear(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
         weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
         if self.config.norm_topk_prob:
@@ -65,7 +66,8 @@ class MoE(nn.Module):
 
 def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices that turn rows ordered (source, expert) into (expert, source), and back."""
-    starts, position = [], 0
+    starts: list[list[int]] = []
+    position = 0
     for row in by_source:
         starts.append([])
         for rows in row:
@@ -92,9 +94,10 @@ def _weighted_sum(y_nkD: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:
     """The auxiliary loss of Switch Transformers as transformers computes it for Qwen3-MoE, over all layers at once.
 
-    E · Σ_e f_e P_e, with f_e the mean number of times a token chose expert e, and P_e its mean probability. ``stats`` is one
-    [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows × layers) are those
-    of the whole batch, so that the sum of the ranks' and micro-batches' losses is the loss of the batch. Scalar, float32.
+    E · Σ_e f_e P_e, with f_e the mean number of times a token chose expert e, and P_e its mean probability. ``stats``
+    is one [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows ×
+    layers) are those of the whole batch, so that the sum of the ranks' and micro-batches' losses is the loss of the
+    batch. Scalar, float32.
     """
     probs_E = torch.stack(stats)[:, 1].sum(0)
     return probs_E.numel() * (total_counts_E / total_rows * probs_E / total_rows).sum()

@@ -1,15 +1,15 @@
 """The grid of ranks: pure arithmetic (`Parallel`) and one rank's process groups (`Mesh`).
 
-Attention and dense weights: tensor parallel is the fastest axis, data parallel the next. Experts: expert parallel is the
-fastest axis, expert-data parallel (replicas of an expert) the next. The two grids cover the same ranks independently, as
-Megatron-Core lays them out, so TP2 EP2 on four ranks is:
+Attention and dense weights: tensor parallel is the fastest axis, data parallel the next. Experts: expert parallel is
+the fastest axis, expert-data parallel (replicas of an expert) the next. The two grids cover the same ranks
+independently, as Megatron-Core lays them out, so TP2 EP2 on four ranks is:
 
     rank   0  1  2  3
     tp     0  1  0  1      dp   0  0  1  1
     ep     0  1  0  1      edp  0  0  1  1
 
-Tokens between two blocks are split over TP (sequence parallel), so that every rank of an EP group brings other tokens to
-the experts, whatever TP is.
+Tokens between two blocks are split over TP (sequence parallel), so that every rank of an EP group brings other tokens
+to the experts, whatever TP is.
 """
 
 from __future__ import annotations

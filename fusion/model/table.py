@@ -1,9 +1,9 @@
 """The parameter table: which slice of which global tensor every rank holds, and how it is stored there.
 
 *Logical*: the model is a set of global tensors under their Hugging Face names. A `Part` names a box of one of them.
-*Physical*: a rank stores parts inside local tensors, fused and stacked as its kernels like them. The box inside the local
-tensor, and whether it lies there transposed, is the other half of the `Part`. A reshard plan only compares logical boxes;
-another engine's format is another list of parts.
+*Physical*: a rank stores parts inside local tensors, fused and stacked as its kernels like them. The box inside the
+local tensor, and whether it lies there transposed, is the other half of the `Part`. A reshard plan only compares
+logical boxes; another engine's format is another list of parts.
 
 Local tensors of a rank (l: its share under TP or EP):
 
@@ -21,8 +21,8 @@ Local tensors of a rank (l: its share under TP or EP):
     norm                        [D]
     lm_head                     [Vl, D]            absent where embeddings are tied
 
-Invariant: over the ranks of one TP x EP grid the parts cover every element of every global tensor, and every element of a
-local tensor belongs to exactly one part.
+Invariant: over the ranks of one TP x EP grid the parts cover every element of every global tensor, and every element
+of a local tensor belongs to exactly one part.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Box = tuple[tuple[int, int], ...]
 class Part:
     """A box of the global tensor ``name`` and where it lies in a local tensor.
 
-    ``local`` has one range for each dimension of the local tensor; leading ranges of size one may be more than the global
-    tensor has dimensions (one expert of a stack). ``transposed``: the last two dimensions lie swapped.
+    ``local`` has one range for each dimension of the local tensor; leading ranges of size one may be more than the
+    global tensor has dimensions (one expert of a stack). ``transposed``: the last two dimensions lie swapped.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A local tensor. ``expert``: replicated over edp instead of dp. ``tp_sharded``: TP ranks hold different elements."""
+    """A local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different elements."""
 
     name: str
     shape: tuple[int, ...]

@@ -3,7 +3,8 @@
 Between blocks the rows of a packed batch are split over TP. A block gathers them, works on its heads or its columns,
 and reduce-scatters the sum; the MoE works on the split rows and exchanges them over EP.
 
-    ids_N ─ embed ─►[N/tp, D]─► { norm ─ gather ─ qkv ─ rope ─ attend ─ out ─ scatter ─(+)─► norm ─ MLP or MoE ─(+) }×L ─ norm ─ gather ─► hidden_ND
+    ids_N ─ embed ─► x_[N/tp]D ─► { norm ─ gather ─ qkv ─ rope ─ attend ─ out ─ scatter ─(+)
+                                    norm ─ MLP or MoE ─(+) } × layers ─► norm ─ gather ─► hidden_ND
 
 What differs between a trainer and an engine is only ``attend``: the trainer attends inside packed sequences, the engine
 writes to and reads from its paged cache.

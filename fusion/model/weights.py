@@ -1,12 +1,12 @@
-"""The storage of one rank's weights: flat buckets whose memory can be released and taken back while every view stays valid.
+"""The storage of one rank's weights: flat buckets whose memory can go and come back while every view stays valid.
 
     bucket 0 (dense)  | embed | layers.0.input_norm | layers.0.attention.qkv | …
     bucket 1 (dense)  | …
     bucket 2 (expert) | layers.0.moe.gate_up | layers.0.moe.down | …
 
 Invariants: a parameter lies whole in one bucket, at an offset that is a multiple of ALIGN elements; dense and expert
-parameters never share a bucket (their gradients are reduced over different ranks); the size of a bucket is a multiple of
-its number of replicas, so that an optimizer can shard it evenly; `release` gives back every byte of the buckets.
+parameters never share a bucket (their gradients are reduced over different ranks); the size of a bucket is a multiple
+of its number of replicas, so that an optimizer can shard it evenly; `release` gives back every byte of the buckets.
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ def plan_buckets(
     params: Iterable[LocalParam], parallel: Parallel, itemsize: int, bucket_bytes: int
 ) -> tuple[BucketPlan, ...]:
     """Packs parameters in order into buckets of at most ``bucket_bytes`` (a larger parameter gets one of its own)."""
-    plans: list[BucketPlan] = []
     params = list(params)
+    plans: list[BucketPlan] = []
     for expert in (False, True):
         replicas = parallel.edp if expert else parallel.dp
-        entries: list[tuple[LocalParam, int]] = []
-        end = 0
-
-        def close(expert: bool = expert, replicas: int = replicas) -> None:
-            if entries:
-                plans.append(BucketPlan(expert, end + -end % replicas, tuple(entries)))
-                entries.clear()
-
-        for param in params:
-            if param.expert != expert:
-                continue
-            offset = end + -end % ALIGN if entries else 0
-            if entries and (offset + param.numel) * itemsize > bucket_bytes:
-                close()
-                offset = 0
-            entries.append((param, offset))
-            end = offset + param.numel
-        close()
+        for entries in _fill([param for param in params if param.expert == expert], itemsize, bucket_bytes):
+            last, offset = entries[-1]
+            end = offset + last.numel
+            plans.append(BucketPlan(expert, end + -end % replicas, tuple(entries)))
     return tuple(plans)
+
+
+def _fill(params: list[LocalParam], itemsize: int, bucket_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
+    """Runs of (parameter, offset in elements) that fit into a bucket each."""
+    entries: list[tuple[LocalParam, int]] = []
+    end = 0
+    for param in params:
+        offset = end + -end % ALIGN
+        if entries and (offset + param.numel) * itemsize > bucket_bytes:
+            yield entries
+            entries, offset = [], 0
+        entries.append((param, offset))
+        end = offset + param.numel
+    if entries:
+        yield entries
 
 
 class Buckets:

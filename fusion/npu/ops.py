@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 BATCH_INVARIANT_ROWS = 16
-"""Row counts are rounded up to this multiple where results must not depend on the batch: below it (and, in fp64, between
-its multiples) a BLAS picks kernels by row count that add in another order."""
+"""Row counts are rounded up to this multiple where results must not depend on the batch: below it (and, in fp64,
+between its multiples) a BLAS picks kernels by row count that add in another order."""
 
 
 def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
-    """x @ weight.T. With ``row_multiple`` > 1 rows are zero-padded up to it, so that a row's bits do not depend on N."""
+    """x @ weight.T. With ``row_multiple`` > 1 rows are zero-padded up to it, so a row's bits do not depend on N."""
     rows = x_ND.shape[0]
     padding = -rows % row_multiple
     if padding == 0:

@@ -1,7 +1,7 @@
 """Which engine serves which group.
 
-Invariants: every group goes to exactly one engine, so that its members share their prompt's KV; the engines' expected loads
-differ by at most the largest group's; the same arguments give the same answer.
+Invariants: every group goes to exactly one engine, so that its members share their prompt's KV; the engines' expected
+loads differ by at most the largest group's; the same arguments give the same answer.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class LiveView:
             self._live = None
 
     def begin(self) -> None:
-        """The first step starts now: what came before (workers, checkpoints) is not counted in the time a step takes."""
+        """The first step starts now: what came before is not counted in the time a step takes."""
         self._stamps = deque([time.monotonic()], maxlen=self._stamps.maxlen)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:

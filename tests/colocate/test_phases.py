@@ -29,5 +29,7 @@ def test_a_request_in_the_wrong_phase_names_both():
     machine.begin(Phase.TRAIN)
     machine.arrive(Phase.TRAIN)
     machine.require("train")
-    with pytest.raises(PhaseError, match=r"rank 1 is in phase train and was asked to generate, which needs \['infer'\]"):
+    with pytest.raises(
+        PhaseError, match=r"rank 1 is in phase train and was asked to generate, which needs \['infer'\]"
+    ):
         machine.require("generate")
