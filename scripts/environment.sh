@@ -1,9 +1,9 @@
 # Sourced by the recipes and by scripts/test.sh: a Python environment with rlfusion in it.
-#   source scripts/environment.sh [extra]
+#   extra=test; source scripts/environment.sh     (no extra: leave it unset)
 # Takes the active virtual or conda environment; makes and activates .venv where there is none. Installs once, and again
 # only when setup.py or the wanted extra changes.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-extra="${1:-}"
+extra="${extra:-}"
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
   if [ ! -x "$root/.venv/bin/python" ]; then
     echo "making an environment in $root/.venv"

@@ -2,7 +2,8 @@
 # Style and types: ruff (rules, format) and mypy, as CI runs them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh test
+extra=test
+source scripts/environment.sh
 ruff check .
 ruff format --check .
 mypy

@@ -2,5 +2,6 @@
 # Installs the test extras and runs the tests. Arguments go to pytest: bash scripts/test.sh tests/model -k layouts
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh test
+extra=test
+source scripts/environment.sh
 exec python -m pytest "$@"

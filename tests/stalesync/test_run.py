@@ -13,6 +13,7 @@ import yaml
 
 from fusion.npu import open_device
 from stalesync.base_model import make_base_model
+from tests.helpers import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -101,6 +102,35 @@ def test_a_reward_that_fails_is_counted_and_shown_and_the_loop_goes_on(base, tmp
     assert failed > 0 and failed == sum(row["reward/failed"] for row in rows)
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr, "shown once, with where it came from"
     assert "could not be scored" in done.stdout
+
+
+def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = {piece: index + 1 for index, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE({"<eos>": 0} | alphabet, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    model = tiny_checkpoint(tmp_path / "model", experts=False, vocab_size=257, eos_token_id=0)
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(model)
+    rows = [{"question": f"What is {a} plus {a}?", "answer": f"{a}+{a}={2 * a}\n#### {2 * a}"} for a in range(20)]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["data.prompts_per_step=4", "data.max_prompt_length=64", "rollout.max_response_length=16", "run.steps=2"]
+    recipe = ["bash", "recipes/math_jsonl.sh", str(questions), str(model), "device=emulated", f"run.dir={tmp_path}"]
+    environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    done = subprocess.run([*recipe, *small], capture_output=True, text=True, timeout=180, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = _rows(tmp_path / "math-jsonl")
+    assert len(rows) == 2 and all(row["reward/failed"] == 0 and "critic/rewards/mean" in row for row in rows)
+    asked = json.loads((tmp_path / "math-jsonl" / "samples.jsonl").read_text().splitlines()[0])
+    assert asked["prompt"].startswith("What is ")
+
+
+def test_a_card_that_runs_out_of_memory_says_rank_stage_and_who_holds_what(base, tmp_path):
+    failed = _train(base, tmp_path, "run.steps=1", "device.capacity_bytes=1500000")
+    assert failed.returncode == 1 and "error: rank 0 failed in stage '" in failed.stderr
+    assert "weights" in failed.stderr and "optimizer" in failed.stderr, "a table by owner"
 
 
 def _descendants(pid):
