@@ -52,6 +52,7 @@ TASKS = {
         DataConfig(source="worked_arithmetic", max_prompt_length=64),
         layers=3,
         response_tokens=96,
+        target=0.3,
         batch=64,
         check_every=20,
         check_prompts=128,
