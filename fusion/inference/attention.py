@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion.inference.batch import Batch, LongChunk, RowSlice
-from fusion.inference.kv_cache import KVCache
+from fusion.inference.kv_cache import KVCache, score_dtype
 from fusion.npu.ops import varlen_causal_attention
 
 
@@ -28,7 +28,9 @@ class PagedAttention:
         keys.view(-1, channels).index_copy_(0, batch.slots, k_NKC.reshape(-1, channels))
         values.view(-1, channels).index_copy_(0, batch.slots, v_NKC.reshape(-1, channels))
 
-        out = [attend_rows(q_NHC[part.start : part.stop], keys, values, part) for part in batch.rows]
+        out = [
+            attend_rows(q_NHC[part.start : part.stop], keys, values, part, self.cache.workspace) for part in batch.rows
+        ]
         start, stop, lengths = batch.packed
         if lengths:
             out.append(varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths))
@@ -38,13 +40,11 @@ class PagedAttention:
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores and their sums are kept in at least float32."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def attend_rows(q_RHC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: RowSlice) -> torch.Tensor:
-    """Each row attends over its blocks of the pools [blocks, K, block_size, C]. Returns [R, H, C]."""
+def attend_rows(
+    q_RHC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: RowSlice, workspace: torch.Tensor
+) -> torch.Tensor:
+    """Each row attends over its blocks of the pools [blocks, K, block_size, C]; they are gathered in the workspace
+    [2, blocks, K, block_size, C]. Returns [R, H, C]."""
     rows, heads, channels = q_RHC.shape
     _, kv_heads, block_size, _ = keys.shape
     pairs = part.blocks.shape[0]
@@ -52,8 +52,9 @@ def attend_rows(q_RHC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p
     q = (q_RHC.to(dtype) * channels**-0.5).view(rows, -1)
     if pairs != rows:
         q = q.index_select(0, part.owner)
-    k = keys.index_select(0, part.blocks).to(dtype).view(pairs * kv_heads, block_size, channels)
-    v = values.index_select(0, part.blocks).to(dtype).view(pairs * kv_heads, block_size, channels)
+    k = torch.index_select(keys, 0, part.blocks, out=workspace[0, :pairs])
+    v = torch.index_select(values, 0, part.blocks, out=workspace[1, :pairs])
+    k, v = (x.to(dtype).view(pairs * kv_heads, block_size, channels) for x in (k, v))
 
     scores = torch.bmm(q.view(pairs * kv_heads, -1, channels), k.transpose(1, 2)).view(pairs, heads, block_size)
     scores += part.bias

@@ -26,9 +26,6 @@ Piece = tuple[Sequence, int]
 SHORT_CHUNK_TOKENS = 16
 """Chunks up to this length are computed as paged rows: one call for all of them instead of one for each."""
 
-PAIRS_PER_SLICE = 512
-"""(row, block) pairs of one slice of paged rows: bounds the copies of blocks alive, and keeps them in cache."""
-
 
 @dataclass(frozen=True)
 class RowSlice:
@@ -76,26 +73,38 @@ class Batch:
 
 
 def build_batch(
-    step: Step, block_size: int, kv_heads: int, device: torch.device, dtype: torch.dtype, invariant: bool = False
+    step: Step,
+    block_size: int,
+    kv_heads: int,
+    slice_blocks: int,
+    device: torch.device,
+    masks: torch.Tensor,
+    invariant: bool = False,
 ) -> Batch:
-    """Lays out a step. ``dtype``: of attention scores."""
+    """Lays out a step.
+
+    Args:
+        slice_blocks: most pairs of a slice of paged rows; no row has more.
+        masks: see `KVCache.masks`.
+    """
     short, whole, long = _sort_chunks(step, invariant)
     pieces = [(seq, 1) for seq in step.decodes] + short + whole + long
-    counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))
-    starts = np.fromiter((seq.computed for seq, _ in pieces), np.int64, len(pieces))
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if pieces else 0
-    piece_of = np.repeat(np.arange(len(pieces)), counts)
-    positions = starts[piece_of] + np.arange(total) - (ends - counts)[piece_of]
-
-    if len(pieces) == len(step.decodes):
-        ids = np.fromiter((seq.tokens[-1] for seq in step.decodes), np.int64, total)
-    else:
-        tokens = (seq.tokens[seq.computed : seq.computed + count] for seq, count in pieces)
-        ids = np.fromiter(chain.from_iterable(tokens), np.int64, total)
     table, first = _block_table(pieces)
-    block = table[first[piece_of] + positions // block_size]
-    slots = (block[:, None] * kv_heads + np.arange(kv_heads)) * block_size + (positions % block_size)[:, None]
+    starts = np.fromiter((seq.computed for seq, _ in pieces), np.int64, len(pieces))
+    ends = np.arange(1, len(pieces) + 1)
+    if not step.chunks:
+        positions = starts
+        ids = np.fromiter((seq.tokens[-1] for seq in step.decodes), np.int64, len(pieces))
+    else:
+        counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        first = np.repeat(first, counts)
+        tokens = (seq.tokens[seq.computed : seq.computed + count] for seq, count in pieces)
+        ids = np.fromiter(chain.from_iterable(tokens), np.int64, len(positions))
+    block, offset = np.divmod(positions, block_size)
+    heads = np.arange(kv_heads) * block_size
+    slots = (table[first + block] * (kv_heads * block_size) + offset)[:, None] + heads
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -110,7 +119,7 @@ def build_batch(
         ids=put(ids),
         positions=put(positions),
         slots=put(slots.ravel()),
-        rows=tuple(_slice_rows(positions[:row_count], first[piece_of[:row_count]], table, block_size, put, dtype)),
+        rows=tuple(_slice_rows(positions[:row_count], first[:row_count], table, block_size, slice_blocks, put, masks)),
         packed=(row_count, packed_stop, [count for _, count in whole]),
         long=tuple(chunks),
         sampled=_sampled_rows(step, pieces, ends, put),
@@ -136,27 +145,25 @@ def _block_table(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
     return table, np.cumsum(lengths) - lengths
 
 
-def _slice_rows(positions, first, table, block_size: int, put, dtype: torch.dtype):
-    """Cuts paged rows into slices of at most `PAIRS_PER_SLICE` pairs (a longer row is a slice of its own)."""
+def _slice_rows(positions, first, table, block_size: int, slice_blocks: int, put, masks: torch.Tensor):
+    """Cuts paged rows into slices of at most ``slice_blocks`` pairs."""
     counts = positions // block_size + 1
     ends = np.cumsum(counts)
     start = 0
     while start < len(counts):
         before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + PAIRS_PER_SLICE, side="right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + slice_blocks, side="right")))
         count = counts[start:stop]
-        pairs = int(count.sum())
         owner = np.repeat(np.arange(stop - start), count)
-        index = np.arange(pairs) - (np.cumsum(count) - count)[owner]
-        valid = positions[start:stop][owner] + 1 - index * block_size
-        bias = np.where(np.arange(block_size) < valid[:, None], 0.0, -np.inf)
+        index = np.arange(before, int(ends[stop - 1])) - (ends[start:stop] - count)[owner]
+        valid = np.minimum(positions[start:stop][owner] + 1 - index * block_size, block_size)
         width = int(count.max())
         yield RowSlice(
             start,
             stop,
             put(table[first[start:stop][owner] + index]),
             put(owner),
-            put(bias).to(dtype).unsqueeze(1),
+            masks.index_select(0, put(valid)),
             width,
             put(owner * width + index),
         )

@@ -45,9 +45,9 @@ class RolloutConfig:
         """Raises:
         ValueError: a value out of its range, naming the key.
         """
-        check_sampling("rollout", self.sampling())
         for key in ("max_response_length", "max_seqs", "max_batch_tokens"):
             _expect(getattr(self, key) >= 1, key, getattr(self, key), "a positive integer")
+        check_sampling("rollout", self.sampling())
         for key in ("max_length", "max_kv_tokens"):
             value = getattr(self, key)
             _expect(value is None or value >= 1, key, value, "a positive integer or null")

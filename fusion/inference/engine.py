@@ -18,18 +18,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fusion.inference.attention import PagedAttention, score_dtype
+from fusion.inference.attention import PagedAttention
 from fusion.inference.batch import build_batch
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.noise import uniforms
-from fusion.inference.request import Output, Request, SamplingParams, check_sampling
+from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
 from fusion.inference.sampler import sample
 from fusion.inference.scheduler import Scheduler, Sequence, Step, place
 from fusion.model import Mesh, Transformer
 from fusion.npu import Device
+
+WORKSPACE_TOKENS = 8192
+"""Tokens of KV that attention gathers at a time (at least a sequence): enough to keep the calls few, small enough for
+the last cache level of a host."""
+
+NOISE_AHEAD = 16
+"""Positions for which a sequence's noise is drawn at a time."""
 
 
 class Engine:
@@ -72,9 +79,10 @@ class Engine:
         """
         config = self.config
         bytes_free = self.device.memory().free
-        blocks = int(bytes_free * config.kv_fraction) // self.cache.block_bytes
         per_sequence = -(-self.max_length // config.block_size)
-        blocks = min(blocks, config.max_seqs * per_sequence)
+        workspace = max(WORKSPACE_TOKENS // config.block_size, per_sequence)
+        budget = int(bytes_free * config.kv_fraction) - self.cache.workspace_bytes(workspace)
+        blocks = min(budget // self.cache.block_bytes, config.max_seqs * per_sequence)
         if config.max_kv_tokens is not None:
             blocks = min(blocks, config.max_kv_tokens // config.block_size)
         blocks = self.control.smallest(blocks)
@@ -85,8 +93,8 @@ class Engine:
             )
         self.capacity_tokens = blocks * config.block_size
         for seq in (*self.scheduler.running, *self.scheduler.waiting):
-            self._check_fits(seq.request)
-        self.cache.allocate(blocks)
+            check_fits(seq.request, self.max_length, self.capacity_tokens)
+        self.cache.allocate(blocks, workspace)
         self.scheduler.restart(BlockManager(blocks, config.block_size))
 
     def release_kv(self) -> None:
@@ -116,7 +124,8 @@ class Engine:
         assert self.capacity_tokens, "allocate_kv comes before the first submit"
         requests = list(requests)
         for request in requests:
-            self._check(request)
+            check_request(request, self.model.config.vocab_size)
+            check_fits(request, self.max_length, self.capacity_tokens)
         self.control.inbox.submit(requests)
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
@@ -213,8 +222,9 @@ class Engine:
                 step,
                 self.config.block_size,
                 self.cache.kv_heads,
+                self.cache.workspace.shape[1],
                 self.device.torch_device,
-                score_dtype(self.cache.dtype),
+                self.cache.masks,
                 self.config.batch_invariant,
             )
             self.cache.clean(self.scheduler.blocks.highest)
@@ -239,9 +249,16 @@ class Engine:
         return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
 
     def _noise(self, sampled: list[Sequence]) -> np.ndarray:
-        count = len(sampled)
-        keys = np.fromiter((seq.noise_key for seq in sampled), np.uint64, count)
-        return uniforms(self.seed, keys, np.fromiter((len(seq.tokens) for seq in sampled), np.int64, count))
+        """A number for each sequence's next position. Drawn some positions ahead: ten rounds over few numbers cost a
+        step as much as over many."""
+        dry = [seq for seq in sampled if not seq.noise]
+        if dry:
+            keys = np.fromiter((seq.noise_key for seq in dry), np.uint64, len(dry)).repeat(NOISE_AHEAD)
+            next_ = np.fromiter((len(seq.tokens) for seq in dry), np.int64, len(dry))
+            ahead = uniforms(self.seed, keys, (next_[:, None] + np.arange(NOISE_AHEAD)[::-1]).ravel())
+            for seq, numbers in zip(dry, ahead.reshape(len(dry), NOISE_AHEAD).tolist(), strict=True):
+                seq.noise = numbers
+        return np.array([seq.noise.pop() for seq in sampled])
 
     def _counters(self) -> Counters:
         scheduler = self.scheduler
@@ -255,30 +272,3 @@ class Engine:
             scheduler.prefix_hit_tokens,
             self._dummy_steps,
         )
-
-    # What can never work
-
-    def _check(self, request: Request) -> None:
-        where = f"request {request.id!r}"
-        check_sampling(f"{where}: params", request.params)
-        vocabulary = self.model.config.vocab_size
-        if not request.prompt:
-            raise ValueError(f"{where}: the prompt is empty; expected at least one token")
-        if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-            raise ValueError(f"{where}: the prompt has a token outside 0 … {vocabulary - 1}")
-        if len(request.response) >= request.params.max_tokens:
-            raise ValueError(
-                f"{where}: has {len(request.response)} tokens already, max_tokens={request.params.max_tokens}"
-            )
-        self._check_fits(request)
-
-    def _check_fits(self, request: Request) -> None:
-        length = len(request.prompt) + request.params.max_tokens
-        sizes = f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.params.max_tokens}"
-        if length > self.max_length:
-            raise ValueError(f"{sizes} exceeds {self.max_length} positions (rollout.max_length and the model's)")
-        if length > self.capacity_tokens:
-            raise ValueError(
-                f"{sizes} exceeds the KV cache of {self.capacity_tokens} tokens; raise rollout.kv_fraction or "
-                "rollout.max_kv_tokens, or lower rollout.max_response_length"
-            )

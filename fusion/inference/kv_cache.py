@@ -12,14 +12,24 @@ import torch
 from fusion.npu import Device
 
 
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Attention scores and their sums are kept in at least float32."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 class KVCache:
-    """Pools of one rank. They exist between `allocate` and `release`."""
+    """Pools of one rank and the workspace where attention gathers blocks. They exist between `allocate` and `release`.
+
+    Attention masks lie beside them. The workspace is kept because a large temporary a layer would be mapped, and its
+    pages touched, again every time.
+    """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, block_size: int, device: Device, dtype: torch.dtype):
         self.layers, self.kv_heads, self.head_dim, self.block_size = layers, kv_heads, head_dim, block_size
         self.device, self.dtype = device, dtype
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.workspace = self.masks = torch.empty(0)
         self._clean = 0
 
     @property
@@ -27,21 +37,32 @@ class KVCache:
         """Bytes of one block over all layers, keys and values."""
         return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
-    def allocate(self, blocks: int) -> None:
-        """Takes memory for so many blocks under the owner "kv"."""
+    def workspace_bytes(self, blocks: int) -> int:
+        return blocks * self.block_bytes // self.layers
+
+    def allocate(self, blocks: int, workspace_blocks: int) -> None:
+        """Takes memory under the owner "kv": so many blocks a pool, and so many that can be gathered at a time."""
         assert not self.keys
-        shape = (blocks, self.kv_heads, self.block_size, self.head_dim)
+        block = (self.kv_heads, self.block_size, self.head_dim)
         with self.device.owner("kv"):
             for pools in (self.keys, self.values):
                 pools += [
-                    torch.empty(shape, dtype=self.dtype, device=self.device.torch_device) for _ in range(self.layers)
+                    torch.empty(blocks, *block, dtype=self.dtype, device=self.device.torch_device)
+                    for _ in range(self.layers)
                 ]
+            self.masks = self._make_masks()
+            self.workspace = torch.empty(2, workspace_blocks, *block, dtype=self.dtype, device=self.device.torch_device)
         self._clean = 0
+
+    def _make_masks(self) -> torch.Tensor:
+        """[block_size + 1, 1, block_size], dtype of scores: row n is the bias of a block of which n tokens are read."""
+        masks = torch.full((self.block_size + 1, self.block_size), -torch.inf, dtype=score_dtype(self.dtype)).triu()
+        return masks.unsqueeze(1).to(self.device.torch_device)
 
     def release(self) -> None:
         """Gives every byte back, whoever still holds a view."""
-        for pool in self.keys + self.values:
-            pool.untyped_storage().resize_(0)
+        for tensor in (*self.keys, *self.values, self.workspace, self.masks):
+            tensor.untyped_storage().resize_(0)
         self.keys, self.values = [], []
 
     def clean(self, block: int) -> None:

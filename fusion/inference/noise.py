@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
@@ -20,18 +20,15 @@ ROUNDS = 10
 
 def philox4x32(counter_4N: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Ten rounds over N counters of four 32-bit words (held in uint64 [4, N]); returns the same shape."""
-    c0, c1, c2, c3 = counter_4N
     k0, k1 = key
-    for _ in range(ROUNDS):
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (second >> _32) ^ c1 ^ np.uint64(k0),
-            second & _LOW,
-            (first >> _32) ^ c3 ^ np.uint64(k1),
-            first & _LOW,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3])
+    keys = np.array(
+        [[[k0 + r * _WEYL[0] & 0xFFFFFFFF], [k1 + r * _WEYL[1] & 0xFFFFFFFF]] for r in range(ROUNDS)], np.uint64
+    )
+    even, odd = counter_4N[0::2], counter_4N[1::2]  # words 0 and 2 are multiplied, 1 and 3 mixed in
+    for round_key in keys:
+        product = even * _MULTIPLIERS
+        even, odd = (product >> _32)[::-1] ^ odd ^ round_key, (product & _LOW)[::-1]
+    return np.stack([even[0], odd[0], even[1], odd[1]])
 
 
 def request_key(request_id: str) -> int:

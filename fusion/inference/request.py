@@ -77,3 +77,32 @@ def check_sampling(where: str, params: SamplingParams) -> None:
     for key, (holds, expected) in ranges.items():
         if not holds:
             raise ValueError(f"{where}.{key}={getattr(params, key)}: expected {expected}")
+
+
+def check_request(request: Request, vocabulary: int) -> None:
+    """Raises:
+    ValueError: what is wrong with it by itself, naming the request.
+    """
+    where = f"request {request.id!r}"
+    check_sampling(f"{where}: params", request.params)
+    if not request.prompt:
+        raise ValueError(f"{where}: the prompt is empty; expected at least one token")
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        raise ValueError(f"{where}: the prompt has a token outside 0 … {vocabulary - 1}")
+    if len(request.response) >= request.params.max_tokens:
+        raise ValueError(f"{where}: has {len(request.response)} tokens already, max_tokens={request.params.max_tokens}")
+
+
+def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
+    """Raises:
+    ValueError: it could never finish, with the numbers and the keys to change.
+    """
+    length = len(request.prompt) + request.params.max_tokens
+    sizes = f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.params.max_tokens}"
+    if length > max_length:
+        raise ValueError(f"{sizes} exceeds {max_length} positions (rollout.max_length and the model's)")
+    if length > capacity_tokens:
+        raise ValueError(
+            f"{sizes} exceeds the KV cache of {capacity_tokens} tokens; raise rollout.kv_fraction or "
+            "rollout.max_kv_tokens, or lower rollout.max_response_length"
+        )

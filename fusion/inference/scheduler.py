@@ -42,6 +42,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     names: list[BlockName] = field(default_factory=list)
     named: int = 0
+    noise: list[float] = field(default_factory=list)
+    """For the next positions, the last one first."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 

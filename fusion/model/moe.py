@@ -38,16 +38,15 @@ class MoE(nn.Module):
         stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
 
         order = expert_nk.flatten().argsort(stable=True)
-        y = self._experts(x_nD[order // self.config.top_k], counts_E, row_multiple)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        y_nkD = y[place].unflatten(0, expert_nk.shape)
+        y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        y_nkD = y.index_select(0, place).unflatten(0, expert_nk.shape)
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), stats
 
     def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> torch.Tensor:
         """Rows sorted by expert in, the experts' outputs in the same order out."""
         if self.mesh.ep_group is None:
-            return self._swiglu(x, counts_E.tolist(), row_multiple)
+            return self._swiglu(x, counts_E, row_multiple)
         ranks = self.mesh.parallel.ep
         arriving = torch.empty_like(counts_E)
         dist.all_to_all_single(arriving, counts_E, group=self.mesh.ep_group)
@@ -59,7 +58,7 @@ class MoE(nn.Module):
         y = self._swiglu(x, [sum(column) for column in zip(*by_source, strict=True)], row_multiple)
         return exchange_rows(y[back], receive, send, self.mesh)
 
-    def _swiglu(self, x: torch.Tensor, counts: list[int], row_multiple: int) -> torch.Tensor:
+    def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
         gate, up = grouped_linear(x, self.gate_up, counts, row_multiple).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down, counts, row_multiple)
 

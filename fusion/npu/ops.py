@@ -5,7 +5,7 @@ Sequences are packed: one leading token dimension, no padding rows, lengths besi
 
 from __future__ import annotations
 
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,16 +53,19 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_linear(
-    x_ND: torch.Tensor, weight_EOD: torch.Tensor, counts: list[int], row_multiple: int = 1
+    x_ND: torch.Tensor, weight_EOD: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int = 1
 ) -> torch.Tensor:
     """Row block e of x (``counts[e]`` rows) times weight[e].T, without padding any block.
 
-    A card with a grouped kernel uses it; elsewhere one matrix product a non-empty expert.
+    A card with a grouped kernel uses it; elsewhere one matrix product a non-empty expert. ``counts`` may be a
+    tensor: the kernel reads them on the card, the loop on the host.
     """
-    assert sum(counts) == x_ND.shape[0] and len(counts) == weight_EOD.shape[0]
+    assert len(counts) == weight_EOD.shape[0]
     if row_multiple == 1 and _has_grouped_kernel(x_ND, weight_EOD):
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x_ND.device)
+        ends = torch.as_tensor(counts, device=x_ND.device).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_ND, weight_EOD.transpose(1, 2), offs=ends)
+    counts = counts if isinstance(counts, list) else counts.tolist()
+    assert sum(counts) == x_ND.shape[0]
     return _GroupedLinear.apply(x_ND, weight_EOD, counts, row_multiple)
 
 

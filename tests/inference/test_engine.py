@@ -157,11 +157,11 @@ def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_versio
 def test_kv_memory_is_given_back_and_generation_goes_on_after_it_returns():
     made, wanted = engine(), requests(6)
     device, want = made.device, tokens(generate(engine(), wanted))
-    held = device.memory_by_owner()["kv"]
+    assert device.memory_by_owner()["kv"] > made.cache.block_bytes * made.capacity_tokens // 16
     made.submit(wanted)
     outputs = [output for _ in range(5) for output in made.step()]
     made.release_kv()
-    assert device.memory_by_owner()["kv"] == held - made.cache.block_bytes * made.capacity_tokens // 16
+    assert device.memory_by_owner()["kv"] == 0
     made.allocate_kv()
     assert tokens(outputs + made.run()) == want
 

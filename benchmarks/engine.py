@@ -1,0 +1,225 @@
+"""The engine against transformers' `generate` on one MoE checkpoint, and against its own matrix products alone.
+
+    python benchmarks/engine.py --json engine.json [--rounds 5] [--threads 1] [--device cpu]
+
+equal: 64 sequences of 64 new tokens. ragged: 256 sequences of up to 256 new tokens that end at a stop token. Both
+sides sample at temperature 1 from the same weights and prompts; the engine also returns logprobs. Only useful tokens
+count: what a batch computes behind a sequence's end is not one. Rounds alternate; figures are medians. The floor
+repeats the products with weight matrices of the engine's own steps, at the row counts they had, experts evenly
+loaded, and nothing else (no attention).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fusion.inference import Engine, Request, RolloutConfig, SamplingParams  # noqa: E402
+from fusion.model import Mesh, ModelConfig, Transformer, load_weights  # noqa: E402
+from fusion.npu import open_device  # noqa: E402
+
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    norm_topk_prob=True,
+    tie_word_embeddings=True,
+    initializer_range=0.08,
+    max_position_embeddings=1024,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+PROMPT_TOKENS = 16
+CASES = {"equal": dict(batch=64, new_tokens=64, stop=()), "ragged": dict(batch=256, new_tokens=256, stop=(1,))}
+TARGETS = {"equal": 1.0, "ragged": 2.5}
+
+
+class PlainCpu:
+    """The CPU as it is, with no card emulated on it: what both sides run on by default."""
+
+    torch_device = torch.device("cpu")
+
+    def owner(self, name: str) -> Any:
+        return nullcontext()
+
+    def memory(self) -> Any:
+        return SimpleNamespace(free=1 << 30)
+
+    def synchronize(self) -> None:
+        pass
+
+    def describe(self) -> str:
+        return "plain CPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu (default), or a kind of fusion.npu: auto, emulated, …")
+    parser.add_argument("--batch-invariant", action="store_true", help="rollout.batch_invariant=true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device = PlainCpu() if args.device == "cpu" else open_device(args.device)
+
+    hf, engine = build(device, args.batch_invariant)
+    figures = {name: measure(hf, engine, device, args.rounds, **case) for name, case in CASES.items()}
+    result = {
+        "device": device.describe(),
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "batch_invariant": args.batch_invariant,
+        "torch": torch.__version__,
+        "model": SHAPE,
+        "figures": figures,
+    }
+    print(f"{device.describe()}, {args.threads} thread(s), median of {args.rounds} alternating rounds, tokens/s")
+    print(f"{'':8}{'engine':>10}{'generate':>10}{'ratio':>8}{'target':>8}{'floor':>10}")
+    for name, f in figures.items():
+        print(
+            f"{name:8}{f['engine_tokens_per_s']:10.0f}{f['hf_tokens_per_s']:10.0f}{f['ratio_to_hf']:8.2f}"
+            f"{TARGETS[name]:8.1f}{f['floor_tokens_per_s']:10.0f}   "
+            f"({f['hf_useful_share']:.0%} of generate's slots useful)"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def build(device: Any, batch_invariant: bool) -> tuple[Any, Engine]:
+    """Both sides from one checkpoint folder."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE)).save_pretrained(folder)
+        hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
+        mesh = Mesh.single()
+        model = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=batch_invariant)
+        load_weights(model, folder)
+    config = RolloutConfig(
+        max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
+    )
+    engine = Engine(model, mesh, device, config)
+    engine.allocate_kv()
+    return hf, engine
+
+
+def measure(
+    hf: Any, engine: Engine, device: Any, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
+) -> dict[str, float]:
+    """Alternating rounds of the three; each has different noise but the same prompts."""
+    torch.manual_seed(1)
+    prompts = torch.randint(2, SHAPE["vocab_size"], (batch, PROMPT_TOKENS))
+    rates: dict[str, list[float]] = {"engine": [], "hf": [], "floor": []}
+    useful_share = []
+    for round_ in range(-1, rounds):
+        rows, tokens, seconds = run_engine(engine, device, prompts, new_tokens, stop, round_)
+        hf_tokens, hf_slots, hf_seconds = run_hf(hf, device, prompts, new_tokens, stop)
+        floor_seconds = timed(device, lambda rows=rows: run_products(engine.model, rows))
+        if round_ >= 0:  # the first round warms up
+            rates["engine"].append(tokens / seconds)
+            rates["hf"].append(hf_tokens / hf_seconds)
+            rates["floor"].append(tokens / floor_seconds)
+            useful_share.append(hf_tokens / hf_slots)
+    return {
+        "engine_tokens_per_s": statistics.median(rates["engine"]),
+        "hf_tokens_per_s": statistics.median(rates["hf"]),
+        "ratio_to_hf": statistics.median(e / h for e, h in zip(rates["engine"], rates["hf"], strict=True)),
+        "floor_tokens_per_s": statistics.median(rates["floor"]),
+        "hf_useful_share": statistics.median(useful_share),
+    }
+
+
+def run_engine(
+    engine: Engine, device: Any, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
+) -> tuple[list[int], int, float]:
+    """Returns the rows of every step, useful tokens, seconds."""
+    engine.policy_version = round_  # no prefix of the last round helps this one
+    params = SamplingParams(max_tokens=new_tokens, stop_token_ids=stop)
+    requests = [Request(f"{round_}-{i}", tuple(row), params) for i, row in enumerate(prompts.tolist())]
+    rows: list[int] = []
+    outputs: list = []
+
+    def generate() -> None:
+        engine.submit(requests)
+        while not outputs or len(outputs) < len(requests):
+            before = engine.scheduler.generated_tokens
+            outputs.extend(engine.step())
+            rows.append(engine.scheduler.generated_tokens - before)
+
+    seconds = timed(device, generate)
+    rows[0] = prompts.numel()
+    return rows, sum(len(output.tokens) for output in outputs), seconds
+
+
+def run_hf(
+    hf: Any, device: Any, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...]
+) -> tuple[int, int, float]:
+    """Returns useful tokens, computed slots, seconds."""
+    ids = prompts.to(device.torch_device)
+    hf.generation_config.eos_token_id = stop[0] if stop else None
+    kwargs: dict[str, Any] = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=new_tokens)
+    made: list[torch.Tensor] = []
+
+    def generate() -> None:
+        with torch.inference_mode():
+            made.append(hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **kwargs).cpu())
+
+    seconds = timed(device, generate)
+    new = made[0][:, PROMPT_TOKENS:]
+    ended = (new == stop[0]).long().cumsum(1) if stop else torch.zeros_like(new)
+    useful = int(((ended == 0) | ((ended == 1) & (new == (stop[0] if stop else -1)))).sum())
+    return useful, new.numel(), seconds
+
+
+def run_products(model: Transformer, rows: list[int]) -> None:
+    """The products with weight matrices of steps of so many rows."""
+    config, like = model.config, model.embed
+    with torch.inference_mode():
+        for n in rows:
+            x = like.new_ones(n, config.hidden_size)
+            heads = like.new_ones(n, config.num_heads * config.head_dim)
+            share = -(-n * config.top_k // config.num_experts)
+            routed = like.new_ones(share, config.hidden_size)
+            inner = like.new_ones(share, config.moe_intermediate_size)
+            for layer in model.layers:
+                torch.mm(x, layer.attention.qkv.t())
+                torch.mm(heads, layer.attention.out.t())
+                torch.mm(x, layer.moe.router.t())
+                for gate_up, down in zip(layer.moe.gate_up, layer.moe.down, strict=True):
+                    torch.mm(routed, gate_up.t())
+                    torch.mm(inner, down.t())
+            torch.mm(x, model.lm_head.t())
+
+
+def timed(device: Any, work: Callable[[], None]) -> float:
+    device.synchronize()
+    start = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fusion.inference import SamplingParams
+from fusion.inference.noise import request_key, uniforms
+from fusion.inference.sampler import sample
+
+VOCABULARY = 24
+ROWS = 20000
+
+
+def logits_row(seed: int = 0) -> torch.Tensor:
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draws(count: int = ROWS) -> np.ndarray:
+    return uniforms(3, np.full(count, request_key("r"), np.uint64), np.arange(count))
+
+
+def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution transformers would sample from."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers(None, logits[None].double())[0].softmax(-1)
+
+
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.8),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(top_k=1),
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_frequencies_are_those_of_transformers_filters(params):
+    logits = logits_row()
+    want = filtered(logits, params).numpy()
+    tokens, logprobs = sample(logits.expand(ROWS, -1), [params] * ROWS, draws())
+    counts = np.bincount(tokens, minlength=VOCABULARY)
+    assert (counts[want == 0] == 0).all()
+    expected = want * ROWS
+    likely = expected > 5
+    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    assert chi_square < likely.sum() + 5 * (2 * likely.sum()) ** 0.5
+    assert abs(counts / ROWS - want).sum() / 2 < 0.02
+    full = (logits / params.temperature).log_softmax(-1)
+    assert torch.allclose(torch.tensor(logprobs), full[tokens], atol=1e-6)
+
+
+def test_every_row_has_its_own_parameters_and_greedy_draws_no_noise():
+    params = [*FILTERS, SamplingParams(temperature=0)] * 50
+    logits = torch.stack([logits_row(i) for i in range(len(params))])
+    noise = draws(len(params))
+    tokens, logprobs = sample(logits, params, noise)
+    for i, one in enumerate(params):
+        token, logprob = sample(logits[i : i + 1], [one], noise[i : i + 1])
+        assert (token, logprob) == ([tokens[i]], [logprobs[i]])
+        if one.temperature == 0:
+            assert tokens[i] == int(logits[i].argmax())
+            assert logprobs[i] == float(logits[i].log_softmax(-1)[tokens[i]])
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)], ids=str)
+def test_noise_at_either_end_gives_a_token_that_can_be_sampled(params):
+    logits = logits_row()
+    logits[[0, 1, -2, -1]] = -torch.inf
+    noise = np.array([0.0, 2.0**-53, 1 - 2.0**-53, 1 - 2.0**-30])
+    tokens, _ = sample(logits.expand(4, -1), [params] * 4, noise)
+    assert (filtered(logits, params)[tokens] > 0).all()
+
+
+def test_more_noise_is_a_later_token():
+    tokens, _ = sample(
+        logits_row().expand(1000, -1), [SamplingParams()] * 1000, np.linspace(0, 1, 1000, endpoint=False)
+    )
+    assert tokens == sorted(tokens)
+    assert len(set(tokens)) > 10

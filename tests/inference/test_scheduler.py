@@ -1,0 +1,177 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.inference import Request, RolloutConfig, SamplingParams
+from fusion.inference.blocks import BlockManager
+from fusion.inference.scheduler import Scheduler, Sequence, place
+
+SIZE, BLOCKS = 4, 8
+
+request = st.builds(
+    lambda head, length, new, done, chunk: (tuple([head] * length), new, done, chunk),
+    st.integers(0, 1),
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.integers(0, 3),
+    st.integers(0, 4),
+)
+
+
+def sequence(name, prompt, new, done, chunk):
+    params = SamplingParams(max_tokens=new, stop_token_ids=(9,))
+    made = Request(name, prompt, params, response=(5,) * min(done, new - 1), chunk_tokens=chunk)
+    return Sequence.of(made, params, ())
+
+
+def check_step(scheduler, step, before):
+    """What the module's docstring promises of a step. ``before``: who ran before it."""
+    computed = [(seq, 1) for seq in step.decodes] + step.chunks
+    assert sum(count for _, count in computed) <= scheduler.max_batch_tokens
+    assert len({id(seq) for seq, _ in computed}) == len(computed)
+    assert len(scheduler.running) <= scheduler.max_seqs
+    for seq, count in computed:
+        assert seq in scheduler.running and seq not in scheduler.waiting
+        assert 0 < count <= len(seq.tokens) - seq.computed
+        assert len(seq.blocks) == -(-(seq.computed + count) // SIZE)
+    written = [b for seq, count in computed for b in seq.blocks[seq.computed // SIZE :]]
+    assert len(written) == len(set(written))  # nobody writes where another writes
+    for seq in scheduler.running:
+        if seq in before:  # who was admitted now may share what a sibling writes now
+            assert not set(seq.blocks[: seq.computed // SIZE]) & set(written)
+    held = {b for seq in scheduler.running for b in seq.blocks}
+    assert len(held) + scheduler.blocks.available == BLOCKS
+    assert step.sampled == step.decodes + [s for s, n in step.chunks if s.computed + n == len(s.tokens)]
+    if scheduler.unfinished:
+        assert step
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(request, min_size=1, max_size=8),
+    limits=st.sampled_from([(1, 1), (2, 3), (4, 8), (8, 64)]),
+    prefix_cache=st.booleans(),
+    data=st.data(),
+)
+def test_everything_added_ends_once_under_any_sequence_of_events(requests, limits, prefix_cache, data):
+    scheduler = Scheduler(BlockManager(BLOCKS, SIZE), *limits, prefix_cache)
+    todo = [sequence(f"r{i}", *one) for i, one in enumerate(requests)]
+    limit = {seq.request.id: (seq.limit, len(seq.tokens)) for seq in todo}
+    outputs = []
+    for _ in range(2000):
+        while todo and (not scheduler.unfinished or data.draw(st.booleans())):
+            scheduler.add(todo.pop())
+        event = data.draw(st.integers(0, 30))
+        if event == 0:
+            outputs += scheduler.abort(lambda request: request.id == "r0")
+        elif event == 1:
+            scheduler.restart(version=scheduler.version + 1)
+            assert not scheduler.running and scheduler.blocks.available == BLOCKS
+        oldest = scheduler.running[0] if scheduler.running else None
+        progress = oldest and (oldest.computed, len(oldest.tokens))
+        before = list(scheduler.running)
+        step = scheduler.schedule()
+        check_step(scheduler, step, before)
+        outputs += scheduler.commit(
+            step, [9 if data.draw(st.integers(0, 9)) == 0 else 3 for _ in step.sampled], [0.0] * len(step.sampled)
+        )
+        if oldest in scheduler.running:
+            assert (oldest.computed, len(oldest.tokens)) > progress
+        if not todo and not scheduler.unfinished:
+            break
+    assert sorted(o.request_id for o in outputs) == sorted(limit)
+    assert scheduler.blocks.available == BLOCKS
+    for output in outputs:
+        end, begun = limit[output.request_id]
+        assert len(output.tokens) == len(output.logprobs) == len(output.versions)
+        assert output.versions == sorted(output.versions)
+        if output.finish_reason == "stop":
+            assert output.tokens[-1] == 9
+        elif output.finish_reason in ("length", "chunk"):
+            assert begun + len(output.tokens) == end
+
+
+@settings(max_examples=50, deadline=None)
+@given(requests=st.lists(request, min_size=1, max_size=6), seed=st.integers(0, 3))
+def test_a_schedule_is_a_function_of_its_inputs(requests, seed):
+    def record():
+        scheduler = Scheduler(BlockManager(BLOCKS, SIZE), 4, 8)
+        for i, one in enumerate(requests):
+            scheduler.add(sequence(f"r{i}", *one))
+        steps = []
+        while scheduler.unfinished:
+            step = scheduler.schedule()
+            rows = [(s.request.id, 1) for s in step.decodes] + [(s.request.id, n) for s, n in step.chunks]
+            steps.append((rows, [list(s.blocks) for s in scheduler.running]))
+            scheduler.commit(step, [seed] * len(step.sampled), [0.0] * len(step.sampled))
+        return steps
+
+    assert record() == record()
+
+
+def test_decodes_go_before_prefill_and_nobody_overtakes():
+    scheduler = Scheduler(BlockManager(64, SIZE), 4, 8)
+    scheduler.add(sequence("short", (1,), 8, 0, 0))
+    scheduler.add(sequence("long", (2,) * 16, 8, 0, 0))
+    scheduler.add(sequence("late", (3,), 8, 0, 0))
+    step = scheduler.schedule()
+    assert [(s.request.id, n) for s, n in step.chunks] == [("short", 1), ("long", 7)]
+    scheduler.commit(step, [1], [0.0])
+    step = scheduler.schedule()
+    assert [s.request.id for s in step.decodes] == ["short"]
+    assert [(s.request.id, n) for s, n in step.chunks] == [("long", 7)]
+    scheduler.commit(step, [1], [0.0])
+    step = scheduler.schedule()
+    assert [(s.request.id, n) for s, n in step.chunks] == [("long", 2), ("late", 1)]
+
+
+def test_prefill_takes_a_block_from_a_younger_decode_that_was_already_scheduled():
+    scheduler = Scheduler(BlockManager(3, SIZE), 4, 5)
+    scheduler.add(sequence("old", (2,) * 9, 2, 0, 0))
+    scheduler.add(sequence("young", (1,), 6, 0, 0))
+    first = scheduler.schedule()
+    assert [(s.request.id, n) for s, n in first.chunks] == [("old", 5)]
+    scheduler.commit(first, [], [])
+    scheduler.running.append(scheduler.waiting.popleft())  # as if it had been admitted when there was room
+    young = scheduler.running[-1]
+    young.blocks, young.computed, young.tokens = scheduler.blocks.take(1), 1, [1, 1]
+    step = scheduler.schedule()
+    assert step.decodes == [] and [(s.request.id, n) for s, n in step.chunks] == [("old", 4)]
+    assert scheduler.preemptions == 1 and list(scheduler.waiting) == [young] and young.tokens == [1, 1]
+
+
+@given(
+    loads=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    groups=st.lists(st.sampled_from(["", "a", "b", "c"]), max_size=30),
+)
+def test_placement_is_even_and_keeps_siblings_together_as_far_as_it_is(loads, groups):
+    placed = place(loads, groups)
+    share = -(-(sum(loads) + len(groups)) // len(loads))
+    after = list(loads)
+    for rank in placed:
+        after[rank] += 1
+    assert len(placed) == len(groups)
+    assert all(new <= max(share, old) for new, old in zip(after, loads, strict=True))
+    for group in set(groups) - {""}:
+        homes = {rank for rank, name in zip(placed, groups, strict=True) if name == group}
+        assert sum(after[rank] < share for rank in homes) <= 1  # it left a rank only when that was full
+
+
+def test_whole_groups_go_to_one_rank_when_they_divide_evenly():
+    groups = [f"g{i // 4}" for i in range(32)]
+    placed = place([0] * 4, groups)
+    assert all(len(set(placed[i : i + 4])) == 1 for i in range(0, 32, 4))
+    assert [placed.count(rank) for rank in range(4)] == [8] * 4
+
+
+def test_config_names_the_key_of_a_value_out_of_range():
+    RolloutConfig().validate()
+    for key, value in dict(
+        temperature=-1, top_p=0.0, top_k=-2, min_p=1.5, max_response_length=0, block_size=24, max_seqs=0,
+        max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0,
+    ).items():  # fmt: skip
+        try:
+            RolloutConfig(**{key: value}).validate()
+        except ValueError as error:
+            assert str(error).startswith(f"rollout.{key}={value}: expected "), error
+        else:
+            raise AssertionError(key)
