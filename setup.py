@@ -21,7 +21,8 @@ setup(
         "datasets",
         "math-verify",
         "tensorboard",
-        "rich",
+        "rich>=14.1",
+        "pyyaml",
     ],
     extras_require={"test": ["pytest", "hypothesis", "ruff", "mypy"]},
 )

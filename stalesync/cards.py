@@ -17,6 +17,7 @@ import ray
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
+from fusion.npu.config import claim
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +46,10 @@ class Cards:
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
-        kind = card_kind(spec.device.kind, ray.cluster_resources())
+        kind, resources = claim(spec.device.kind, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
-        resources: dict[str, dict[str, Any]] = {
-            "npu": {"num_cpus": 1, "resources": {"NPU": 1}},
-            "cuda": {"num_cpus": 1, "num_gpus": 1},
-            "emulated": {"num_cpus": 0},
-        }
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 2}, **resources[kind])(Card)
+        actor = remote(concurrency_groups={"control": 2}, **resources)(Card)
         self.actors = [actor.remote(spec, rank, queue) for rank in range(spec.world)]
 
     def __enter__(self) -> Cards:
@@ -121,13 +117,6 @@ class Cards:
                 del left[ref]
         rank = min(failures, key=lambda rank: (_consequence(failures[rank]), rank))
         raise CardFailed(_say(rank, stage, failures[rank])) from None
-
-
-def card_kind(kind: str, resources: dict[str, float]) -> str:
-    """``auto`` resolved by what Ray counts on the nodes: Ascend cards, else CUDA cards, else emulated ones."""
-    if kind != "auto":
-        return kind
-    return "npu" if resources.get("NPU") else "cuda" if resources.get("GPU") else "emulated"
 
 
 def _consequence(error: Exception) -> int:

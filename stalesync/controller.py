@@ -68,6 +68,8 @@ class Controller:
     view: LiveView
     step: int = 0
     failed_rewards: int = 0
+    held_out: dict[str, float] = field(default_factory=dict)
+    """Mean reward on the held-out prompts, before and after."""
     memory: MemoryLedger = field(default_factory=MemoryLedger)
 
     def __post_init__(self) -> None:
@@ -137,12 +139,16 @@ class Controller:
             for prompt, outcome in zip(prompts, outcomes, strict=True)
         ]
         known = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-        return ({f"val/rewards/{when}": sum(known) / len(known)} if known else {}), rows
+        if known:
+            self.held_out[when] = sum(known) / len(known)
+        return ({f"val/rewards/{when}": self.held_out[when]} if known else {}), rows
 
     def notes(self) -> list[str]:
         """What a user should hear of at the end."""
+        held_out = [f"{self.held_out[when]:.3f} {when}" for when in ("before", "after") if when in self.held_out]
         lost = {name: count for name, count in self.ledger.ended.items() if name != "trained"}
-        lines = [f"{count} groups {name}" for name, count in lost.items()]
+        lines = [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
+        lines += [f"{count} groups {name}" for name, count in lost.items()]
         if self.failed_rewards:
             lines.append(f"{self.failed_rewards} samples could not be scored and were not trained (reward/failed)")
         skipped = self.source.metrics().get("data/skipped_prompts", 0)

@@ -78,7 +78,8 @@ class Worker:
         """Opens the card, joins the other workers, loads the model in the training layout; says what card it is."""
         spec = self.spec
         self.phases.begin(Phase.TRAIN)
-        self.device = open_device(spec.device.kind, self.card_index(), spec.device.capacity_bytes)
+        # Ray shows a worker only its own card, under index 0; an emulated one is this process's own.
+        self.device = open_device(spec.device.kind, capacity_bytes=spec.device.capacity_bytes)
         self.metrics = Metrics(self.device.synchronize)
         torch.set_num_threads(1)
         if spec.world > 1:
@@ -101,10 +102,6 @@ class Worker:
         self.loss = make_loss(spec.algorithm)
         self.phases.arrive(Phase.TRAIN)
         return self.device.describe()
-
-    def card_index(self) -> int:
-        """Of the card this process may use. Ray shows an actor only its own real card, under index 0."""
-        return self.rank if self.spec.device.kind == "emulated" else 0
 
     def switch(self, phase: str, version: int) -> StageReport:
         """Moves the card to the phase ``train`` or ``infer``; ``version`` is that of the weights."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 KINDS = ("auto", "npu", "cuda", "emulated")
 DEFAULT_CAPACITY_BYTES = 2 << 30
@@ -31,3 +33,18 @@ def check_kind(kind: str) -> None:
 def check_capacity(capacity_bytes: int | None) -> None:
     if capacity_bytes is not None and capacity_bytes <= 0:
         raise ValueError(f"device.capacity_bytes={capacity_bytes}: expected a positive number of bytes, or null")
+
+
+def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:
+    """The kind of card a run gets on a Ray cluster with these resources, and what an actor asks Ray for to get one.
+
+    ``auto`` takes Ascend cards if the cluster counts any, else CUDA cards, else emulated ones.
+    """
+    if kind == "auto":
+        kind = "npu" if cluster.get("NPU") else "cuda" if cluster.get("GPU") else "emulated"
+    asks: dict[str, dict[str, Any]] = {
+        "npu": {"num_cpus": 1, "resources": {"NPU": 1}},
+        "cuda": {"num_cpus": 1, "num_gpus": 1},
+        "emulated": {"num_cpus": 0},
+    }
+    return kind, asks[kind]

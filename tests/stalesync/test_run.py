@@ -89,17 +89,18 @@ REWARDS = {
 @pytest.mark.parametrize("error", REWARDS)
 def test_a_reward_that_fails_is_counted_and_shown_and_the_loop_goes_on(base, tmp_path, error):
     (tmp_path / "judge.py").write_text(
-        "seen = []\n" + REWARDS[error].replace("score(", "fail(")
+        "import zlib\n"
+        + REWARDS[error].replace("score(", "fail(")
         + "\ndef score(prompt, response, answer, **fields):\n"
-        "    seen.append(prompt)\n"
-        "    return fail(prompt, response, answer) if len(seen) % 8 == 1 else float(response == answer)\n"
-    )  # fmt: skip
+        "    unlucky = zlib.crc32((prompt + response).encode()) % 6 == 0\n"
+        "    return fail(prompt, response, answer) if unlucky else float(response == answer)\n"
+    )
     judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
     done = _train(base, tmp_path, *judge, "run.steps=2", "run.eval_prompts=0")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = _rows(tmp_path / "run")
     failed = sum(row[f"reward/failed_{error}"] for row in rows)
-    assert failed > 0 and failed == sum(row["reward/failed"] for row in rows)
+    assert 0 < failed < 64 and failed == sum(row["reward/failed"] for row in rows)
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr, "shown once, with where it came from"
     assert "could not be scored" in done.stdout
 
