@@ -164,6 +164,7 @@ class Engine:
         began = time.perf_counter()
         outputs = self._take_orders()
         if not self._idle:
+            assert self.cache.keys, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
             step = self.scheduler.schedule()
             assert step or not self.scheduler.unfinished
             if step or self.mesh.ep_group is not None:

@@ -44,12 +44,12 @@ def engine(dtype: torch.dtype = torch.float32, seed: int = 5, experts: bool = Tr
 
 
 def requests(count: int = 12, max_tokens: int = 40, seed: int = 0, **params) -> list[Request]:
-    """Groups of three siblings; prompts of 1 to 70 tokens."""
+    """Groups of three siblings; prompts of 1 to 100 tokens."""
     draw = random.Random(seed)
     made = []
     for i in range(count):
         if i % 3 == 0:
-            prompt = tuple(draw.randrange(2, 32) for _ in range(draw.choice((1, 5, 16, 33, 70))))
+            prompt = tuple(draw.randrange(2, 32) for _ in range((33, 100, 1, 16, 5)[i // 3 % 5]))
         made.append(Request(f"r{i}", prompt, SamplingParams(max_tokens=max_tokens, **params), group=f"g{i // 3}"))
     return made
 

@@ -76,6 +76,13 @@ Blocks.TestCase.settings = settings(max_examples=150, stateful_step_count=25, de
 test_blocks_are_never_lost_shared_wrongly_or_found_under_another_version = Blocks.TestCase
 
 
+def test_names_bind_version_and_prefix_and_are_the_same_in_every_process():
+    assert len({root_name(version) for version in range(-1, 50)}) == 51
+    assert next_name(root_name(0), (1, 2)) != next_name(root_name(0), (2, 1))
+    assert next_name(next_name(root_name(0), (1, 2)), (3, 4)) != next_name(root_name(0), (3, 4))
+    assert next_name(root_name(3), (1, 2)).hex() == "7ef74ded7dcf670c1538413f3b4fbf58"
+
+
 def test_least_recently_used_prefix_is_evicted_from_its_end():
     manager = BlockManager(4, SIZE)
     chains = [Blocks.names(0, tokens) for tokens in ((1, 1, 1, 1), (2, 2, 2, 2))]

@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_a_trainers_forward_pass(temperature):
         dict(max_seqs=3, max_batch_tokens=8),
         dict(max_batch_tokens=64, block_size=32),
         dict(prefix_cache=False),
-        dict(max_kv_tokens=128),
+        dict(max_kv_tokens=160),
     ],
     ids=str,
 )
@@ -99,6 +99,13 @@ def test_seed_and_request_id_choose_the_sample():
     assert len({tuple(row) for row in first.values()}) == 3  # siblings: one prompt, three answers
 
 
+def test_noise_belongs_to_the_position_wherever_the_prompt_ends():
+    params = SamplingParams(max_tokens=20, stop_token_ids=())
+    (whole,) = generate(engine(), [Request("r", (5, 6, 7), params)])
+    (rest,) = generate(engine(), [Request("r", (5, 6, 7, *whole.tokens[:8]), params)])
+    assert rest.tokens[:12] == whole.tokens[8:]
+
+
 def test_little_kv_preempts_and_changes_no_token():
     wanted = [Request(f"r{i}", (3, 4, 5), SamplingParams(max_tokens=80, stop_token_ids=())) for i in range(6)]
     made = engine(max_kv_tokens=128)
@@ -132,6 +139,16 @@ def test_a_new_policy_version_drops_the_prefix_cache():
     assert outputs[0].versions == [7] * len(outputs[0].tokens)
 
 
+def test_requests_from_before_a_version_share_with_those_after_it():
+    made = engine()
+    made.submit([Request("before", (7, 8, 9) * 20, SamplingParams(max_tokens=9, stop_token_ids=()))])
+    made.step()
+    made.policy_version = 1
+    made.submit([Request("after", (7, 8, 9) * 20, SamplingParams(max_tokens=9, stop_token_ids=()))])
+    made.run()
+    assert made.status()["prefix_hit_tokens"] == 48
+
+
 def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_version():
     made = engine()
     request = Request("r", (5, 6, 7) * 8, SamplingParams(max_tokens=20, stop_token_ids=()))
@@ -155,13 +172,18 @@ def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_versio
 
 
 def test_kv_memory_is_given_back_and_generation_goes_on_after_it_returns():
-    made, wanted = engine(), requests(6)
-    device, want = made.device, tokens(generate(engine(), wanted))
-    assert device.memory_by_owner()["kv"] > made.cache.block_bytes * made.capacity_tokens // 16
+    wanted = requests(6)
+    want = tokens(generate(engine(), wanted))
+    device = model().device
+    before = device.memory_by_owner()["kv"]
+    made = engine()
+    assert device.memory_by_owner()["kv"] - before > made.cache.block_bytes * made.capacity_tokens // 16
     made.submit(wanted)
     outputs = [output for _ in range(5) for output in made.step()]
     made.release_kv()
-    assert device.memory_by_owner()["kv"] == 0
+    assert device.memory_by_owner()["kv"] == before
+    with pytest.raises(AssertionError, match="allocate_kv"):
+        made.step()
     made.allocate_kv()
     assert tokens(outputs + made.run()) == want
 

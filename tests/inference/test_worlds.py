@@ -69,6 +69,7 @@ def orders_rank(rank, device, folder):
     second = [output for _ in range(3) for output in made.step()]
     if rank == 0:
         made.submit([Request("late", (3, 4), params)])
+        made.abort(["s0"])
     second += made.suspend()
     return first, second, made.step(), made.idle
 
