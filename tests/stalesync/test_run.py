@@ -79,6 +79,15 @@ def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
     assert "going on from" in again.stdout
 
 
+def test_a_run_that_goes_on_is_bitwise_the_one_that_was_never_stopped(base, tmp_path):
+    for steps, name, *more in (("3", "whole"), ("2", "cut"), ("3", "cut", "run.resume=true")):
+        done = _train(base, tmp_path, f"run.steps={steps}", f"run.name={name}", "run.eval_prompts=0", *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    whole, cut = _rows(tmp_path / "whole"), _rows(tmp_path / "cut")
+    for name in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean"):
+        assert [row[name] for row in whole] == [row[name] for row in cut], name
+
+
 REWARDS = {
     "raised": "def score(prompt, response, answer, **fields):\n    raise RuntimeError('no such judge')\n",
     "timeout": "import time\n\ndef score(prompt, response, answer, **fields):\n    time.sleep(60)\n",

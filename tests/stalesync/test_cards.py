@@ -1,0 +1,86 @@
+"""Workers behind Ray: calls by stage, control while a stage runs, failures that name rank and stage."""
+
+import threading
+import time
+
+import pytest
+import ray
+
+from distqueue import DistQueue
+from fusion.colocate import WorkerSpec
+from fusion.ep_switch import FusionConfig
+from fusion.inference import Request, RolloutConfig, SamplingParams
+from fusion.model import Parallel
+from fusion.model.options import ModelOptions
+from fusion.npu import DeviceConfig
+from fusion.npu.config import claim
+from fusion.training import AlgorithmConfig, TrainingConfig
+from stalesync.cards import CardFailed, Cards
+from tests.helpers import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def cards(tmp_path_factory):
+    spec = WorkerSpec(
+        seed=5,
+        steps=1,
+        model=ModelOptions(path=tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)),
+        train=Parallel(2),
+        infer=Parallel(2, ep=2),
+        fusion=FusionConfig(),
+        rollout=RolloutConfig(max_response_length=6),
+        training=TrainingConfig(),
+        algorithm=AlgorithmConfig(),
+        device=DeviceConfig("emulated", capacity_bytes=256 << 20),
+    )
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with Cards(spec, DistQueue.create(["train"]), timeout_s=120) as running:
+        assert all("npu:0" in found for found in running.prepare())
+        yield running
+    ray.shutdown()
+
+
+def test_a_card_answers_while_it_generates(cards):
+    cards.call("switch", "infer", 0)
+    endless = Request("a", (3, 4, 5), SamplingParams(max_tokens=8000, stop_token_ids=()))
+    late = Request("b", (3, 4, 5), SamplingParams(max_tokens=4, stop_token_ids=()))
+    reports = []
+    stage = threading.Thread(
+        target=lambda: reports.extend(cards.call("generate", each=[([endless], True), ([], True)]))
+    )
+    stage.start()
+    deadline = time.monotonic() + 60
+    while cards.control(0, "status")["running"] < 1:
+        assert time.monotonic() < deadline
+    assert cards.control(0, "status")["stage"] == "generate"
+    cards.control(0, "submit", [late])
+    time.sleep(0.3)
+    cards.control(0, "abort", ["a"])
+    stage.join(timeout=60)
+    outputs = {output.request_id: output for report in reports for output in report.outputs}
+    assert outputs["a"].finish_reason == "abort" and 0 < len(outputs["a"].tokens) < 8000
+    assert outputs["b"].finish_reason == "length" and len(outputs["b"].tokens) == 4
+    cards.call("switch", "train", 0)
+
+
+def test_what_a_card_raises_names_its_rank_and_stage(cards):
+    with pytest.raises(CardFailed, match="rank 0 failed in stage 'generate': .*in phase train"):
+        cards.call("generate", [])
+
+
+def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(cards):
+    with pytest.raises(CardFailed, match="rank 1 failed in stage 'switch'.*nowhere"):
+        cards.call("switch", each=[("infer", 0), ("nowhere", 0)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster", "found"),
+    [
+        ("auto", {"CPU": 8.0}, "emulated"),
+        ("auto", {"GPU": 8.0}, "cuda"),
+        ("auto", {"GPU": 8.0, "NPU": 16.0}, "npu"),
+        ("emulated", {"NPU": 16.0}, "emulated"),
+    ],
+)
+def test_auto_takes_what_the_cluster_counts(kind, cluster, found):
+    assert claim(kind, cluster)[0] == found
