@@ -23,45 +23,40 @@ class PagedAttention:
         self.cache, self.batch = cache, batch
 
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
-        keys, values, batch = self.cache.keys[layer], self.cache.values[layer], self.batch
+        pool, batch = self.cache.pools[layer], self.batch
         channels = q_NHC.shape[-1]
-        keys.view(-1, channels).index_copy_(0, batch.slots, k_NKC.reshape(-1, channels))
-        values.view(-1, channels).index_copy_(0, batch.slots, v_NKC.reshape(-1, channels))
+        pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat([k_NKC, v_NKC]).view(-1, channels))
 
-        out = [
-            attend_rows(q_NHC[part.start : part.stop], keys, values, part, self.cache.workspace) for part in batch.rows
-        ]
+        out = [attend_rows(q_NHC[part.start : part.stop], pool, part, self.cache.workspace) for part in batch.rows]
         start, stop, lengths = batch.packed
         if lengths:
             out.append(varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths))
-        out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], keys, values, chunk) for chunk in batch.long]
+        out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], pool, chunk) for chunk in batch.long]
         if not out:
             return q_NHC
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def attend_rows(
-    q_RHC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: RowSlice, workspace: torch.Tensor
-) -> torch.Tensor:
-    """Each row attends over its blocks of the pools [blocks, K, block_size, C]; they are gathered in the workspace
-    [2, blocks, K, block_size, C]. Returns [R, H, C]."""
+def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor) -> torch.Tensor:
+    """Each row attends over its blocks of the pool, which are gathered in the workspace. Returns [R, H, C]."""
     rows, heads, channels = q_RHC.shape
-    _, kv_heads, block_size, _ = keys.shape
-    pairs = part.blocks.shape[0]
+    _, kv_heads, block_size, _ = pool.shape
+    pairs = part.owner.shape[0]
     dtype = score_dtype(q_RHC.dtype)
     q = (q_RHC.to(dtype) * channels**-0.5).view(rows, -1)
     if pairs != rows:
         q = q.index_select(0, part.owner)
-    k = torch.index_select(keys, 0, part.blocks, out=workspace[0, :pairs])
-    v = torch.index_select(values, 0, part.blocks, out=workspace[1, :pairs])
-    k, v = (x.to(dtype).view(pairs * kv_heads, block_size, channels) for x in (k, v))
+    kv = torch.index_select(pool, 0, part.pieces, out=workspace[: 2 * pairs]).to(dtype)
+    k, v = kv.view(2, pairs * kv_heads, block_size, channels)
 
     scores = torch.bmm(q.view(pairs * kv_heads, -1, channels), k.transpose(1, 2)).view(pairs, heads, block_size)
     scores += part.bias
     top = scores.amax(-1)
     if pairs != rows:
-        cells = top.new_full((rows * part.width, heads), -torch.inf).index_copy_(0, part.place, top)
-        top = cells.view(rows, part.width, heads).amax(1).index_select(0, part.owner)
+        if pairs != rows * part.width:
+            cells = top.new_full((rows * part.width, heads), -torch.inf)
+            top = cells.index_copy_(0, part.place, top)
+        top = top.view(rows, part.width, heads).amax(1).index_select(0, part.owner)
     weights = scores.sub_(top.unsqueeze(-1)).exp_()
     total = weights.sum(-1)
     out = torch.bmm(weights.view(pairs * kv_heads, -1, block_size), v).view(pairs, heads * channels)
@@ -71,15 +66,16 @@ def attend_rows(
     return (out.view(rows, heads, channels) / total.unsqueeze(-1)).to(q_RHC.dtype)
 
 
-def _attend_chunk(q_THC: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: LongChunk) -> torch.Tensor:
-    def gather(pool: torch.Tensor) -> torch.Tensor:
-        return pool.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, : chunk.length].unsqueeze(0)
+def _attend_chunk(q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk) -> torch.Tensor:
+    def sequence(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.transpose(0, 1).flatten(1, 2)[:, : chunk.length].unsqueeze(0)
 
+    keys, values = pool.index_select(0, chunk.pieces).chunk(2)
     out = F.scaled_dot_product_attention(
         q_THC.transpose(0, 1).unsqueeze(0),
-        gather(keys),
-        gather(values),
+        sequence(keys),
+        sequence(values),
         attn_mask=chunk.mask,
-        enable_gqa=q_THC.shape[1] != keys.shape[1],
+        enable_gqa=q_THC.shape[1] != pool.shape[1],
     )
     return out.squeeze(0).transpose(0, 1)

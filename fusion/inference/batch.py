@@ -31,13 +31,14 @@ SHORT_CHUNK_TOKENS = 16
 class RowSlice:
     """Neighbouring paged rows and the P blocks they attend over, row after row.
 
-    ``owner``: of each pair its row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position.
-    ``width``: blocks of the longest row. ``place``: of each pair its cell in [rows, width].
+    ``pieces`` [2P]: the blocks' rows of a pool, all keys before all values. ``owner``: of each pair its row in the
+    slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the longest row.
+    ``place``: of each pair its cell in [rows, width].
     """
 
     start: int
     stop: int
-    blocks: torch.Tensor
+    pieces: torch.Tensor
     owner: torch.Tensor
     bias: torch.Tensor
     width: int
@@ -46,11 +47,12 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class LongChunk:
-    """Rows ``start:stop`` attend over ``length`` tokens in ``blocks``; ``mask`` [rows, length] is causal."""
+    """Rows ``start:stop`` attend over ``length`` tokens in ``pieces`` (as in `RowSlice`); ``mask`` [rows, length] is
+    causal."""
 
     start: int
     stop: int
-    blocks: torch.Tensor
+    pieces: torch.Tensor
     length: int
     mask: torch.Tensor
 
@@ -59,7 +61,7 @@ class LongChunk:
 class Batch:
     """Inputs of one forward pass of N tokens.
 
-    ``slots`` [N * K]: where each token's key of each head goes in a pool seen as [blocks * K * block_size, C].
+    ``slots`` [2 * N * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
     ``sampled`` [S]: the rows whose logits are wanted; None: all rows.
     """
 
@@ -103,8 +105,8 @@ def build_batch(
         tokens = (seq.tokens[seq.computed : seq.computed + count] for seq, count in pieces)
         ids = np.fromiter(chain.from_iterable(tokens), np.int64, len(positions))
     block, offset = np.divmod(positions, block_size)
-    heads = np.arange(kv_heads) * block_size
-    slots = (table[first + block] * (kv_heads * block_size) + offset)[:, None] + heads
+    heads = np.arange(2 * kv_heads).reshape(2, 1, kv_heads) * block_size
+    slots = (table[first + block] * (2 * kv_heads * block_size) + offset)[:, None] + heads
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -161,7 +163,7 @@ def _slice_rows(positions, first, table, block_size: int, slice_blocks: int, put
         yield RowSlice(
             start,
             stop,
-            put(table[first[start:stop][owner] + index]),
+            put(_pieces(table[first[start:stop][owner] + index])),
             put(owner),
             masks.index_select(0, put(valid)),
             width,
@@ -170,11 +172,15 @@ def _slice_rows(positions, first, table, block_size: int, slice_blocks: int, put
         start = stop
 
 
+def _pieces(blocks: np.ndarray) -> np.ndarray:
+    return np.concatenate([2 * blocks, 2 * blocks + 1])
+
+
 def _long_chunk(seq: Sequence, at: int, count: int, block_size: int, put) -> LongChunk:
     length = seq.computed + count
     blocks = np.array(seq.blocks[: -(-length // block_size)], np.int64)
     mask = np.arange(length) <= np.arange(seq.computed, length)[:, None]
-    return LongChunk(at, at + count, put(blocks), length, put(mask))
+    return LongChunk(at, at + count, put(_pieces(blocks)), length, put(mask))
 
 
 def _sampled_rows(step: Step, pieces: list[Piece], ends: np.ndarray, put) -> torch.Tensor | None:

@@ -164,7 +164,7 @@ class Engine:
         began = time.perf_counter()
         outputs = self._take_orders()
         if not self._idle:
-            assert self.cache.keys, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
+            assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
             step = self.scheduler.schedule()
             assert step or not self.scheduler.unfinished
             if step or self.mesh.ep_group is not None:
@@ -223,7 +223,7 @@ class Engine:
                 step,
                 self.config.block_size,
                 self.cache.kv_heads,
-                self.cache.workspace.shape[1],
+                self.cache.workspace.shape[0] // 2,
                 self.device.torch_device,
                 self.cache.masks,
                 self.config.batch_invariant,

@@ -1,8 +1,9 @@
-"""The memory of keys and values: for every layer two pools of blocks, allocated last and given back before training.
+"""The memory of keys and values: for every layer a pool of blocks, allocated last and given back before training.
 
-    pool of a layer   [blocks, K, block_size, C]      a head's block is one contiguous matrix
+    pool of a layer   [2 · blocks, K, block_size, C]      a head's block is one contiguous matrix
 
-Token t of a sequence lies in its block ``t // block_size`` at offset ``t % block_size``.
+Block b's keys are row 2b of the pool and its values row 2b + 1: it is one piece of memory, and one operation writes or
+gathers both. Token t of a sequence lies in its block ``t // block_size`` at offset ``t % block_size``.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ class KVCache:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, block_size: int, device: Device, dtype: torch.dtype):
         self.layers, self.kv_heads, self.head_dim, self.block_size = layers, kv_heads, head_dim, block_size
         self.device, self.dtype = device, dtype
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.pools: list[torch.Tensor] = []
         self.workspace = self.masks = torch.empty(0)
         self._clean = 0
 
@@ -42,17 +42,16 @@ class KVCache:
 
     def allocate(self, blocks: int, workspace_blocks: int) -> None:
         """Takes memory under the owner "kv": so many blocks a pool, and so many that can be gathered at a time."""
-        assert not self.keys
-        block = (self.kv_heads, self.block_size, self.head_dim)
+        assert not self.pools
         with self.device.owner("kv"):
-            for pools in (self.keys, self.values):
-                pools += [
-                    torch.empty(blocks, *block, dtype=self.dtype, device=self.device.torch_device)
-                    for _ in range(self.layers)
-                ]
+            self.pools = [self._empty(blocks) for _ in range(self.layers)]
+            self.workspace = self._empty(workspace_blocks)
             self.masks = self._make_masks()
-            self.workspace = torch.empty(2, workspace_blocks, *block, dtype=self.dtype, device=self.device.torch_device)
         self._clean = 0
+
+    def _empty(self, blocks: int) -> torch.Tensor:
+        shape = (2 * blocks, self.kv_heads, self.block_size, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device.torch_device)
 
     def _make_masks(self) -> torch.Tensor:
         """[block_size + 1, 1, block_size], dtype of scores: row n is the bias of a block of which n tokens are read."""
@@ -61,9 +60,9 @@ class KVCache:
 
     def release(self) -> None:
         """Gives every byte back, whoever still holds a view."""
-        for tensor in (*self.keys, *self.values, self.workspace, self.masks):
+        for tensor in (*self.pools, self.workspace, self.masks):
             tensor.untyped_storage().resize_(0)
-        self.keys, self.values = [], []
+        self.pools = []
 
     def clean(self, block: int) -> None:
         """Makes the content of all blocks up to this one finite, whatever the memory held before.
@@ -72,7 +71,7 @@ class KVCache:
         that is never filled costs no physical memory on a host.
         """
         if block >= self._clean:
-            end = min(self.keys[0].shape[0], max(block + 1, 2 * self._clean))
-            for pool in self.keys + self.values:
-                pool[self._clean : end].zero_()
+            end = min(self.pools[0].shape[0] // 2, max(block + 1, 2 * self._clean))
+            for pool in self.pools:
+                pool[2 * self._clean : 2 * end].zero_()
             self._clean = end

@@ -157,9 +157,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         x_ND = gather_rows(x, rows, self.mesh)
         qkv = linear(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q = apply_rope(rms_norm(q, self.q_norm, self.eps), *rope)
-        k = apply_rope(rms_norm(k, self.k_norm, self.eps), *rope)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        # queries and keys in one go: a decode step is as long as its operations are many
+        norm = torch.cat([self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)])
+        q, k = apply_rope(rms_norm(qk, norm, self.eps), *rope).split([self.heads, self.kv_heads], dim=1)
         attended = attend(self.index, q, k, v).flatten(1)
         return reduce_scatter_rows(linear(attended, self.out, row_multiple), self.mesh)
 
@@ -179,7 +180,7 @@ class MLP(nn.Module):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in float32 whatever the dtype of x, as transformers does."""
     if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     x32 = x.to(torch.float32)
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
