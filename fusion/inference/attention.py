@@ -38,32 +38,55 @@ class PagedAttention:
 
 
 def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor) -> torch.Tensor:
-    """Each row attends over its blocks of the pool, which are gathered in the workspace. Returns [R, H, C]."""
+    """Each row attends over its blocks of the pool. Returns [R, H, C]."""
     rows, heads, channels = q_RHC.shape
-    _, kv_heads, block_size, _ = pool.shape
-    pairs = part.owner.shape[0]
+    block_size, pairs = pool.shape[2], part.owner.shape[0]
     dtype = score_dtype(q_RHC.dtype)
+    in_order = part.stretch == (0, 0)
+    single = in_order and pairs == rows  # each row has one block
     q = (q_RHC.to(dtype) * channels**-0.5).view(rows, -1)
-    if pairs != rows:
+    if not single:
         q = q.index_select(0, part.owner)
-    kv = torch.index_select(pool, 0, part.pieces, out=workspace[: 2 * pairs]).to(dtype)
-    k, v = kv.view(2, pairs * kv_heads, block_size, channels)
+    keys, values = _read_blocks(pool, part, workspace, dtype)
 
-    scores = torch.bmm(q.view(pairs * kv_heads, -1, channels), k.transpose(1, 2)).view(pairs, heads, block_size)
+    scores = _products(q.view(pairs * pool.shape[1], -1, channels), [k.transpose(1, 2) for k in keys])
+    scores = scores.view(pairs, heads, block_size)
     scores += part.bias
     top = scores.amax(-1)
-    if pairs != rows:
-        if pairs != rows * part.width:
-            cells = top.new_full((rows * part.width, heads), -torch.inf)
-            top = cells.index_copy_(0, part.place, top)
+    if not single:
+        if not in_order or pairs != rows * part.width:
+            cells = top.new_full((rows * part.width + 1, heads), -torch.inf)
+            top = cells.index_copy_(0, part.place, top)[:-1]
         top = top.view(rows, part.width, heads).amax(1).index_select(0, part.owner)
     weights = scores.sub_(top.unsqueeze(-1)).exp_()
     total = weights.sum(-1)
-    out = torch.bmm(weights.view(pairs * kv_heads, -1, block_size), v).view(pairs, heads * channels)
-    if pairs != rows:
+    out = _products(weights.view(pairs * pool.shape[1], -1, block_size), values).view(pairs, heads * channels)
+    if not single:
         total = total.new_zeros(rows, heads).index_add_(0, part.owner, total)
         out = out.new_zeros(rows, heads * channels).index_add_(0, part.owner, out)
     return (out.view(rows, heads, channels) / total.unsqueeze(-1)).to(q_RHC.dtype)
+
+
+def _read_blocks(
+    pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values [n * K, block_size, C] of the stretch, uncopied, and of the gathered blocks; what there is."""
+    found = []
+    if part.stretch != (0, 0):
+        found.append(pool.unflatten(0, (2, -1))[:, slice(*part.stretch)])
+    count = part.pieces.shape[0]
+    if count:
+        found.append(torch.index_select(pool, 0, part.pieces, out=workspace[:count]).unflatten(0, (2, -1)))
+    keys, values = zip(*(kv.to(dtype).flatten(1, 2) for kv in found), strict=True)
+    return list(keys), list(values)
+
+
+def _products(x: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
+    """x [n, r, c] times the n matrices that the pieces hold in order."""
+    if len(pieces) == 1:
+        return torch.bmm(x, pieces[0])
+    parts = x.split([len(piece) for piece in pieces])
+    return torch.cat([torch.bmm(part, piece) for part, piece in zip(parts, pieces, strict=True)])
 
 
 def _attend_chunk(q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk) -> torch.Tensor:

@@ -18,10 +18,17 @@ from itertools import chain
 import numpy as np
 import torch
 
+from fusion.inference.kv_cache import KVCache
 from fusion.inference.scheduler import Sequence, Step
 
 Piece = tuple[Sequence, int]
 """A sequence and how many tokens of it the step computes."""
+
+STRETCH_WASTE = 1.5
+"""Blocks of a stretch of the pool by those wanted, up to which it is read as it lies instead of gathered."""
+
+STRETCH_TOKENS = 1 << 17
+"""Most tokens of KV read by rows of one slice; bounds the memory of its scores."""
 
 SHORT_CHUNK_TOKENS = 16
 """Chunks up to this length are computed as paged rows: one call for all of them instead of one for each."""
@@ -29,15 +36,17 @@ SHORT_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Neighbouring paged rows and the P blocks they attend over, row after row.
+    """Neighbouring paged rows and the P blocks they attend over: a stretch of the pool as it lies, then gathered ones.
 
-    ``pieces`` [2P]: the blocks' rows of a pool, all keys before all values. ``owner``: of each pair its row in the
-    slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the longest row.
-    ``place``: of each pair its cell in [rows, width].
+    ``stretch``: first block and end; what of it nobody wants is row 0's with nothing to read. ``pieces``: the gathered
+    blocks' rows of a pool, all keys before all values; without a stretch they come row after row. ``owner`` [P]: the
+    row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the
+    longest row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for what nobody wants.
     """
 
     start: int
     stop: int
+    stretch: tuple[int, int]
     pieces: torch.Tensor
     owner: torch.Tensor
     bias: torch.Tensor
@@ -74,21 +83,9 @@ class Batch:
     sampled: torch.Tensor | None
 
 
-def build_batch(
-    step: Step,
-    block_size: int,
-    kv_heads: int,
-    slice_blocks: int,
-    device: torch.device,
-    masks: torch.Tensor,
-    invariant: bool = False,
-) -> Batch:
-    """Lays out a step.
-
-    Args:
-        slice_blocks: most pairs of a slice of paged rows; no row has more.
-        masks: see `KVCache.masks`.
-    """
+def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
+    """Lays out a step."""
+    block_size, kv_heads = cache.block_size, cache.kv_heads
     short, whole, long = _sort_chunks(step, invariant)
     pieces = [(seq, 1) for seq in step.decodes] + short + whole + long
     table, first = _block_table(pieces)
@@ -105,23 +102,23 @@ def build_batch(
         tokens = (seq.tokens[seq.computed : seq.computed + count] for seq, count in pieces)
         ids = np.fromiter(chain.from_iterable(tokens), np.int64, len(positions))
     block, offset = np.divmod(positions, block_size)
-    heads = np.arange(2 * kv_heads).reshape(2, 1, kv_heads) * block_size
-    slots = (table[first + block] * (2 * kv_heads * block_size) + offset)[:, None] + heads
+    keys = (table[first + block] * (kv_heads * block_size) + offset)[:, None] + np.arange(kv_heads) * block_size
+    slots = np.stack([keys, keys + cache.blocks * kv_heads * block_size])
 
     def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(cache.device.torch_device)
 
     row_count = len(step.decodes) + sum(count for _, count in short)
     packed_stop = row_count + sum(count for _, count in whole)
     chunks, at = [], packed_stop
     for seq, count in long:
-        chunks.append(_long_chunk(seq, at, count, block_size, put))
+        chunks.append(_long_chunk(seq, at, count, cache, put))
         at += count
     return Batch(
         ids=put(ids),
         positions=put(positions),
         slots=put(slots.ravel()),
-        rows=tuple(_slice_rows(positions[:row_count], first[:row_count], table, block_size, slice_blocks, put, masks)),
+        rows=tuple(_slice_rows(positions[:row_count], first[:row_count], table, cache, put, invariant)),
         packed=(row_count, packed_stop, [count for _, count in whole]),
         long=tuple(chunks),
         sampled=_sampled_rows(step, pieces, ends, put),
@@ -147,40 +144,80 @@ def _block_table(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
     return table, np.cumsum(lengths) - lengths
 
 
-def _slice_rows(positions, first, table, block_size: int, slice_blocks: int, put, masks: torch.Tensor):
-    """Cuts paged rows into slices of at most ``slice_blocks`` pairs."""
-    counts = positions // block_size + 1
+@dataclass(frozen=True)
+class _Pairs:
+    """(row, block) pairs, row after row: ``index`` counts a row's blocks, ``valid`` tokens of the block are read."""
+
+    blocks: np.ndarray
+    owner: np.ndarray
+    index: np.ndarray
+    valid: np.ndarray
+
+
+def _slice_rows(positions, first, table, cache: KVCache, put, invariant: bool):
+    """One slice that reads the pool as it lies where that pays, else slices of as many pairs as the workspace holds."""
+    counts = positions // cache.block_size + 1
     ends = np.cumsum(counts)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(owner)) - (ends - counts)[owner]
+    valid = np.minimum(positions[owner] + 1 - index * cache.block_size, cache.block_size)
+    pairs = _Pairs(table[first[owner] + index], owner, index, valid)
+    limit = cache.workspace.shape[0] // 2
+    if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.block_size:
+        low, high, order = _stretch(pairs.blocks)
+        wanted = int(np.count_nonzero(order[: high - low] >= 0))
+        if high - low <= STRETCH_WASTE * wanted and len(order) - (high - low) <= limit:
+            yield _row_slice(0, len(counts), (low, high), order, pairs, counts, cache, put)
+            return
     start = 0
     while start < len(counts):
         before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + slice_blocks, side="right")))
-        count = counts[start:stop]
-        owner = np.repeat(np.arange(stop - start), count)
-        index = np.arange(before, int(ends[stop - 1])) - (ends[start:stop] - count)[owner]
-        valid = np.minimum(positions[start:stop][owner] + 1 - index * block_size, block_size)
-        width = int(count.max())
-        yield RowSlice(
-            start,
-            stop,
-            put(_pieces(table[first[start:stop][owner] + index])),
-            put(owner),
-            masks.index_select(0, put(valid)),
-            width,
-            put(owner * width + index),
-        )
+        stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        yield _row_slice(start, stop, (0, 0), np.arange(before, int(ends[stop - 1])), pairs, counts, cache, put)
         start = stop
 
 
-def _pieces(blocks: np.ndarray) -> np.ndarray:
-    return np.concatenate([2 * blocks, 2 * blocks + 1])
+def _stretch(blocks: np.ndarray) -> tuple[int, int, np.ndarray]:
+    """The stretch of the pool that holds all blocks, and for each block of it a pair that reads it (-1: none), then the
+    pairs that are left over because several rows read one block."""
+    low, high = int(blocks.min()), int(blocks.max()) + 1
+    reader = np.full(high - low, -1)
+    reader[blocks - low] = np.arange(len(blocks))
+    left_over = np.flatnonzero(reader[blocks - low] != np.arange(len(blocks)))
+    return low, high, np.concatenate([reader, left_over])
 
 
-def _long_chunk(seq: Sequence, at: int, count: int, block_size: int, put) -> LongChunk:
+def _row_slice(start, stop, stretch, order, pairs: _Pairs, counts, cache: KVCache, put) -> RowSlice:
+    """Rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
+    width = int(counts[start:stop].max())
+    owner = pairs.owner[order] - start
+    place = owner * width + pairs.index[order]
+    valid = pairs.valid[order]
+    gathered = order[stretch[1] - stretch[0] :]
+    if len(gathered) < len(order):
+        unwanted = order < 0
+        owner[unwanted], valid[unwanted], place[unwanted] = 0, 0, (stop - start) * width
+    return RowSlice(
+        start,
+        stop,
+        stretch,
+        put(_pieces(pairs.blocks[gathered], cache)),
+        put(owner),
+        cache.masks.index_select(0, put(valid)),
+        width,
+        put(place),
+    )
+
+
+def _pieces(blocks: np.ndarray, cache: KVCache) -> np.ndarray:
+    return np.concatenate([blocks, blocks + cache.blocks])
+
+
+def _long_chunk(seq: Sequence, at: int, count: int, cache: KVCache, put) -> LongChunk:
     length = seq.computed + count
-    blocks = np.array(seq.blocks[: -(-length // block_size)], np.int64)
+    blocks = np.array(seq.blocks[: -(-length // cache.block_size)], np.int64)
     mask = np.arange(length) <= np.arange(seq.computed, length)[:, None]
-    return LongChunk(at, at + count, put(_pieces(blocks)), length, put(mask))
+    return LongChunk(at, at + count, put(_pieces(blocks, cache)), length, put(mask))
 
 
 def _sampled_rows(step: Step, pieces: list[Piece], ends: np.ndarray, put) -> torch.Tensor | None:

@@ -111,6 +111,7 @@ class Engine:
         """To be set after the weights changed: older KV is dropped, unfinished requests are computed anew."""
         if version != self.scheduler.version:
             self.scheduler.restart(version=version)
+            self.cache.invalidate()
 
     # Orders, from any thread of rank 0
 
@@ -219,15 +220,7 @@ class Engine:
     def _compute(self, step: Step) -> list[Output]:
         self._dummy_steps += not step
         with torch.inference_mode():
-            batch = build_batch(
-                step,
-                self.config.block_size,
-                self.cache.kv_heads,
-                self.cache.workspace.shape[0] // 2,
-                self.device.torch_device,
-                self.cache.masks,
-                self.config.batch_invariant,
-            )
+            batch = build_batch(step, self.cache, self.config.batch_invariant)
             self.cache.clean(self.scheduler.blocks.highest)
             hidden = self.model(batch.ids, batch.positions, PagedAttention(self.cache, batch))
             if not step.sampled:
@@ -236,6 +229,11 @@ class Engine:
                 hidden = hidden.index_select(0, batch.sampled)
             logits = self._whole_rows(self.model.logits(hidden))
             tokens, logprobs = sample(logits, [seq.params for seq in step.sampled], self._noise(step.sampled))
+        for seq, logprob in zip(step.sampled, logprobs, strict=True):
+            if logprob != logprob:
+                raise FloatingPointError(
+                    f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN"
+                )
         return self.scheduler.commit(step, tokens, logprobs)
 
     def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:

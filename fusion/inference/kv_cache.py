@@ -2,8 +2,9 @@
 
     pool of a layer   [2 · blocks, K, block_size, C]      a head's block is one contiguous matrix
 
-Block b's keys are row 2b of the pool and its values row 2b + 1: it is one piece of memory, and one operation writes or
-gathers both. Token t of a sequence lies in its block ``t // block_size`` at offset ``t % block_size``.
+Block b's keys are row b of the pool and its values row b + blocks: one operation writes or gathers both, and the keys
+of neighbouring blocks are neighbours. Token t of a sequence lies in its block ``t // block_size`` at offset ``t %
+block_size``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class KVCache:
         self.layers, self.kv_heads, self.head_dim, self.block_size = layers, kv_heads, head_dim, block_size
         self.device, self.dtype = device, dtype
         self.pools: list[torch.Tensor] = []
+        self.blocks = 0
         self.workspace = self.masks = torch.empty(0)
         self._clean = 0
 
@@ -44,6 +46,7 @@ class KVCache:
         """Takes memory under the owner "kv": so many blocks a pool, and so many that can be gathered at a time."""
         assert not self.pools
         with self.device.owner("kv"):
+            self.blocks = blocks
             self.pools = [self._empty(blocks) for _ in range(self.layers)]
             self.workspace = self._empty(workspace_blocks)
             self.masks = self._make_masks()
@@ -64,6 +67,10 @@ class KVCache:
             tensor.untyped_storage().resize_(0)
         self.pools = []
 
+    def invalidate(self) -> None:
+        """Nothing in the pools is valid any more: what comes next shall not depend on it, not even on its NaNs."""
+        self._clean = 0
+
     def clean(self, block: int) -> None:
         """Makes the content of all blocks up to this one finite, whatever the memory held before.
 
@@ -71,7 +78,7 @@ class KVCache:
         that is never filled costs no physical memory on a host.
         """
         if block >= self._clean:
-            end = min(self.pools[0].shape[0] // 2, max(block + 1, 2 * self._clean))
+            end = min(self.blocks, max(block + 1, 2 * self._clean))
             for pool in self.pools:
-                pool[2 * self._clean : 2 * end].zero_()
+                pool.unflatten(0, (2, self.blocks))[:, self._clean : end].zero_()
             self._clean = end

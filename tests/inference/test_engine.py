@@ -139,6 +139,26 @@ def test_a_new_policy_version_drops_the_prefix_cache():
     assert outputs[0].versions == [7] * len(outputs[0].tokens)
 
 
+def test_what_bad_weights_left_behind_harms_no_later_version():
+    made, wanted = engine(), requests(9)
+    want = tokens(generate(made, wanted))
+    old = made.model.norm.detach().clone()
+    try:
+        with torch.no_grad():
+            made.model.norm.fill_(torch.nan)
+            made.model.layers[0].input_norm.fill_(torch.nan)
+        made.policy_version = 1
+        with pytest.raises(FloatingPointError, match="the logits of policy 1 are NaN"):
+            generate(made, wanted)
+    finally:
+        with torch.no_grad():
+            made.model.norm.copy_(old)
+            made.model.layers[0].input_norm.fill_(1.0)
+    assert made.suspend()
+    made.policy_version = 2
+    assert tokens(generate(made, wanted)) == want
+
+
 def test_requests_from_before_a_version_share_with_those_after_it():
     made = engine()
     made.submit([Request("before", (7, 8, 9) * 20, SamplingParams(max_tokens=9, stop_token_ids=()))])
@@ -155,10 +175,9 @@ def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_versio
     made.submit([request])
     for _ in range(8):
         made.step()
-    old = model().norm.detach().clone()
     try:
         with torch.no_grad():
-            model().norm.mul_(1.5)
+            made.model.layers[0].input_norm.neg_()
         made.policy_version = 1
         (output,) = made.run()
         begun = 8
@@ -168,7 +187,9 @@ def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_versio
         assert fresh.tokens == output.tokens[begun:]
     finally:
         with torch.no_grad():
-            model().norm.copy_(old)
+            made.model.layers[0].input_norm.neg_()
+    (with_old,) = generate(engine(), [request])
+    assert with_old.tokens[:begun] == output.tokens[:begun] and with_old.tokens != output.tokens
 
 
 def test_kv_memory_is_given_back_and_generation_goes_on_after_it_returns():
