@@ -7,6 +7,7 @@
    │    table.py    SampleTable: rows, columns held, groups, leases, endings (pure)  │ ◄ same face across processes,
    │    storage.py  PayloadStore: segments, gathered once per get                    │   in one async Ray actor;
    └─────────────────────────────────────────────────────────────────────────────────┘   wire.py: header + bare buffers
+     hierarchy.py    read_once: one request for a group of ranks that need the same, then a broadcast among them
      packed.py, column.py    PackedBatch of Columns: one buffer and one offsets table each, samples are views
 
 The life of a sample: a first put creates its row; further puts add columns as stages finish; each task gets it when the
