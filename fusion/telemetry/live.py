@@ -1,11 +1,11 @@
 """What the user sees while something runs: nothing here is ever silent for long.
 
-    with LiveView(total_steps=100) as view:            a table of the last steps and a bar with ETA and tokens/s;
-        view.phase("generate", done=120, total=256)    where stdout is no terminal, one aligned line a step
-        view.update(step, metrics)
+with LiveView(total_steps=100) as view:            a table of the last steps and a bar with ETA and tokens/s;
+    view.phase("generate", done=120, total=256)    where stdout is no terminal, one aligned line a step
+    view.update(step, metrics)
 
-    with progress("warm-up", total=50) as bar:         any other long work
-        bar.advance(loss=0.31)
+with progress("warm-up", total=50) as bar:         any other long work
+    bar.advance(loss=0.31)
 """
 
 from __future__ import annotations

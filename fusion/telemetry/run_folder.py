@@ -1,12 +1,12 @@
 """What a run leaves: one folder, readable while the run goes on and after it was killed.
 
-    runs/<name>/config.yaml       the resolved configuration
-                metrics.jsonl     one JSON object a step
-                tensorboard/      the same figures as TensorBoard events
-                samples.jsonl     a few samples of every step: step, prompt, response, reward
-                timeline.json     what every card did, opens in https://ui.perfetto.dev
-                checkpoints/      what a run resumes from
-                hf/               the model as a Hugging Face folder
+runs/<name>/config.yaml       the resolved configuration
+            metrics.jsonl     one JSON object a step
+            tensorboard/      the same figures as TensorBoard events
+            samples.jsonl     a few samples of every step: step, prompt, response, reward
+            timeline.json     what every card did, opens in https://ui.perfetto.dev
+            checkpoints/      what a run resumes from
+            hf/               the model as a Hugging Face folder
 """
 
 from __future__ import annotations
