@@ -7,6 +7,7 @@ tests.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -128,6 +129,8 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
+            # What an earlier test left in reference cycles must not be freed while this one measures memory.
+            gc.collect()
             if kind not in devices:
                 devices[kind] = open_device(kind, index=rank)
             device = devices[kind]

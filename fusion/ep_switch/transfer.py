@@ -231,7 +231,8 @@ class _Switch:
             failures = [self.failure] if self.failure else []
         else:
             digest = self.plan.digest
-            status = torch.tensor([int(self.failure is not None), digest, -digest], device=self.device.torch_device)
+            # On the host: a collective may hold its tensor a moment longer, which must not blur what the card holds.
+            status = torch.tensor([int(self.failure is not None), digest, -digest])
             dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self.group)
             failed, most, least = status.tolist()
             if not failed and most == -least:
