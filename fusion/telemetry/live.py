@@ -99,9 +99,12 @@ class LiveView:
         self._phase = name if done is None else f"{name} {done}" if total is None else f"{name} {done}/{total}"
         now = time.monotonic()
         if self._live is None and now - self._last_print >= QUIET_S:
-            self._print(
-                f"  step {min(self.done + 1, self.total_steps)}: {self._phase}, {duration(now - self._stamps[-1])} into the step"
-            )
+            self._print(f"  step {self._at}: {self._phase}, {duration(now - self._stamps[-1])} into the step")
+
+    @property
+    def _at(self) -> int:
+        """The step that is under way; what follows the last one (saving) belongs to it."""
+        return min(self.done + 1, self.total_steps)
 
     def note(self, line: str) -> None:
         """A line that stays, above the table."""
@@ -136,7 +139,7 @@ class LiveView:
         for row in list(self._rows)[-room:]:
             table.add_row(*(column.cell(row) for column in columns))
         since = duration(time.monotonic() - self._stamps[-1])
-        now = f"step {min(self.done + 1, self.total_steps)}: {self._phase}, {since}" if self._phase else ""
+        now = f"step {self._at}: {self._phase}, {since}" if self._phase else ""
         return Group(table, Text(now, style="dim", no_wrap=True), self._bar)
 
 
