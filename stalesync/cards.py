@@ -47,6 +47,7 @@ class Cards:
     def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
+        check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
         actor = remote(concurrency_groups={"control": 2}, **resources)(Card)
@@ -117,6 +118,18 @@ class Cards:
                 del left[ref]
         rank = min(failures, key=lambda rank: (_consequence(failures[rank]), rank))
         raise CardFailed(_say(rank, stage, failures[rank])) from None
+
+
+def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
+    """Raises:
+    ValueError: the cluster has fewer cards than the run wants; Ray would wait for them for ever.
+    """
+    cards = {"npu": "NPU", "cuda": "GPU"}
+    if kind in cards and (found := cluster.get(cards[kind], 0)) < world:
+        raise ValueError(
+            f"device.kind={kind} with cluster.npus={world}: Ray counts {found:.0f} such cards; "
+            "join the cluster that has them (cluster.address), ask for fewer, or set device.kind=emulated"
+        )
 
 
 def _consequence(error: Exception) -> int:

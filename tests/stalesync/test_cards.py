@@ -15,7 +15,7 @@ from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
-from stalesync.cards import CardFailed, Cards
+from stalesync.cards import CardFailed, Cards, check_cards
 from tests.helpers import tiny_checkpoint
 
 
@@ -84,3 +84,10 @@ def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(cards)
 )
 def test_auto_takes_what_the_cluster_counts(kind, cluster, found):
     assert claim(kind, cluster)[0] == found
+
+
+def test_cards_that_are_not_there_are_refused_instead_of_awaited():
+    with pytest.raises(ValueError, match="device.kind=cuda with cluster.npus=4: Ray counts 2 such cards"):
+        check_cards("cuda", 4, {"CPU": 8.0, "GPU": 2.0})
+    check_cards("npu", 16, {"NPU": 16.0})
+    check_cards("emulated", 768, {"CPU": 2.0})
