@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
-from fusion.model import ModelConfig, Parallel
+from fusion.model import ModelConfig, Parallel, check_folder
 from fusion.model.options import ModelOptions, ParallelOptions
 from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
@@ -109,6 +109,7 @@ class Config:
         if not self.model.path:
             raise ValueError("model.path is not set: expected a Hugging Face checkpoint folder")
         model = ModelConfig.from_hf(self.model.path)
+        check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
         self.infer_layout.check(model, "parallel.infer")
         if self.parallel.train.tp > model.num_kv_heads:

@@ -11,7 +11,7 @@ huggingface   load_weights, save_folder: straight into and out of any layout
 """
 
 from fusion.model.config import ModelConfig
-from fusion.model.huggingface import load_weights, save_folder
+from fusion.model.huggingface import check_folder, load_weights, save_folder
 from fusion.model.moe import load_balancing_loss
 from fusion.model.parallel import Mesh, Parallel
 from fusion.model.table import LocalParam, Part, global_params, local_params
@@ -29,6 +29,7 @@ __all__ = [
     "Parallel",
     "Part",
     "Transformer",
+    "check_folder",
     "global_params",
     "load_balancing_loss",
     "load_weights",

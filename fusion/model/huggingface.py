@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusion.model.config import read_json
+from fusion.model.config import ModelConfig, read_json
 from fusion.model.table import LocalParam, Part, global_params, local_params
 from fusion.model.transformer import Transformer
 
@@ -58,6 +58,18 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
                         f"config.json implies {list(shapes[part.name])}"
                     )
                 part.view(view).copy_(stored[tuple(slice(start, stop) for start, stop in part.region)])
+
+
+def check_folder(folder: str | Path, config: ModelConfig) -> None:
+    """Reads the index only: what `load_weights` would refuse for a tensor that is missing, before any worker starts.
+
+    Raises:
+        ValueError: no weights, or a tensor is missing (named).
+    """
+    files = _tensor_files(Path(folder))
+    for name in global_params(config):
+        if name not in files:
+            raise ValueError(f"model.path: {folder} lacks the tensor {name!r}")
 
 
 def save_folder(

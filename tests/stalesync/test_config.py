@@ -129,3 +129,14 @@ def test_the_command_line_refuses_in_one_line(checkpoint):
     refused = _train(f"model.path={checkpoint}", "cluster.npus=3", "parallel.train.tp=2")
     assert refused.returncode != 0 and "Traceback" not in refused.stderr
     assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks the tensor 'model.layers.1.mlp.experts.3.up_proj.weight'"):
+        _config(folder).validate()
