@@ -35,16 +35,20 @@ def worker(tmp_path):
     return worker
 
 
-def _generate(worker, keep=False):
+def _generate(worker, version, keep=False):
     params = worker.spec.rollout.sampling()
-    requests = [Request(f"{g}/{k}", (3 + g, 4, 5), params, group=str(g)) for g in range(2) for k in range(GROUP)]
+    requests = [
+        Request(f"{version}-{g}/{k}", (3 + g, 4, 5), params, group=f"{version}-{g}")
+        for g in range(2)
+        for k in range(GROUP)
+    ]
     worker.generate(requests, keep)
     return [request.id for request in requests]
 
 
 def _one_step(worker, version):
     worker.switch("infer", version)
-    ids = _generate(worker)
+    ids = _generate(worker, version)
     worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))
     worker.switch("train", version)
     worker.reference([[ids]])
@@ -67,6 +71,8 @@ def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
     assert figures["training/rollout_probs_diff_mean"] < 1e-6, "the engine's logprobs are the trainer's"
     assert abs(figures["actor/kl_loss"]) < 1e-6, "before the first update the policy is the reference"
     assert weights_checksum(worker.weights.train) != before
+    _, later = _one_step(worker, 1)
+    assert later.metrics["actor/kl_loss"].value > 1e-6, "the reference stays where the run began"
     columns = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs", "versions"])
     assert columns["response"].lengths().tolist() == columns["ref_logprobs"].lengths().tolist()
     assert torch.allclose(columns["behaviour_logprobs"].buffer, columns["ref_logprobs"].buffer, atol=1e-5)
