@@ -63,7 +63,8 @@ def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", ti
     """Calls ``fn(rank, device, *args)`` in ``world`` joined processes; returns the results by rank.
 
     ``fn`` is a module-level function. The first failure is raised with its rank and traceback; the processes are then
-    ended, as the others may wait for the failed one for ever.
+    ended, as the others may wait for the failed one for ever. ``device="adversarial"``: emulated cards with
+    streams=adversarial.
     """
     _pool.grow(world)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +133,11 @@ def _serve(pipe: Connection) -> None:
             # What an earlier test left in reference cycles must not be freed while this one measures memory.
             gc.collect()
             if kind not in devices:
-                devices[kind] = open_device(kind, index=rank)
+                late = {"kind": "emulated", "index": rank + 8, "streams": "adversarial"}
+                devices[kind] = open_device(**late if kind == "adversarial" else {"kind": kind, "index": rank})
             device = devices[kind]
+            if device.kind == "emulated":
+                torch.npu.set_device(device.index)  # the process may have served a test on its other card
             dist.init_process_group(device.process_group_backend, init_method=store, rank=rank, world_size=world)
             result = fn(rank, device, *args)
             dist.destroy_process_group()

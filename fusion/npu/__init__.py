@@ -6,7 +6,7 @@
                         └─ no compiler ► ledger.py                     plain CPU tensors, counted
                                  │
                              Device: torch_device, process_group_backend, memory(), owner("weights"), host_empty(),
-                                     streams and events, describe()
+                                     share() and map() between processes, streams and events, describe()
 
 No other room asks which device it is. Nothing is built or initialised by importing this package.
 """
@@ -14,6 +14,6 @@ No other room asks which device it is. Nothing is built or initialised by import
 from __future__ import annotations
 
 from fusion.npu.config import DeviceConfig
-from fusion.npu.device import OWNERS, Device, Memory, open_device
+from fusion.npu.device import OWNERS, Device, Memory, SharedBlock, open_device
 
-__all__ = ["OWNERS", "Device", "DeviceConfig", "Memory", "open_device"]
+__all__ = ["OWNERS", "Device", "DeviceConfig", "Memory", "SharedBlock", "open_device"]

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from fusion.npu.device import OWNERS, Device, Memory, check_owner
+from fusion.npu.device import OWNERS, Device, Memory, SharedBlock, check_owner
 from fusion.npu.owners import OwnerMode, StorageOwners
 
+HANDLE = struct.Struct("<6q")  # pid, file descriptor, inode, bytes of the file, offset, bytes of the block
 PROCESS_GROUPS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -32,23 +35,6 @@ class AcceleratorDevice(Device):
         self.torch_device = torch.device(type_, index)
         self.process_group_backend = PROCESS_GROUPS[type_]
         module.set_device(index)
-
-    def memory(self) -> Memory:
-        module, index = self.module, self.index
-        allocated, reserved = module.memory_allocated(index), module.memory_reserved(index)
-        free, capacity = module.mem_get_info(index)
-        limit = self._limit_bytes(capacity)
-        return Memory(
-            allocated=allocated,
-            reserved=reserved,
-            peak_allocated=module.max_memory_allocated(index),
-            peak_reserved=module.max_memory_reserved(index),
-            capacity=limit,
-            free=max(0, min(free + reserved, limit) - allocated) if limit < capacity else free + reserved - allocated,
-        )
-
-    def _limit_bytes(self, capacity: int) -> int:
-        return capacity
 
     def reset_peak(self) -> None:
         self.module.reset_peak_memory_stats(self.index)
@@ -83,6 +69,9 @@ class AcceleratorDevice(Device):
 class RealDevice(AcceleratorDevice):
     """An Ascend or CUDA card. Owners are weak references to storages; what nobody claimed is activations."""
 
+    can_share = False
+    """Left out: torch's IPC handles export whole segments, and expandable segments only newer drivers."""
+
     def __init__(self, kind: str, module: Any, index: int, capacity_bytes: int | None) -> None:
         super().__init__(kind, kind, module, index)
         self.capacity_bytes = capacity_bytes
@@ -93,8 +82,31 @@ class RealDevice(AcceleratorDevice):
                 raise ValueError(f"device.capacity_bytes={capacity_bytes}: the card has {total} bytes")
             module.set_per_process_memory_fraction(capacity_bytes / total, index)
 
+    def memory(self) -> Memory:
+        stats = defaultdict(int, self.module.memory_stats(self.index))  # empty before the first tensor
+        allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+        fragmented = stats["inactive_split_bytes.all.current"]
+        free, total = self.module.mem_get_info(self.index)
+        capacity = self._limit_bytes(total)
+        return Memory(
+            allocated=allocated,
+            reserved=reserved,
+            peak_allocated=stats["allocated_bytes.all.peak"],
+            peak_reserved=stats["reserved_bytes.all.peak"],
+            capacity=capacity,
+            free=max(0, min(free + reserved, capacity) - allocated - fragmented),
+            requested=stats["requested_bytes.all.current"],
+            fragmented=fragmented,
+        )
+
     def _limit_bytes(self, capacity: int) -> int:
         return capacity if self.capacity_bytes is None else min(capacity, self.capacity_bytes)
+
+    def share(self, nbytes: int) -> SharedBlock:
+        raise RuntimeError(f"{self.torch_device}: blocks of a {self.kind} card cannot be shared between processes")
+
+    def map(self, handle: bytes) -> SharedBlock:
+        raise RuntimeError(f"{self.torch_device}: blocks of a {self.kind} card cannot be shared between processes")
 
     def owner(self, name: str) -> AbstractContextManager[None]:
         check_owner(name)
@@ -115,11 +127,34 @@ class RealDevice(AcceleratorDevice):
 class EmulatedDevice(AcceleratorDevice):
     """The NPU on the CPU (`fusion/npu/emulator`). Its allocator stores the owner with every block."""
 
-    def __init__(self, extension: Any, index: int, capacity_bytes: int | None, session: str | None) -> None:
+    can_share = True
+
+    def __init__(
+        self,
+        extension: Any,
+        index: int,
+        capacity_bytes: int | None,
+        session: str | None,
+        late: bool = False,
+        expandable: bool = True,
+    ) -> None:
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
         self._extension = extension
         self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
-        extension.open_card(index, session_file(session, index), capacity_bytes)
+        extension.open_card(index, session_file(session, index), capacity_bytes, expandable, late)
+
+    def memory(self) -> Memory:
+        stats = self._extension.stats(self.index)
+        return Memory(
+            allocated=stats["allocated.current"],
+            reserved=stats["reserved.current"],
+            peak_allocated=stats["allocated.peak"],
+            peak_reserved=stats["reserved.peak"],
+            capacity=self._extension.free_and_capacity(self.index)[1],
+            free=self._extension.largest_request(self.index),
+            requested=stats["requested.current"],
+            fragmented=stats["fragmented"],
+        )
 
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:
@@ -138,6 +173,13 @@ class EmulatedDevice(AcceleratorDevice):
     def memory_by_owner(self) -> dict[str, int]:
         sizes = self._extension.by_owner(self.index)
         return {name: sizes[name] for name in OWNERS}
+
+    def share(self, nbytes: int) -> SharedBlock:
+        tensor, place = self._extension.share(self.index, nbytes)
+        return SharedBlock(tensor, HANDLE.pack(*place))
+
+    def map(self, handle: bytes) -> SharedBlock:
+        return SharedBlock(self._extension.map_shared(self.index, HANDLE.unpack(handle)), handle)
 
     def describe(self) -> str:
         memory = self.memory()

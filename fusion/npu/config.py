@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("auto", "npu", "cuda", "emulated")
+STREAMS = ("eager", "adversarial")
 DEFAULT_CAPACITY_BYTES = 2 << 30
 
 
@@ -19,15 +20,25 @@ class DeviceConfig:
     capacity_bytes: int | None = None
     """HBM of one card in bytes. Emulated: its size (None: 2 GiB). Real: a limit for each process (None: the card)."""
 
+    streams: str = "eager"
+    """Emulated cards: when asynchronous work is done. `eager`: when it is called. `adversarial`: non-blocking copies
+    and collectives as late as synchronisation allows, freed memory poisoned, so that a missing wait shows (slower)."""
+
     def validate(self) -> None:
         """Raises ValueError naming the key that is wrong."""
         check_kind(self.kind)
+        check_streams(self.streams)
         check_capacity(self.capacity_bytes)
 
 
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"device.kind={kind}: expected one of {', '.join(KINDS)}")
+
+
+def check_streams(streams: str) -> None:
+    if streams not in STREAMS:
+        raise ValueError(f"device.streams={streams}: expected one of {', '.join(STREAMS)}")
 
 
 def check_capacity(capacity_bytes: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusion.npu.config import check_capacity, check_kind
+from fusion.npu.config import check_capacity, check_kind, check_streams
 
 OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
 """What memory is for. Whatever nobody claimed is `activations`."""
@@ -21,8 +21,10 @@ OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one card. `allocated` and `reserved` are this process's; `free` is what it could still allocate, other
-    processes on the card and its own cached blocks taken into account."""
+    """Bytes of one card. `requested` (what tensors asked for), `allocated` (the same, rounded to blocks) and `reserved`
+    (segments of the card, cached blocks included) are this process's. `fragmented`: reserved and unused, but in pieces
+    that cannot be given back. `free`: what this process could still allocate at once; other processes on the card and
+    its own cached blocks are taken into account."""
 
     allocated: int
     reserved: int
@@ -30,6 +32,17 @@ class Memory:
     peak_reserved: int
     capacity: int
     free: int
+    requested: int
+    fragmented: int
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """Bytes that several processes of one machine see. `tensor`: uint8 [nbytes] on the card of who holds it; the bytes
+    are taken as long as the owner's tensor (or a view of it) lives. `handle`: what another process maps them by."""
+
+    tensor: torch.Tensor
+    handle: bytes
 
 
 class Device(ABC):
@@ -38,6 +51,8 @@ class Device(ABC):
     kind: str
     index: int
     torch_device: torch.device
+    can_share: bool
+    """Whether `share` and `map` work."""
     process_group_backend: str
     """For `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
 
@@ -74,6 +89,18 @@ class Device(ABC):
         """An uninitialised CPU tensor, pinned where the card can pin; not counted as memory of the card."""
 
     @abstractmethod
+    def share(self, nbytes: int) -> SharedBlock:
+        """A block whose bytes other processes of this user and machine can map, charged to this card and to the current
+        owner like any allocation. Uninitialised. Its end takes nothing from who mapped it, but the bytes then belong to
+        the next block; nothing is left behind, however the process ends. Raises RuntimeError where `can_share` is
+        False."""
+
+    @abstractmethod
+    def map(self, handle: bytes) -> SharedBlock:
+        """The same bytes as a tensor of this card, which is not charged for them. Who writes and who reads when is
+        between the processes. Raises ValueError if the owner has ended."""
+
+    @abstractmethod
     def new_stream(self) -> Any: ...
 
     @abstractmethod
@@ -97,24 +124,35 @@ def check_owner(name: str) -> None:
 
 
 def open_device(
-    kind: str = "auto", index: int = 0, capacity_bytes: int | None = None, session: str | None = None
+    kind: str = "auto",
+    index: int = 0,
+    capacity_bytes: int | None = None,
+    session: str | None = None,
+    streams: str = "eager",
+    segments: str = "expandable",
 ) -> Device:
     """Opens card `index` and makes it the current one of this thread.
 
     kind: see DeviceConfig.kind. capacity_bytes: HBM of an emulated card (None: 2 GiB, or what the session has), a limit
     for this process on a real one. session: emulated only; processes that open the same card in the same session share
-    its capacity, without one the card is this process's own. Raises ValueError for a kind that does not exist or is
-    not there.
+    its capacity, without one the card is this process's own. streams: see DeviceConfig.streams. segments: how an
+    emulated card's allocator takes memory, `expandable` or `fixed` (emulator/heap.h); a real one goes by
+    PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
+
+    Raises ValueError for a kind that does not exist or is not there.
     """
     check_kind(kind)
     check_capacity(capacity_bytes)
+    check_streams(streams)
+    if segments not in ("expandable", "fixed"):
+        raise ValueError(f"device segments {segments!r}: expected one of expandable, fixed")
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
         return _accelerator("npu", npu, index, capacity_bytes)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device.kind=cuda: this machine or this build of torch has no CUDA card; try device.kind=auto")
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         return _accelerator("cuda", torch.cuda, index, capacity_bytes)
-    return _emulated(index, capacity_bytes, session)
+    return _emulated(index, capacity_bytes, session, streams == "adversarial", segments == "expandable")
 
 
 def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
@@ -123,7 +161,7 @@ def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None)
     return RealDevice(kind, module, index, capacity_bytes)
 
 
-def _emulated(index: int, capacity_bytes: int | None, session: str | None) -> Device:
+def _emulated(index: int, capacity_bytes: int | None, session: str | None, late: bool, expandable: bool) -> Device:
     from fusion.npu.emulator import BuildError, install
 
     try:
@@ -138,7 +176,7 @@ def _emulated(index: int, capacity_bytes: int | None, session: str | None) -> De
         return LedgerDevice(index, capacity_bytes)
     from fusion.npu.accelerator import EmulatedDevice
 
-    return EmulatedDevice(extension, index, capacity_bytes, session)
+    return EmulatedDevice(extension, index, capacity_bytes, session, late, expandable)
 
 
 def _torch_npu(required: bool) -> Any:

@@ -5,6 +5,7 @@ Sequences are packed: one leading token dimension, no padding rows, lengths besi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,57 +26,51 @@ def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -
     return F.linear(F.pad(x_ND, (0, 0, 0, padding)), weight_OD)[:rows]
 
 
+def _grouped(x_ND: torch.Tensor, counts: list[int], row_multiple: int, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    out = x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
+    for rows, x, y, weight in zip(counts, x_ND.split(counts), out.split(counts), weights, strict=True):
+        if rows % row_multiple:
+            y.copy_(linear(x, weight, row_multiple))
+        elif rows:
+            torch.mm(x, weight.t(), out=y)
+    return out
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, weight_EOD: torch.Tensor, counts: list[int], row_multiple: int):
-        ctx.save_for_backward(x_ND, weight_EOD)
+    def forward(ctx: Any, x_ND: torch.Tensor, counts: list[int], row_multiple: int, *weights: torch.Tensor):
+        ctx.save_for_backward(x_ND, *weights)
         ctx.counts = counts
-        out = x_ND.new_empty(x_ND.shape[0], weight_EOD.shape[1])
-        for x, y, weight in zip(x_ND.split(counts), out.split(counts), weight_EOD, strict=True):
-            if x.shape[0] % row_multiple:
-                y.copy_(linear(x, weight, row_multiple))
-            elif x.shape[0]:
-                torch.mm(x, weight.t(), out=y)
-        return out
+        return _grouped(x_ND, counts, row_multiple, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        x_ND, weight_EOD = ctx.saved_tensors
+        x_ND, *weights = ctx.saved_tensors
         grad_NO = grads[0].contiguous()
         grad_x = torch.empty_like(x_ND)
-        grad_weight = torch.zeros_like(weight_EOD)
+        grad_weights: list[torch.Tensor | None] = []
         chunks = zip(x_ND.split(ctx.counts), grad_NO.split(ctx.counts), grad_x.split(ctx.counts), strict=True)
-        for expert, (x, grad, gx) in enumerate(chunks):
+        for weight, (x, grad, gx) in zip(weights, chunks, strict=True):
+            # an expert without a row has no gradient at all: nothing to clear, nothing to add
+            grad_weights.append(torch.mm(grad.t(), x) if x.shape[0] else None)
             if x.shape[0]:
-                torch.mm(grad, weight_EOD[expert], out=gx)
-                torch.mm(grad.t(), x, out=grad_weight[expert])
-        return grad_x, grad_weight, None, None
+                torch.mm(grad, weight, out=gx)
+        return grad_x, None, None, *grad_weights
 
 
 def grouped_linear(
-    x_ND: torch.Tensor, weight_EOD: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int = 1
+    x_ND: torch.Tensor, weights: Sequence[torch.Tensor], counts: list[int] | torch.Tensor, row_multiple: int = 1
 ) -> torch.Tensor:
-    """Row block e of x (``counts[e]`` rows) times weight[e].T, without padding any block.
+    """Row block e of x (``counts[e]`` rows) times ``weights[e].T`` [D, O], without padding any block.
 
-    A card with a grouped kernel uses it; elsewhere one matrix product a non-empty expert. ``counts`` may be a
-    tensor: the kernel reads them on the card, the loop on the host.
+    One matrix product a non-empty expert, as long as no card offers a kernel over weights in storages of their own
+    (Ascend's `npu_grouped_matmul` takes such a list).
     """
-    assert len(counts) == weight_EOD.shape[0]
-    if row_multiple == 1 and _has_grouped_kernel(x_ND, weight_EOD):
-        ends = torch.as_tensor(counts, device=x_ND.device).cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x_ND, weight_EOD.transpose(1, 2), offs=ends)
     counts = counts if isinstance(counts, list) else counts.tolist()
-    assert sum(counts) == x_ND.shape[0]
-    return _GroupedLinear.apply(x_ND, weight_EOD, counts, row_multiple)
-
-
-def _has_grouped_kernel(x_ND: torch.Tensor, weight_EOD: torch.Tensor) -> bool:
-    """On the CPU it is the same loop without Python around it, which a decode step feels; training keeps its own."""
-    if any(width * x_ND.itemsize % 16 for width in weight_EOD.shape[1:]):
-        return False
-    if x_ND.device.type == "cuda":
-        return x_ND.dtype == torch.bfloat16
-    return x_ND.device.type == "cpu" and not torch.is_grad_enabled() and x_ND.dtype != torch.float64
+    assert len(counts) == len(weights) and sum(counts) == x_ND.shape[0]
+    if not torch.is_grad_enabled():
+        return _grouped(x_ND, counts, row_multiple, weights)
+    return _GroupedLinear.apply(x_ND, counts, row_multiple, *weights)
 
 
 def varlen_causal_attention(

@@ -219,13 +219,13 @@ def test_streams_and_events(card):
 def test_accelerator_names_answer(card):
     x = torch.zeros(1000, device=card.torch_device)
     assert torch.accelerator.current_accelerator() == torch.device("npu")
-    assert torch.accelerator.memory_allocated(9) == torch.npu.memory_allocated(9) == 4000
-    assert torch.accelerator.get_memory_info(9) == torch.npu.mem_get_info(9) == ((64 << 20) - 4000, 64 << 20)
-    assert torch.npu.memory_stats(9)["allocated_bytes.all.current"] == 4000
+    assert torch.accelerator.memory_allocated(9) == torch.npu.memory_allocated(9) == 4096
+    assert torch.accelerator.get_memory_info(9) == torch.npu.mem_get_info(9) == ((60 << 20) - 40960, 60 << 20)
+    assert torch.npu.memory_stats(9)["requested_bytes.all.current"] == 4000
     torch.accelerator.empty_cache()
     torch.npu.host_empty_cache()
     torch.accelerator.synchronize()
-    assert torch.npu.get_device_properties(9).total_memory == 64 << 20
+    assert torch.npu.get_device_properties(9).total_memory == 60 << 20
     assert isinstance(x, torch.npu.FloatTensor) and x.is_npu and x.cpu().npu().is_npu
 
 
@@ -245,5 +245,5 @@ def test_a_forked_child_is_refused_and_frees_nothing_of_its_parent(card):
     child.start()
     assert "start workers with 'spawn'" in here.recv()
     child.join()
-    assert card.memory().allocated == 4000
+    assert card.memory().requested == 4000
     del held

@@ -7,8 +7,9 @@
     from fusion.npu.emulator import install
     install()                               # builds on first use; afterwards torch.empty(8, device="npu") works
 
-Left out: rounding, caching and splitting of blocks (reserved equals allocated), asynchronous execution (everything is
-done when the call returns), sparse and quantised tensors, convolutions, graph capture.
+Its allocator rounds, caches and splits as a real one does, with segments as much smaller as the models are (heap.h).
+Work is done when the call returns; with `streams=adversarial` copies and collectives as late as synchronisation allows
+(streams.h). Left out: kernels that run late, sparse and quantised tensors, convolutions, graph capture.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def install() -> ModuleType:
             from fusion.npu.emulator import frontend
 
             frontend.register(extension)
+            atexit.register(extension.forget_work)
             atexit.register(_let_backward_threads_rest)
             _extension = extension
         return _extension

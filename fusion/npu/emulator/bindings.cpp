@@ -1,7 +1,9 @@
 // What Python sees; `runtime.py` makes `torch.npu` of it.
-#include "emulator.h"
+#include "streams.h"
 
 #include <torch/csrc/utils/pybind.h>
+
+#include <array>
 
 namespace py = pybind11;
 
@@ -19,8 +21,11 @@ py::dict as_dict(const CardStats& stats) {
     out[(name + ".total").c_str()] = stat.total;
   };
   put("allocated", stats.allocated);
+  put("requested", stats.requested);
   put("reserved", stats.reserved);
   put("blocks", stats.blocks);
+  put("segments", stats.segments);
+  out["fragmented"] = stats.fragmented;
   out["out_of_memory"] = stats.out_of_memory;
   return out;
 }
@@ -43,6 +48,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", &reset_peak);
   m.def("reset_accumulated", &reset_accumulated);
   m.def("free_and_capacity", &free_and_capacity);
+  m.def("largest_request", &largest_request);
   m.def("limit_process", &limit_process);
   m.def("owner_id", &owner_id);
   m.def("exchange_owner", &exchange_owner);
@@ -55,8 +61,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (size_t i = 0; i < names.size(); ++i) out[names[i].c_str()] = stats.owners[i];
     return out;
   });
+  m.def("share", [](int card, int64_t bytes) {
+    auto [tensor, at] = share(card, bytes);
+    return py::make_tuple(tensor, py::make_tuple(at.pid, at.fd, at.inode, at.file_bytes, at.offset, at.bytes));
+  });
+  m.def("map_shared", [](int card, const std::array<int64_t, 6>& at) {
+    return map_shared(card, {at[0], at[1], at[2], at[3], at[4], at[5]});
+  });
   m.def("current_card", &current_card);
   m.def("exchange_card", &exchange_card);
+  m.def("forget_work", &forget_work);
   m.def("in_forked_child", &in_forked_child);
   m.def("default_generator", [](int card) { return default_generator(card); });
   bind_hccl(m);

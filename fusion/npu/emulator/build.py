@@ -25,7 +25,11 @@ import torch
 
 HERE = Path(__file__).parent
 NAME = "rlfusion_npu"
-UNITS = (("ledger", "allocator", "host", "runtime", "fallback", "kernels", "autocast"), ("hccl", "bindings"))
+UNITS = (
+    ("ledger", "heap", "region", "cards", "owners", "allocator", "shared", "host", "streams", "copies", "runtime")
+    + ("alias", "fallback", "kernels", "autocast"),
+    ("collective", "hccl", "bindings"),
+)
 FLAGS = ("-O2", "-fPIC", "-std=c++20", "-w", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 

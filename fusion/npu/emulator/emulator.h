@@ -1,13 +1,22 @@
 // The emulated NPU: a PyTorch device `npu` (PrivateUse1) whose HBM is host memory.
 //
 //   ledger.cpp     bytes of one card, shared by the processes on it
-//   allocator.cpp  device memory, its statistics and owners
+//   heap.cpp       blocks and segments of one card (heap.h)
+//   region.cpp     the host's memory behind them
+//   cards.cpp      the heap of every card, its statistics and who owns what
+//   owners.cpp     what memory is for
+//   allocator.cpp  device memory as PyTorch asks for it
+//   shared.cpp     blocks that other processes map
 //   host.cpp       the hook on the CPU allocator; pinned memory
+//   streams.cpp    work of a stream that is done later (streams.h)
+//   copies.cpp     copies among it
 //   runtime.cpp    hooks, device guard, streams, events, generators
+//   alias.cpp      CPU tensors over the bytes of the card's
 //   fallback.cpp   every operator: the CPU kernel on zero-copy aliases
 //   kernels.cpp    which operators go there, and the few that do not
 //   autocast.cpp   mixed precision
-//   hccl.cpp       collectives: gloo on zero-copy aliases
+//   collective.cpp one collective on gloo, seen at once or late (collective.h)
+//   hccl.cpp       the process-group backend
 //   bindings.cpp   what Python sees
 #pragma once
 
@@ -47,7 +56,9 @@ class CardLedger {
   bool take(int64_t bytes); // false: the card is full
   void give(int64_t bytes);
   int64_t capacity() const;
+  void leave(); // the session; the account goes on alone
   int64_t used(); // by every live process
+  int64_t room(); // bytes that this process could still take
   int64_t used_here() const;
   void limit_here(double fraction); // of the capacity, for this process
   const std::string& path() const { return path_; }
@@ -64,7 +75,7 @@ class CardLedger {
   std::mutex mutex_; // file locks belong to the process, not to a thread
 };
 
-// ---- allocator.cpp --------------------------------------------------------------------------------------------
+// ---- cards.cpp ------------------------------------------------------------------------------------------------
 
 struct Stat {
   int64_t current = 0, peak = 0, total = 0;
@@ -77,30 +88,57 @@ struct Stat {
 };
 
 struct CardStats {
-  Stat allocated, reserved, blocks;
+  Stat allocated, requested, reserved, blocks, segments; // allocated: rounded
+  int64_t fragmented = 0; // bytes reserved and free, but in pieces that cannot be given back
   int64_t out_of_memory = 0;
   int64_t owners[kMaxOwners] = {};
 };
 
-void open_card(int card, const std::string& path, std::optional<int64_t> capacity);
+void open_card(int card, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late);
 CardStats card_stats(int card);
 void reset_peak(int card);
 void reset_accumulated(int card);
 std::pair<int64_t, int64_t> free_and_capacity(int card);
+int64_t largest_request(int card); // that could be met now
 void limit_process(int card, double fraction);
+void release_cached(); // of every card, and the host's memory behind it
+
+void* take_block(int card, int64_t bytes, bool shared); // raises OutOfMemoryError
+bool give_block(void* memory); // false: not a block
+void record_use(void* memory, c10::StreamId stream); // the block comes back when that stream is done with it
+int owner_of_block(void* memory); // -1: not a block
+void set_owner_of_block(void* memory, int owner);
+void leave_sessions(); // so that other processes have the memory before this one has ended
+
+// ---- owners.cpp -----------------------------------------------------------------------------------------------
 
 int owner_id(const std::string& name); // registers a new name
 std::vector<std::string> owner_names();
+int current_owner();
+std::string complaint(int card, int64_t bytes, const CardStats& stats, CardLedger& ledger); // of a full card
 int exchange_owner(int owner); // of what this thread allocates from now on; returns the one before
-void set_owner_of(const c10::DataPtr& data, int owner);
+
+// ---- allocator.cpp --------------------------------------------------------------------------------------------
 
 c10::DeviceAllocator* device_allocator();
-c10::DataPtr allocate_on(int card, size_t bytes);
+c10::DataPtr allocate_on(int card, size_t bytes, bool shared = false); // shared: other processes can map it
 c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before); // for the owner of `before`
 bool is_device_block(const c10::DataPtr& data);
 int owner_of(const c10::DataPtr& data); // -1: nobody's
+void set_owner_of(const c10::DataPtr& data, int owner);
 bool free_raw_block(void* memory); // false: not a block
 void install_device_allocator();
+
+// ---- shared.cpp -----------------------------------------------------------------------------------------------
+
+// Where the bytes of a block are: in which open file of which process, and where in it.
+struct SharedHandle {
+  int64_t pid, fd, inode, file_bytes, offset, bytes;
+};
+
+SharedHandle shared_place(void* memory); // of a shared block (cards.cpp)
+std::pair<at::Tensor, SharedHandle> share(int card, int64_t bytes);
+at::Tensor map_shared(int card, const SharedHandle& handle);
 
 // ---- host.cpp -------------------------------------------------------------------------------------------------
 
@@ -121,14 +159,23 @@ class ChargeScope {
 // ---- runtime.cpp ----------------------------------------------------------------------------------------------
 
 int current_card();
+c10::StreamId current_stream(int card);
 int exchange_card(int card);
 bool in_forked_child();
 const at::Generator& default_generator(int card);
 at::Generator host_generator(const at::Generator& generator); // the CPU generator inside
 void install_runtime();
 
-// ---- fallback.cpp ---------------------------------------------------------------------------------------------
+// ---- copies.cpp -----------------------------------------------------------------------------------------------
 
+bool copy_later(const at::Tensor& to, const at::Tensor& from, bool non_blocking); // false: copy now
+
+// ---- alias.cpp ------------------------------------------------------------------------------------------------
+
+c10::Storage cpu_storage(c10::DataPtr data, size_t bytes);
+at::Tensor cpu_tensor_over(const at::Tensor& like, c10::Storage storage); // of the same shape
+// A CPU tensor over the same bytes, which lives as long as they do.
+at::Tensor unowned_alias(const at::Tensor& tensor);
 // A CPU tensor over the same bytes that keeps them alive.
 at::Tensor owning_alias(const at::Tensor& tensor);
 void resize_storage(c10::StorageImpl* storage, size_t bytes);

@@ -6,7 +6,7 @@
 //             a new result is turned into a tensor of the card without a copy
 //
 // Tensors on different devices are refused as a real card refuses them.
-#include "emulator.h"
+#include "streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,24 +28,11 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-at::Tensor cpu_tensor_over(const at::Tensor& like, c10::Storage storage) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), like.dtype());
-  impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-  if (like.is_conj()) impl->_set_conj(true);
-  if (like.is_neg()) impl->_set_neg(true);
-  return at::Tensor(std::move(impl));
-}
-
-c10::Storage cpu_storage(c10::DataPtr data, size_t bytes) {
-  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), c10::GetAllocator(c10::kCPU), true));
-}
-
 // What a schema says of an operator, read once.
 struct Traits {
   std::vector<bool> writes; // by argument
   int generator = -1;
+  bool is_copy = false;
   bool hidden_randomness = false; // draws without taking a generator (native_dropout)
   bool mixes_devices = false;
 };
@@ -63,6 +50,7 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
     }
   }
   traits.hidden_randomness = traits.generator < 0 && op.hasTag(at::Tag::nondeterministic_seeded);
+  traits.is_copy = schema.name() == "aten::copy_" && schema.overload_name().empty();
   static const std::unordered_set<std::string> mixed{
       "aten::copy_", "aten::_copy_from", "aten::index", "aten::index_put_", "aten::_index_put_impl_",
       "aten::_unsafe_index", "aten::index_put", "aten::_unsafe_index_put"};
@@ -96,8 +84,10 @@ class Call {
 
   void run() {
     const size_t begin = stack_->size() - count_;
+    if (traits_.is_copy && copies_later(begin)) return;
     for (size_t i = 0; i < count_; ++i) take((*stack_)[begin + i], traits_.writes[i]);
     if (card_ < 0) card_ = current_card();
+    if (is_late(card_)) reach_end_of(card_, current_stream(card_));
     if (traits_.generator >= 0) take_generator((*stack_)[begin + traits_.generator]);
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -123,6 +113,15 @@ class Call {
     c10::Storage real;
     c10::Storage alias;
   };
+
+  bool copies_later(size_t begin) {
+    const auto to = (*stack_)[begin].toTensor(), from = (*stack_)[begin + 1].toTensor();
+    const auto card = (on_card(to) ? to : from).device().index();
+    if (!is_late(card) || !copy_later(to, from, (*stack_)[begin + 2].toBool())) return false;
+    torch::jit::drop(*stack_, count_);
+    stack_->push_back(to);
+    return true;
+  }
 
   void note_card(c10::Device device) {
     const int card = device.has_index() ? device.index() : current_card();
@@ -264,23 +263,6 @@ class Call {
 };
 
 } // namespace
-
-at::Tensor owning_alias(const at::Tensor& tensor) {
-  if (!on_card(tensor)) return tensor;
-  auto* keep = new c10::Storage(tensor.storage());
-  auto release = [](void* context) { delete static_cast<c10::Storage*>(context); };
-  c10::DataPtr data(const_cast<void*>(keep->data()), keep, release, c10::Device(c10::kCPU));
-  return cpu_tensor_over(tensor, cpu_storage(std::move(data), keep->nbytes()));
-}
-
-void resize_storage(c10::StorageImpl* storage, size_t bytes) {
-  if (bytes == storage->nbytes()) return;
-  TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
-  auto data = reallocate_on(storage->device().index(), bytes, storage->data_ptr());
-  if (storage->nbytes() > 0 && bytes > 0) std::memcpy(data.get(), storage->data(), std::min(bytes, storage->nbytes()));
-  storage->set_data_ptr_noswap(std::move(data));
-  storage->set_nbytes(bytes);
-}
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, stack).run();

@@ -40,6 +40,10 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
+void record_stream(at::Tensor& tensor, at::Stream stream) {
+  device_allocator()->recordStream(tensor.storage().data_ptr(), stream);
+}
+
 // Asked before attention is dispatched: the answer of the CPU, whose fused kernel then runs through the fallback.
 int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
@@ -64,6 +68,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("record_stream", record_stream);
   const auto to_cpu = [&](const std::string& name) {
     m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   };

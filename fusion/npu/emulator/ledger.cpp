@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -127,22 +128,30 @@ void CardLedger::join(std::optional<int64_t> capacity) {
 }
 
 CardLedger::~CardLedger() {
-  if (path_.empty()) {
-    delete page_;
-    return;
-  }
+  if (!path_.empty()) leave();
+  delete page_;
+}
+
+void CardLedger::leave() {
+  auto* alone = new LedgerPage();
+  alone->capacity = capacity();
+  alone->used = used_here();
+  alone->slots[0].bytes = used_here();
   if (!in_forked_child()) {
     FileLock guard(fd_);
     give(used_here());
     page_->slots[slot_].pid = 0;
     lock_byte(fd_, F_UNLCK, 1 + slot_, false);
     reap_dead();
-    bool alone = true;
-    for (auto& slot : page_->slots) alone = alone && slot.pid == 0;
-    if (alone) unlink(path_.c_str());
+    bool last = true;
+    for (auto& slot : page_->slots) last = last && slot.pid == 0;
+    if (last) unlink(path_.c_str());
   }
   munmap(page_, sizeof(LedgerPage));
   close(fd_);
+  path_.clear();
+  page_ = alone;
+  slot_ = 0;
 }
 
 bool CardLedger::take(int64_t bytes) {
@@ -198,6 +207,10 @@ int64_t CardLedger::used() {
     reap_dead();
   }
   return page_->used;
+}
+
+int64_t CardLedger::room() {
+  return std::min(page_->capacity - used(), static_cast<int64_t>(page_->capacity * fraction_) - used_here());
 }
 
 int64_t CardLedger::used_here() const {

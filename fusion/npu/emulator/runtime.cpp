@@ -1,5 +1,5 @@
-// Device index, streams, events, generators. Work runs when it is called, so a stream is a name and an event a time.
-#include "emulator.h"
+// Device index, streams, events, generators.
+#include "streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -17,7 +17,8 @@ namespace {
 
 thread_local int t_card = 0;
 thread_local std::array<c10::StreamId, kCards> t_streams{};
-std::atomic<c10::StreamId> next_stream{1};
+std::atomic<c10::StreamId> next_stream{0};
+constexpr int kPooledStreams = 32; // handed out again and again, as on a real card
 std::atomic<bool> forked_child{false};
 
 void check_card(int card) {
@@ -42,8 +43,11 @@ struct NpuGenerator final : c10::GeneratorImpl {
   at::Generator inside;
 };
 
+using Clock = std::chrono::steady_clock;
+
 struct Event {
-  std::chrono::steady_clock::time_point recorded_at;
+  Moment moment; // what must be done before it is
+  std::shared_ptr<Clock::time_point> done_at = std::make_shared<Clock::time_point>();
 };
 
 struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
@@ -64,7 +68,7 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(concrete(device), 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    return stream_of(concrete(device), next_stream++);
+    return stream_of(concrete(device), 1 + next_stream++ % kPooledStreams);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -72,22 +76,49 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(device, std::exchange(t_streams[device.index()], stream.id()));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  // Who asks gets "not yet" once; then the work is done, as there may be no other way for who asks in a loop.
+  static bool query(const Moment& moment) {
+    if (reached(moment)) return true;
+    reach(moment);
+    return false;
+  }
+  bool queryStream(const c10::Stream& stream) const override { return query(end_of(stream.device_index(), stream.id())); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (is_late(stream.device_index())) reach_end_of(stream.device_index(), stream.id());
+  }
+  void synchronizeDevice(const c10::DeviceIndex card) const override {
+    if (is_late(card < 0 ? t_card : card)) reach_all(card < 0 ? t_card : card);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    device_allocator()->recordStream(data, stream);
+  }
 
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
-    static_cast<Event*>(*event)->recorded_at = std::chrono::steady_clock::now();
+    auto& it = *static_cast<Event*>(*event);
+    const int card = stream.device_index();
+    it.moment = is_late(card) ? end_of(card, stream.id()) : Moment{};
+    if (reached(it.moment)) {
+      *it.done_at = Clock::now();
+      return;
+    }
+    it.done_at = std::make_shared<Clock::time_point>();
+    enqueue(card, stream.id(), [done_at = it.done_at] { *done_at = Clock::now(); });
+    it.moment = end_of(card, stream.id());
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) enqueue_wait(stream.device_index(), stream.id(), static_cast<Event*>(event)->moment);
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || query(static_cast<Event*>(event)->moment); }
+  void synchronizeEvent(void* event) const override {
+    if (event) reach(static_cast<Event*>(event)->moment);
+  }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     TORCH_CHECK(from && to, "both events must be recorded before their elapsed time is asked for");
-    const auto time = static_cast<Event*>(to)->recorded_at - static_cast<Event*>(from)->recorded_at;
-    return std::chrono::duration<double, std::milli>(time).count();
+    const auto &start = *static_cast<Event*>(from), &end = *static_cast<Event*>(to);
+    TORCH_CHECK(reached(start.moment) && reached(end.moment), "both events must be completed: synchronize them first");
+    return std::chrono::duration<double, std::milli>(*end.done_at - *start.done_at).count();
   }
 };
 
@@ -120,6 +151,10 @@ struct NpuHooks final : at::PrivateUse1HooksInterface {
 
 int current_card() {
   return t_card;
+}
+
+c10::StreamId current_stream(int card) {
+  return t_streams[card];
 }
 
 int exchange_card(int card) {

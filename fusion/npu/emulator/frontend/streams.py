@@ -11,7 +11,7 @@ from fusion.npu.emulator.frontend.state import card_index
 
 
 class Stream(torch.Stream):
-    """A stream of the card; everything on it is done when the call returns."""
+    """A stream of the card."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
         if "stream_id" in kwargs:

@@ -1,0 +1,259 @@
+// Collectives on gloo, seen at once or late (collective.h).
+#include "collective.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty_like.h>
+
+#include <cstring>
+#include <map>
+
+namespace npu {
+
+namespace {
+
+constexpr c10::StreamId kFirstCommStream = 1000; // after the pooled ones
+
+c10::intrusive_ptr<c10::ivalue::Future> new_future(const Tensors& outputs) {
+  auto type = c10::ListType::create(c10::TensorType::get());
+  std::vector<c10::Device> devices;
+  if (!outputs.empty()) devices.push_back(outputs.front().device());
+  return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
+}
+
+// gloo's send and receive hang when they are waited for twice; a real card's do not.
+struct Gloo {
+  explicit Gloo(WorkPtr work) : work(std::move(work)) {}
+  bool wait(std::chrono::milliseconds timeout) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!is_done) is_done = work->wait(timeout);
+    return is_done;
+  }
+  WorkPtr work;
+  std::mutex mutex;
+  bool is_done = false;
+};
+
+// result() and futures must hand out tensors of the card, not what gloo worked on.
+class EagerWork final : public c10d::Work {
+ public:
+  EagerWork(WorkPtr gloo, Tensors outputs) : gloo_(gloo), waiter_(std::move(gloo)), outputs_(std::move(outputs)) {}
+  bool isCompleted() override { return gloo_->isCompleted(); }
+  bool isSuccess() const override { return gloo_->isSuccess(); }
+  std::exception_ptr exception() const override { return gloo_->exception(); }
+  int sourceRank() const override { return gloo_->sourceRank(); }
+  Tensors result() override { return outputs_; }
+  void synchronize() override { gloo_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override { return waiter_.wait(timeout); }
+  void abort() override { gloo_->abort(); }
+  uint64_t getSequencenumber() const override { return gloo_->getSequencenumber(); }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future = new_future(outputs_);
+    gloo_->getFuture()->addCallback([future, outputs = outputs_](c10::ivalue::Future& done) {
+      if (done.hasError()) {
+        future->setError(done.exception_ptr());
+      } else {
+        future->markCompleted(c10::IValue(outputs));
+      }
+    });
+    return future;
+  }
+
+ private:
+  WorkPtr gloo_;
+  Gloo waiter_;
+  Tensors outputs_;
+};
+
+// Tensors stay alive until wait(), as long as those of a real collective; who frees them then must do so behind it.
+struct Stash {
+  std::vector<c10::Storage> storages;
+};
+
+// wait() makes the current stream wait, not the host.
+class LateWork final : public c10d::Work {
+ public:
+  LateWork(std::shared_ptr<Gloo> gloo, Moment moment, Tensors outputs, std::shared_ptr<Stash> stash)
+      : waiter_(std::move(gloo)),
+        gloo_(waiter_->work),
+        moment_(moment),
+        outputs_(std::move(outputs)),
+        stash_(std::move(stash)) {}
+  bool isCompleted() override {
+    if (reached(moment_)) return true;
+    if (gloo_->isCompleted()) reach(moment_); // "not yet" once more: who asks in a loop gets it next time
+    return false;
+  }
+  bool isSuccess() const override { return gloo_->isSuccess(); }
+  std::exception_ptr exception() const override { return gloo_->exception(); }
+  int sourceRank() const override { return gloo_->sourceRank(); }
+  Tensors result() override { return outputs_; }
+  void synchronize() override { wait(kNoTimeout); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (timeout != kNoTimeout) waiter_->wait(timeout);
+    enqueue_wait(moment_.card, current_stream(moment_.card), moment_);
+    stash_->storages.clear();
+    return true;
+  }
+  void abort() override { gloo_->abort(); }
+  uint64_t getSequencenumber() const override { return gloo_->getSequencenumber(); }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    reach(moment_);
+    auto future = new_future(outputs_);
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
+
+ private:
+  std::shared_ptr<Gloo> waiter_;
+  WorkPtr gloo_;
+  Moment moment_;
+  Tensors outputs_;
+  std::shared_ptr<Stash> stash_;
+};
+
+bool is_late_tensor(const at::Tensor& tensor) {
+  return tensor.device().type() == c10::kPrivateUse1 && is_late(tensor.device().index());
+}
+
+void copy_bytes(at::Tensor to, const at::Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
+  at::native::copy_(to, from, false);
+}
+
+at::Tensor copy_of(const at::Tensor& cpu) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
+  auto copy = at::empty_like(cpu, c10::MemoryFormat::Contiguous);
+  copy_bytes(copy, cpu);
+  return copy;
+}
+
+// Which bytes the unfinished collectives of a group will write, so that the next one that reads them waits.
+struct Writes {
+  std::mutex mutex;
+  std::map<std::pair<int, c10::StreamId>, std::vector<std::tuple<const char*, const char*, Moment>>> of;
+};
+
+Writes& writes() {
+  static auto* all = new Writes();
+  return *all;
+}
+
+std::pair<const char*, const char*> bytes_of(const at::Tensor& cpu) {
+  const auto* begin = static_cast<const char*>(cpu.const_data_ptr());
+  return {begin, begin + cpu.nbytes()};
+}
+
+} // namespace
+
+c10::StreamId new_comm_stream() {
+  static std::atomic<c10::StreamId> next{kFirstCommStream};
+  return next++;
+}
+
+void Launch::prepare(const at::Tensor& tensor) {
+  const int card = tensor.device().index();
+  TORCH_CHECK(card_ < 0 || card_ == card, "hccl: ", name_, " of tensors on two cards");
+  if (card_ < 0) reach_end_of(card, current_stream(card)); // the group's stream starts behind the caller's
+  card_ = card;
+  const auto [begin, end] = bytes_of(unowned_alias(tensor));
+  Moment last;
+  {
+    std::lock_guard<std::mutex> lock(writes().mutex);
+    auto& unfinished = writes().of[{card, stream_}];
+    std::erase_if(unfinished, [](const auto& write) { return reached(std::get<2>(write)); });
+    for (const auto& [from, to, moment] : unfinished) {
+      if (from < end && begin < to) last = moment;
+    }
+  }
+  reach(last);
+}
+
+at::Tensor Launch::stand_in(const at::Tensor& tensor, bool is_input) {
+  if (!is_late_tensor(tensor)) return owning_alias(tensor);
+  prepare(tensor);
+  auto alias = unowned_alias(tensor);
+  kept_.push_back(tensor.storage());
+  copies_.push_back({alias, copy_of(alias), is_input});
+  return copies_.back().copy;
+}
+
+at::Tensor Launch::read(const at::Tensor& tensor) {
+  return stand_in(tensor, true);
+}
+
+at::Tensor Launch::written(const at::Tensor& tensor) {
+  outputs_.push_back(tensor);
+  return stand_in(tensor, false);
+}
+
+Tensors Launch::updated(const Tensors& tensors) {
+  if (!tensors.empty() && is_late_tensor(tensors.front())) read(tensors);
+  return written(tensors);
+}
+
+Tensors Launch::read(const Tensors& tensors) {
+  Tensors out;
+  for (const auto& tensor : tensors) out.push_back(read(tensor));
+  return out;
+}
+
+Tensors Launch::written(const Tensors& tensors) {
+  Tensors out;
+  for (const auto& tensor : tensors) out.push_back(written(tensor));
+  return out;
+}
+
+TensorLists Launch::read(const TensorLists& lists) {
+  TensorLists out;
+  for (const auto& list : lists) out.push_back(read(list));
+  return out;
+}
+
+TensorLists Launch::written(const TensorLists& lists) {
+  TensorLists out;
+  for (const auto& list : lists) out.push_back(written(list));
+  return out;
+}
+
+void Launch::finish(const std::vector<Copy>& copies, const char* name) {
+  for (const auto& it : copies) {
+    if (!it.is_input) continue;
+    const auto now = copy_of(it.alias);
+    TORCH_CHECK(
+        std::memcmp(now.const_data_ptr(), it.copy.const_data_ptr(), now.nbytes()) == 0, "hccl: an input of ", name, " (",
+        it.copy.dtype(), " ", it.copy.sizes(), ") changed while the collective could still read it: wait() for it before "
+        "the tensor is written or freed, on the stream that does so (device.streams=adversarial)");
+  }
+  for (const auto& it : copies) {
+    if (!it.is_input) copy_bytes(it.alias, it.copy);
+  }
+}
+
+WorkPtr Launch::done(WorkPtr gloo_work) {
+  if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo_work), std::move(outputs_));
+  auto stash = std::make_shared<Stash>(Stash{std::move(kept_)});
+  std::vector<std::pair<const char*, const char*>> written;
+  for (const auto& it : copies_) {
+    if (!it.is_input) written.push_back(bytes_of(it.alias));
+  }
+  auto waiter = std::make_shared<Gloo>(std::move(gloo_work));
+  enqueue(card_, stream_, [waiter, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
+    waiter->wait(kNoTimeout);
+    finish(copies, name);
+    stash->storages.clear();
+  });
+  const auto moment = end_of(card_, stream_);
+  {
+    std::lock_guard<std::mutex> lock(writes().mutex);
+    for (const auto& [begin, end] : written) writes().of[{card_, stream_}].push_back({begin, end, moment});
+  }
+  return c10::make_intrusive<LateWork>(std::move(waiter), moment, std::move(outputs_), std::move(stash));
+}
+
+} // namespace npu

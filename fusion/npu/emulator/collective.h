@@ -1,0 +1,55 @@
+// One collective, from its launch on gloo to the moment when its results are seen.
+#pragma once
+
+#include "streams.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace npu {
+
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+c10::StreamId new_comm_stream();
+
+// Gathers what a collective reads and writes, and what gloo gets in its place.
+//
+// Eager: aliases. Late: gloo starts at once, on copies, as the other ranks must not wait for this one's synchronisation;
+// what it wrote appears in the outputs when the stream of the group is reached. A real card may read the inputs as late as
+// that: so they are then compared with what they were, and one that was written or freed in between is an error.
+class Launch {
+ public:
+  Launch(c10::intrusive_ptr<c10d::Backend> gloo, c10::StreamId stream, const char* name)
+      : gloo_(std::move(gloo)), stream_(stream), name_(name) {}
+
+  at::Tensor read(const at::Tensor& tensor);
+  at::Tensor written(const at::Tensor& tensor);
+  Tensors read(const Tensors& tensors);
+  Tensors written(const Tensors& tensors);
+  TensorLists read(const TensorLists& lists);
+  TensorLists written(const TensorLists& lists);
+  Tensors updated(const Tensors& tensors); // read and written
+
+  WorkPtr done(WorkPtr gloo_work);
+
+ private:
+  struct Copy {
+    at::Tensor alias; // the card's bytes
+    at::Tensor copy;
+    bool is_input;
+  };
+  at::Tensor stand_in(const at::Tensor& tensor, bool is_input);
+  void prepare(const at::Tensor& tensor);
+  static void finish(const std::vector<Copy>& copies, const char* name);
+
+  c10::intrusive_ptr<c10d::Backend> gloo_; // its threads must outlive the work
+  c10::StreamId stream_;
+  const char* name_;
+  int card_ = -1;
+  Tensors outputs_; // of the card
+  std::vector<Copy> copies_; // late only
+  std::vector<c10::Storage> kept_;
+};
+
+} // namespace npu

@@ -1,0 +1,128 @@
+// The caching allocator of one card, as PyTorch's CUDACachingAllocator and torch_npu's NPUCachingAllocator work.
+//
+//   request ──round to 512 B──► pool (small, large or shared; one of each a stream) ──best fit──► free block, split
+//                                   │ nothing fits                                       ▲ merged with its neighbours
+//                                   └──► segment: bytes of the card are taken ───────────┘ when it is freed
+//
+// Segments are of one of two modes:
+//   expandable   one range of addresses a pool, of which pages are mapped when needed and unmapped wherever they lie
+//                wholly free (`expandable_segments:True` of both vendors: what large jobs use)
+//   fixed        many ranges of a few sizes, given back when wholly free (both vendors' default)
+//
+// `reserved` is what segments hold of the card. A page that is unmapped is the card's no longer, but the host keeps its
+// memory at hand until empty_cache(), so that coming back costs no page fault.
+#pragma once
+
+#include "emulator.h"
+
+#include <map>
+#include <set>
+
+namespace npu {
+
+// Sizes in bytes. Blocks are those of a real card; segments and pages are 512 times smaller than its 2 and 20 MiB, as are
+// the models that emulated cards hold: so what is lost to granularity is the same part of a shard or a bucket.
+namespace sizes {
+constexpr int64_t kBlock = 512;
+constexpr int64_t kUnit = 4096; // small segments and pages; a fixed segment of its own is a multiple of it
+constexpr int64_t kSmallLimit = kUnit / 2; // larger requests are of the large pool
+constexpr int64_t kLargeSegment = 10 * kUnit; // and large pages
+constexpr int64_t kOwnSegment = 5 * kUnit; // requests from here on get a fixed segment of their own
+} // namespace sizes
+
+// Addresses, and host memory behind them as soon as it is touched.
+struct Region {
+  Region(int64_t bytes, bool shared);
+  Region(int file, int64_t bytes); // what another process shares; takes the descriptor over
+  ~Region();
+  Region(const Region&) = delete;
+  void touch(int64_t until); // takes the page faults up to there at once
+  void drop(int64_t offset, int64_t bytes); // gives the host its memory back
+  char* base = nullptr;
+  int64_t bytes;
+  int fd = -1; // of a shared region
+  int64_t inode = 0;
+
+ private:
+  char* mapped_ = nullptr;
+  int64_t mapped_bytes_ = 0;
+  int64_t touched_ = 0;
+};
+
+struct Block;
+struct BySize {
+  bool operator()(const Block* a, const Block* b) const;
+};
+struct ByAddress {
+  bool operator()(const Block* a, const Block* b) const;
+};
+
+enum class PoolKind : uint8_t { kSmall, kLarge, kShared };
+
+struct Pool {
+  PoolKind kind;
+  c10::StreamId stream;
+  bool expandable;
+  int64_t page; // what an expandable segment grows by
+  std::set<Block*, BySize> free; // mapped
+  std::set<Block*, ByAddress> unmapped;
+};
+
+struct Segment {
+  Segment(Pool& pool, int64_t bytes) : pool(pool), region(bytes, pool.kind == PoolKind::kShared) {}
+  Pool& pool;
+  Region region;
+  int64_t mapped = 0; // bytes
+};
+
+struct Block {
+  Segment* segment;
+  char* at;
+  int64_t bytes;
+  Block* before = nullptr; // neighbours in the segment
+  Block* after = nullptr;
+  bool mapped = false;
+  bool in_use = false;
+  int16_t card = 0;
+  int16_t owner = 0;
+  int64_t requested = 0; // of `bytes`
+  std::vector<c10::StreamId> used_by = {}; // streams other than the pool's, by record_stream
+};
+
+class Heap {
+ public:
+  Heap(CardLedger& ledger, bool expandable, bool poisoned);
+  ~Heap();
+  Block* allocate(int64_t bytes, c10::StreamId stream, bool shared); // nullptr: the card is full
+  void free(Block* block);
+  void release_cached(bool from_host); // wholly free pages and segments; from_host: their host memory too
+  int64_t releasable() const; // bytes that release_cached would give
+  int64_t largest(int64_t room) const; // of `room` bytes of the card, what one request can have
+  bool expandable() const { return expandable_; }
+
+  Stat reserved, segments;
+
+ private:
+  Pool& pool_of(int64_t bytes, c10::StreamId stream, bool shared);
+  Block* fit(Pool& pool, int64_t bytes);
+  Block* grow(Pool& pool, int64_t bytes);
+  Block* extend(Pool& pool, int64_t bytes);
+  Block* map(Block* block, int64_t bytes);
+  Segment* new_segment(Pool& pool, int64_t bytes);
+  bool take(Segment& segment, int64_t bytes);
+  void give(Segment& segment, int64_t bytes);
+  void unmap(Block* block);
+  void remove(Segment* segment);
+  std::pair<int64_t, int64_t> whole_pages(const Block& block) const;
+  bool worth_splitting(const Block& block, int64_t bytes) const;
+  Block* split(Block* block, int64_t bytes);
+  Block* merged(Block* block);
+
+  CardLedger& ledger_;
+  bool expandable_;
+  bool poisoned_; // fresh memory is
+  std::map<std::pair<c10::StreamId, PoolKind>, Pool> pools_;
+  std::set<Segment*> all_segments_;
+};
+
+} // namespace npu

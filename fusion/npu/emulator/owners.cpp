@@ -1,0 +1,93 @@
+// What memory is for: names of owners, the one that counts in this thread, and the table of them when memory is out.
+#include "emulator.h"
+
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <atomic>
+#include <iomanip>
+#include <sstream>
+
+namespace npu {
+namespace {
+
+// The owner travels in PyTorch's thread-local state, so that the threads of a backward pass inherit it from the caller,
+// who waits meanwhile. One entry a thread, made once and then changed in place: others use that state as a stack, and an
+// entry that came and went would have to keep their order. (Slots of one's own exist in new versions only; this one
+// every version has.)
+const auto kOwnerSlot = c10::DebugInfoKind::TEST_INFO_2;
+struct ThreadOwner final : c10::DebugInfoBase {
+  std::atomic<int> owner{0};
+};
+
+ThreadOwner* thread_owner() {
+  return static_cast<ThreadOwner*>(c10::ThreadLocalDebugInfo::get(kOwnerSlot));
+}
+
+std::string readable(int64_t bytes) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(2);
+  if (bytes < (int64_t{1} << 20)) {
+    out << bytes / 1024.0 << " KiB";
+  } else if (bytes < (int64_t{1} << 30)) {
+    out << bytes / 1048576.0 << " MiB";
+  } else {
+    out << bytes / 1073741824.0 << " GiB";
+  }
+  return out.str();
+}
+
+struct Owners {
+  std::mutex mutex;
+  std::vector<std::string> names{"activations"};
+};
+
+Owners& owners() {
+  static auto* all = new Owners(); // never destroyed: tensors may outlive static destructors
+  return *all;
+}
+
+} // namespace
+
+int owner_id(const std::string& name) {
+  auto& all = owners();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (size_t i = 0; i < all.names.size(); ++i) {
+    if (all.names[i] == name) return static_cast<int>(i);
+  }
+  TORCH_CHECK_VALUE(all.names.size() < kMaxOwners, "more than ", kMaxOwners, " memory owners");
+  all.names.push_back(name);
+  return static_cast<int>(all.names.size()) - 1;
+}
+
+std::vector<std::string> owner_names() {
+  auto& all = owners();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.names;
+}
+
+int current_owner() {
+  const auto* mine = thread_owner();
+  return mine == nullptr ? 0 : mine->owner.load(std::memory_order_relaxed);
+}
+
+int exchange_owner(int owner) {
+  TORCH_CHECK_VALUE(owner >= 0 && owner < kMaxOwners, "no memory owner ", owner);
+  if (thread_owner() == nullptr) c10::ThreadLocalDebugInfo::_push(kOwnerSlot, std::make_shared<ThreadOwner>());
+  return thread_owner()->owner.exchange(owner);
+}
+
+std::string complaint(int card, int64_t bytes, const CardStats& stats, CardLedger& ledger) {
+  std::ostringstream out;
+  out << "npu:" << card << " out of memory: " << readable(bytes) << " requested, " << readable(stats.allocated.current)
+      << " allocated here, " << readable(stats.reserved.current - stats.allocated.current)
+      << " reserved but unused (fragments that hold too little), " << readable(ledger.used() - ledger.used_here())
+      << " by other processes, capacity " << readable(ledger.capacity())
+      << " (device.capacity_bytes=" << ledger.capacity() << "). By owner:";
+  const auto names = owner_names();
+  for (size_t i = 0; i < names.size(); ++i) {
+    out << (i ? ", " : " ") << names[i] << " " << readable(stats.owners[i]);
+  }
+  return out.str();
+}
+
+} // namespace npu

@@ -1,0 +1,90 @@
+// Addresses and the host memory behind them: anonymous memory, or a sparse file without a name (memfd) where other
+// processes may map it. Nothing is taken before it is touched.
+#include "heap.h"
+
+#include <c10/util/Exception.h>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace npu {
+
+namespace {
+
+constexpr int64_t kHostPage = 4096;
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+char* reserve(int64_t bytes, int fd) {
+  const int kind = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kind | MAP_NORESERVE, fd, 0);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, memory != MAP_FAILED, "the memory of this machine is full: ", bytes, " bytes of addresses: ",
+      strerror(errno));
+  return static_cast<char*>(memory);
+}
+
+int64_t inode_of(int fd) {
+  struct stat file {};
+  fstat(fd, &file);
+  return static_cast<int64_t>(file.st_ino);
+}
+
+} // namespace
+
+Region::Region(int64_t size, bool shared) : bytes(size) {
+  if (shared) {
+    fd = memfd_create("rlfusion-npu", MFD_CLOEXEC);
+    TORCH_CHECK(fd >= 0 && ftruncate(fd, bytes) == 0, "cannot make memory to share: ", strerror(errno));
+    inode = inode_of(fd);
+    mapped_ = base = reserve(bytes, fd);
+    mapped_bytes_ = bytes;
+    return;
+  }
+  if (bytes < kHugePage) {
+    mapped_ = base = reserve(bytes, -1);
+    mapped_bytes_ = bytes;
+    return;
+  }
+  mapped_bytes_ = bytes + kHugePage;
+  mapped_ = reserve(mapped_bytes_, -1);
+  base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(mapped_) + kHugePage - 1) / kHugePage * kHugePage);
+  madvise(base, bytes, MADV_HUGEPAGE); // a twentieth of the page faults, where the host has huge pages
+}
+
+Region::Region(int file, int64_t size) : bytes(size), fd(file), inode(inode_of(file)) {
+  mapped_ = base = reserve(bytes, fd);
+  mapped_bytes_ = bytes;
+}
+
+Region::~Region() {
+  munmap(mapped_, mapped_bytes_);
+  if (fd >= 0) close(fd);
+}
+
+void Region::touch(int64_t until) {
+  until = std::min(bytes, (until + kHostPage - 1) / kHostPage * kHostPage);
+  if (until <= touched_) return;
+#ifdef MADV_POPULATE_WRITE // only speed depends on it; kernels before 5.14 refuse
+  madvise(base + touched_, until - touched_, MADV_POPULATE_WRITE);
+#endif
+  touched_ = until;
+}
+
+void Region::drop(int64_t offset, int64_t size) {
+  const int64_t begin = (offset + kHostPage - 1) / kHostPage * kHostPage, end = (offset + size) / kHostPage * kHostPage;
+  if (begin >= end) return;
+  if (fd >= 0) {
+    fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, end - begin);
+    touched_ = std::min(touched_, begin);
+  } else {
+    madvise(base + begin, end - begin, MADV_DONTNEED);
+  }
+}
+
+} // namespace npu

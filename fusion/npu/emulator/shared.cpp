@@ -1,0 +1,98 @@
+// Blocks that other processes of the machine map: files without a name (memfd), which nothing but the processes that
+// hold or map them keeps alive, so that neither an end nor a kill leaves anything behind.
+//
+//   owner    /proc/<pid>/fd/<fd> at an offset is the handle; the block is charged to its card like any other
+//   mapper   maps the owner's whole file once and finds every later block of that owner in place; charged nothing
+#include "heap.h"
+#include "streams.h"
+
+#include <c10/util/Exception.h>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace npu {
+
+namespace {
+
+// Another process's file, mapped as long as a block of it is held here or the owner lives.
+struct Mapping {
+  Mapping(int fd, const SharedHandle& handle, std::string path)
+      : region(fd, handle.file_bytes), path(std::move(path)) {}
+  Region region;
+  std::string path;
+};
+
+using MappingKey = std::pair<int64_t, int64_t>; // pid, inode
+
+struct Mappings {
+  std::mutex mutex;
+  std::map<MappingKey, std::shared_ptr<Mapping>> open;
+};
+
+Mappings& mappings() {
+  static auto* all = new Mappings();
+  return *all;
+}
+
+bool is_file(const std::string& path, int64_t inode) {
+  struct stat found {};
+  return stat(path.c_str(), &found) == 0 && static_cast<int64_t>(found.st_ino) == inode;
+}
+
+std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
+  auto& all = mappings();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto it = all.open.begin(); it != all.open.end();) {
+    const bool is_idle = it->second.use_count() == 1 && !is_file(it->second->path, it->first.second);
+    it = is_idle ? all.open.erase(it) : std::next(it);
+  }
+  const auto path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+  TORCH_CHECK_VALUE(
+      is_file(path, handle.inode), "a shared block cannot be mapped: process ", handle.pid, " that owned it is gone");
+  auto& mapping = all.open[{handle.pid, handle.inode}];
+  if (!mapping) {
+    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    TORCH_CHECK(fd >= 0, "cannot open ", path, ": ", strerror(errno));
+    mapping = std::make_shared<Mapping>(fd, handle, path);
+  }
+  mapping->region.touch(handle.offset + handle.bytes);
+  return mapping;
+}
+
+void release_mapping(void* context) {
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  delete static_cast<std::shared_ptr<Mapping>*>(context);
+}
+
+at::Tensor bytes_of(int card, c10::DataPtr data, int64_t bytes) {
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), device_allocator(), /*resizable=*/false));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(c10::kByte));
+  impl->set_sizes_contiguous({bytes});
+  return at::Tensor(std::move(impl));
+}
+
+} // namespace
+
+std::pair<at::Tensor, SharedHandle> share(int card, int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes > 0, "a shared block of ", bytes, " bytes: expected a positive number");
+  auto data = allocate_on(card, bytes, true);
+  if (is_late(card)) reach_end_of(card, current_stream(card)); // other processes do not wait for our streams
+  const auto handle = shared_place(data.get());
+  return {bytes_of(card, std::move(data), bytes), handle};
+}
+
+at::Tensor map_shared(int card, const SharedHandle& handle) {
+  auto mapping = mapping_of(handle);
+  char* memory = mapping->region.base + handle.offset;
+  auto* held = new std::shared_ptr<Mapping>(std::move(mapping));
+  return bytes_of(card, {memory, held, &release_mapping, device_of(card)}, handle.bytes);
+}
+
+} // namespace npu
