@@ -3,10 +3,11 @@
 config        ModelConfig: the shape, from and to a Hugging Face config.json
 parallel      Parallel: the grid of ranks as arithmetic; Mesh: one rank's process groups
 table         LocalParam and Part: logical slices of global tensors, physical places in local ones
-weights       Buckets: flat storage that can be released and taken back under live views
+weights       Buckets: storage in units (or buckets) that can be released, taken back and shared under live views
+matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients
 transformer   Transformer: embedding, layers, logits; `attend` is what the caller brings
-moe           router, token exchange over EP, grouped experts, load-balancing loss
+moe           router, token exchange over EP and expert-TP, grouped experts, load-balancing loss
 huggingface   load_weights, save_folder: straight into and out of any layout
 """
 
@@ -14,9 +15,9 @@ from fusion.model.config import ModelConfig
 from fusion.model.huggingface import check_folder, load_weights, save_folder
 from fusion.model.moe import load_balancing_loss
 from fusion.model.parallel import Mesh, Parallel
-from fusion.model.table import LocalParam, Part, global_params, local_params
+from fusion.model.table import LocalParam, Part, Placement, global_params, local_params
 from fusion.model.transformer import Attend, PackedAttention, Transformer
-from fusion.model.weights import BucketPlan, Buckets, plan_buckets
+from fusion.model.weights import BucketPlan, Buckets, plan_buckets, plan_units
 
 __all__ = [
     "Attend",
@@ -28,6 +29,7 @@ __all__ = [
     "PackedAttention",
     "Parallel",
     "Part",
+    "Placement",
     "Transformer",
     "check_folder",
     "global_params",
@@ -35,5 +37,6 @@ __all__ = [
     "load_weights",
     "local_params",
     "plan_buckets",
+    "plan_units",
     "save_folder",
 ]

@@ -34,6 +34,16 @@ def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Me
     return x if mesh.ep_group is None else _ExchangeRows.apply(x, send, receive, mesh)
 
 
+def gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[sizes[rank], …] of every rank of ``group`` → all of them in rank order. Backward: sum of partial gradients."""
+    return x if group is None else _GatherUneven.apply(x, sizes, group)
+
+
+def reduce_scatter_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over ``group`` of [sum(sizes), …], of which each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
+    return x if group is None else _ReduceScatterUneven.apply(x, sizes, group)
+
+
 def _gather(x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
     ranks = mesh.parallel.tp
     sizes = shard_sizes(rows, ranks)
@@ -51,14 +61,25 @@ def _gather(x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
 def _reduce_scatter(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     # An exchange and a sum in rank order: reduction trees of the backends add in an order that depends on the buffer's
     # size, and then a token's bits would depend on the batch it came in.
-    sizes = shard_sizes(x.shape[0], mesh.parallel.tp)
-    mine = sizes[mesh.tp_rank]
+    assert mesh.tp_group is not None
+    return _sum_scattered(x, shard_sizes(x.shape[0], mesh.parallel.tp), mesh.tp_group)
+
+
+def _sum_scattered(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    mine = sizes[dist.get_rank(group)]
     pieces = x.new_empty(len(sizes), mine, *x.shape[1:])
-    dist.all_to_all_single(pieces.flatten(0, 1), x.contiguous(), [mine] * len(sizes), sizes, group=mesh.tp_group)
+    dist.all_to_all_single(pieces.flatten(0, 1), x.contiguous(), [mine] * len(sizes), sizes, group=group)
     total = pieces[0]
     for piece in pieces[1:]:
         total = total + piece
     return total
+
+
+def _gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    # gloo has no uneven all-gather; everybody sends its rows to everybody
+    ranks, out = len(sizes), x.new_empty(sum(sizes), *x.shape[1:])
+    dist.all_to_all_single(out, torch.cat([x] * ranks), sizes, [x.shape[0]] * ranks, group=group)
+    return out
 
 
 class _GatherRows(torch.autograd.Function):
@@ -81,6 +102,28 @@ class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         return _gather(grads[0], ctx.rows, ctx.mesh), None
+
+
+class _GatherUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gather_uneven(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _sum_scattered(grads[0], ctx.sizes, ctx.group), None, None
+
+
+class _ReduceScatterUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _sum_scattered(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _gather_uneven(grads[0].contiguous(), ctx.sizes, ctx.group), None, None
 
 
 class _ExchangeRows(torch.autograd.Function):

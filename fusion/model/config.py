@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"qwen3_moe": "Qwen3Moe", "qwen3": "Qwen3"}
+"""model_type → the stem of the architecture's name in transformers."""
+
+CLASSIFIER = "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Qwen3 and Qwen3-MoE. ``num_experts == 0`` is the dense model; every layer of a MoE model is sparse."""
+    """Qwen3 and Qwen3-MoE. ``num_experts == 0`` is the dense model; every layer of a MoE model is sparse.
+
+    ``num_labels > 0`` is a reward model (`Qwen3ForSequenceClassification`): a head of so many scores instead of logits.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -33,6 +39,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    num_labels: int = 0
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any]) -> ModelConfig:
@@ -69,13 +76,14 @@ class ModelConfig:
             initializer_range=hf.get("initializer_range", 0.02),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             pad_token_id=hf.get("pad_token_id"),
+            num_labels=_labels(hf),
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The `config.json` of this model as transformers writes it."""
         kind = "qwen3_moe" if self.num_experts else "qwen3"
         hf: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[kind]],
+            "architectures": [ARCHITECTURES[kind] + (CLASSIFIER if self.num_labels else "ForCausalLM")],
             "model_type": kind,
             "dtype": dtype,
             "vocab_size": self.vocab_size,
@@ -97,6 +105,8 @@ class ModelConfig:
             "eos_token_id": self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids) or None,
             "pad_token_id": self.pad_token_id,
         }
+        if self.num_labels:
+            hf |= {"id2label": {str(label): f"LABEL_{label}" for label in range(self.num_labels)}}
         if self.num_experts:
             hf |= {
                 "num_experts": self.num_experts,
@@ -117,6 +127,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"model.path: {path} does not exist; expected a Hugging Face checkpoint folder")
     return json.loads(path.read_text())
+
+
+def _labels(hf: dict[str, Any]) -> int:
+    """Scores of a reward model's head; 0 for a language model. transformers names the labels unless there are 2."""
+    if not any(name.endswith(CLASSIFIER) for name in hf.get("architectures") or ()):
+        return 0
+    return len(hf["id2label"]) if "id2label" in hf else hf.get("num_labels", 2)
 
 
 def _refuse_unsupported(hf: dict[str, Any]) -> None:

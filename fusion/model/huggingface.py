@@ -102,7 +102,10 @@ def save_folder(
 def gather_tensors(model: Transformer) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yields (name, whole CPU tensor) of every global tensor on rank 0, (name, None) elsewhere. Collective."""
     mesh = model.mesh
-    tables = [local_params(model.config, mesh.parallel, rank) for rank in range(mesh.parallel.world)]
+    tables = [
+        local_params(model.config, mesh.parallel, rank, model.placement, model.max_numel)
+        for rank in range(mesh.parallel.world)
+    ]
     for name, holders in _owners(tables).items():
         whole = None
         if mesh.rank == 0:

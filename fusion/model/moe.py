@@ -3,64 +3,116 @@
     x_nD ─ router ─► top-k ─ sort by expert ─ all-to-all ─► group by local expert ─ grouped matmul ─┐
                           out_nD ◄─ Σ weight · y ◄─ back in order ◄─ all-to-all ◄────────────────────┘
 
-Every rank brings its own rows (rows are split over TP between blocks), so no token is computed twice. Sums over the k
-experts of a token run in the router's order, never in order of arrival.
+Every rank brings its own rows (rows are split over TP between blocks), so no token is computed twice. Where an expert
+is cut over ranks (expert-TP) they gather each other's rows after the first all-to-all and reduce-scatter their partial
+sums before the second. Sums over the k experts of a token run in the router's order, never in order of arrival.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fusion.model.collectives import exchange_rows
+from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
 from fusion.model.config import ModelConfig
+from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.parallel import Mesh
-from fusion.npu.ops import grouped_linear, linear
+from fusion.npu.ops import grouped_linear
+
+
+class Expert(nn.Module):
+    def __init__(self, weights: Weights):
+        super().__init__()
+        self.gate_up = parameter("gate_up", weights)
+        self.down = parameter("down", weights)
 
 
 class MoE(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: Mesh, weights: dict[str, torch.Tensor]):
+    """``order``: which expert lies in which slot, the slots being dealt out over EP; empty: each in its own."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, weights: Weights, order: tuple[int, ...] = ()):
         super().__init__()
         self.config, self.mesh = config, mesh
-        self.router = nn.Parameter(weights["router"])
-        self.gate_up = nn.Parameter(weights["gate_up"])
-        self.down = nn.Parameter(weights["down"])
+        self.router = parameter("router", weights)
+        here = config.num_experts // mesh.parallel.ep
+        mine = (order or tuple(range(config.num_experts)))[mesh.ep_rank * here :][:here]
+        below: dict[int, Weights] = {expert: {} for expert in mine}
+        for name, view in weights.items():
+            if name.startswith("experts."):
+                _, expert, matrix = name.split(".", 2)
+                below[int(expert)][matrix] = view
+        self.experts = nn.ModuleDict({str(expert): Expert(matrices) for expert, matrices in below.items()})
+        # Looked up once: a decode step feels what nn.Module takes to find an attribute.
+        self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
+        self._down: list[Any] = [expert.down for expert in self.experts.values()]
+        self.slot_E: torch.Tensor | None = None
+        if order:
+            self.slot_E = torch.tensor(order).argsort().to(next(iter(weights.values())).device)
 
     def forward(self, x_nD: torch.Tensor, row_multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output [n, D] and the router's statistics [2, E]: tokens and summed probabilities."""
-        probs_nE = linear(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
+        probs_nE = project(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
         weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
         if self.config.norm_topk_prob:
             weight_nk = weight_nk / weight_nk.sum(-1, keepdim=True)
         counts_E = torch.bincount(expert_nk.flatten(), minlength=self.config.num_experts)
         stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
 
-        order = expert_nk.flatten().argsort(stable=True)
+        slots = expert_nk.flatten()
+        if self.slot_E is not None:
+            slots = self.slot_E[slots]
+            counts_E = torch.empty_like(counts_E).scatter_(0, self.slot_E, counts_E)
+        order = slots.argsort(stable=True)
         y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         y_nkD = y.index_select(0, place).unflatten(0, expert_nk.shape)
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), stats
 
-    def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> torch.Tensor:
-        """Rows sorted by expert in, the experts' outputs in the same order out."""
-        if self.mesh.ep_group is None:
-            return self._swiglu(x, counts_E, row_multiple)
-        ranks = self.mesh.parallel.ep
-        arriving = torch.empty_like(counts_E)
-        dist.all_to_all_single(arriving, counts_E, group=self.mesh.ep_group)
-        both = torch.stack([counts_E, arriving]).view(2, ranks, -1).tolist()
-        send, receive = ([sum(row) for row in table] for table in both)
-        by_source: list[list[int]] = both[1]  # [source rank][local expert] rows
+    def _experts(self, x: torch.Tensor, counts_S: torch.Tensor, row_multiple: int) -> torch.Tensor:
+        """Rows sorted by slot in, the experts' outputs in the same order out."""
+        mesh = self.mesh
+        if mesh.ep_group is None and mesh.etp_group is None:
+            return self._swiglu(x, counts_S, row_multiple)
+        send, tables = self._exchange_counts(counts_S)
+        receive = [sum(row) for row in tables[mesh.etp_rank]]
+        by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
+        sizes = [sum(map(sum, table)) for table in tables]
         grouping, back = _regroup(by_source, x.device)
-        x = exchange_rows(x, send, receive, self.mesh)[grouping]
+        x = gather_uneven(exchange_rows(x, send, receive, mesh), sizes, mesh.etp_group)[grouping]
         y = self._swiglu(x, [sum(column) for column in zip(*by_source, strict=True)], row_multiple)
-        return exchange_rows(y[back], receive, send, self.mesh)
+        y = reduce_scatter_uneven(y[back], sizes, mesh.etp_group)
+        return exchange_rows(y, receive, send, mesh)
+
+    def _exchange_counts(self, counts_S: torch.Tensor) -> tuple[list[int], list[list[list[int]]]]:
+        """Rows to each EP rank; and [etp rank][source rank][local expert] rows that arrive there."""
+        mesh, ranks = self.mesh, self.mesh.parallel.ep
+        arriving = counts_S
+        if mesh.ep_group is not None:
+            arriving = torch.empty_like(counts_S)
+            dist.all_to_all_single(arriving, counts_S, group=mesh.ep_group)
+        gathered = arriving
+        if mesh.etp_group is not None:
+            gathered = arriving.new_empty(mesh.parallel.etp * arriving.numel())
+            dist.all_gather_into_tensor(gathered, arriving, group=mesh.etp_group)
+        both = torch.cat([counts_S, gathered]).view(1 + mesh.parallel.etp, ranks, -1).tolist()
+        return [sum(row) for row in both[0]], both[1:]
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
-        gate, up = grouped_linear(x, self.gate_up, counts, row_multiple).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, self.down, counts, row_multiple)
+        counts = counts if isinstance(counts, list) else counts.tolist()
+        gate, up = _grouped(x, self._gate_up, counts, row_multiple).chunk(2, dim=-1)
+        return _grouped(F.silu(gate) * up, self._down, counts, row_multiple)
+
+
+def _grouped(x: torch.Tensor, matrices: list[Matrix], counts: list[int], row_multiple: int) -> torch.Tensor:
+    """`grouped_linear` over matrices that may be cut into blocks of rows, all of them alike."""
+    if isinstance(matrices[0], nn.Parameter):
+        return grouped_linear(x, matrices, counts, row_multiple)  # type: ignore[arg-type]
+    blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
+    return torch.cat([grouped_linear(x, weights, counts, row_multiple) for weights in blocks], dim=-1)
 
 
 def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,6 +31,10 @@ class LayoutOptions:
     """Tensor parallel: ranks that share a token's attention and dense layers."""
     ep: int = 1
     """Expert parallel: ranks the experts are dealt out over."""
+    pp: int = 1
+    """Pipeline parallel: runs of layers on ranks of their own."""
+    etp: int = 1
+    """Expert-tensor parallel: ranks that share one expert."""
 
 
 @dataclass
@@ -39,3 +43,6 @@ class ParallelOptions:
     """Layout of the training phase; data parallel is what is left of the cards."""
     infer: LayoutOptions = field(default_factory=LayoutOptions)
     """Layout of the generation phase; cards beyond one TP/EP group become further engines."""
+    score: LayoutOptions = field(default_factory=LayoutOptions)
+    """Layout of the reward model over the cards that host it, and of the reference where it has cards of its own; pp
+    is 1, and a dense model ignores ep and etp."""

@@ -1,12 +1,14 @@
 """The grid of ranks: pure arithmetic (`Parallel`) and one rank's process groups (`Mesh`).
 
-Attention and dense weights: tensor parallel is the fastest axis, data parallel the next. Experts: expert parallel is
-the fastest axis, expert-data parallel (replicas of an expert) the next. The two grids cover the same ranks
-independently, as Megatron-Core lays them out, so TP2 EP2 on four ranks is:
+Pipeline stages are runs of neighbouring ranks. Inside a stage, attention and dense weights have tensor parallel as the
+fastest axis and data parallel as the next; experts have expert-tensor parallel (an expert cut over ranks) as the
+fastest, expert parallel as the next, and expert-data parallel (replicas of an expert) as the last. The two grids cover
+the ranks of a stage independently, as Megatron-Core lays them out, so TP2 EP2 PP2 on eight ranks is:
 
-    rank   0  1  2  3
-    tp     0  1  0  1      dp   0  0  1  1
-    ep     0  1  0  1      edp  0  0  1  1
+    rank   0  1  2  3 | 4  5  6  7
+    pp     0  0  0  0 | 1  1  1  1
+    tp     0  1  0  1 | 0  1  0  1      dp   0  0  1  1 | 0  0  1  1
+    ep     0  1  0  1 | 0  1  0  1      edp  0  0  1  1 | 0  0  1  1
 
 Tokens between two blocks are split over TP (sequence parallel), so that every rank of an EP group brings other tokens
 to the experts, whatever TP is.
@@ -21,48 +23,85 @@ import torch.distributed as dist
 
 from fusion.model.config import ModelConfig
 
-Axis = Literal["tp", "dp", "ep", "edp"]
+Axis = Literal["tp", "dp", "etp", "ep", "edp", "pp"]
+AXES: tuple[Axis, ...] = ("tp", "dp", "etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of one layout. ``world`` ranks; tensor parallel ``tp``; expert parallel ``ep``."""
+    """Sizes of one layout. ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
+    expert-tensor parallel ``etp``."""
 
     world: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in (("tp", self.tp), ("ep", self.ep)):
-            if size < 1 or self.world % size:
-                raise ValueError(f"{axis}={size} does not divide the {self.world} ranks of the layout")
+        for axis in ("tp", "ep", "pp", "etp"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis}={getattr(self, axis)}: expected at least 1")
+        if self.world % self.pp:
+            raise ValueError(f"pp={self.pp} does not divide the {self.world} ranks of the layout")
+        of = "" if self.pp == 1 else f" of a stage (pp={self.pp})"
+        for axis, size in (("tp", self.tp), ("ep", self.ep), ("etp", self.etp), ("ep x etp", self.ep * self.etp)):
+            if self.stage_world % size:
+                raise ValueError(f"{axis}={size} does not divide the {self.stage_world} ranks{of or ' of the layout'}")
+
+    @property
+    def stage_world(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
 
     @property
     def dp(self) -> int:
-        return self.world // self.tp
+        return self.stage_world // self.tp
 
     @property
     def edp(self) -> int:
-        return self.world // self.ep
+        return self.stage_world // (self.ep * self.etp)
 
     def coordinate(self, axis: Axis, rank: int) -> int:
+        place = rank % self.stage_world
         match axis:
             case "tp":
-                return rank % self.tp
+                return place % self.tp
             case "dp":
-                return rank // self.tp
+                return place // self.tp
+            case "etp":
+                return place % self.etp
             case "ep":
-                return rank % self.ep
+                return place // self.etp % self.ep
             case "edp":
-                return rank // self.ep
+                return place // (self.etp * self.ep)
+            case "pp":
+                return rank // self.stage_world
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks along an axis, each in the order of the axis."""
-        other: Axis = {"tp": "dp", "dp": "tp", "ep": "edp", "edp": "ep"}[axis]  # type: ignore[assignment]
-        members: dict[int, list[int]] = {}
+        grid = next(grid for grid in (("pp", "tp", "dp"), ("pp", "etp", "ep", "edp")) if axis in grid)
+        members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            members.setdefault(self.coordinate(other, rank), []).append(rank)
+            others = tuple(self.coordinate(other, rank) for other in grid if other != axis)  # type: ignore[arg-type]
+            members.setdefault(others, []).append(rank)
         return tuple(tuple(group) for group in members.values())
+
+    def ends(self) -> tuple[tuple[int, ...], ...]:
+        """Pairs of the ranks that hold the same rows of the embedding on the first and on the last stage."""
+        return tuple((group[0], group[-1]) for group in self.groups("pp")) if self.pp > 1 else ()
+
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline stage."""
+        size = self.stage_world
+        return tuple(tuple(range(stage * size, (stage + 1) * size)) for stage in range(self.pp))
+
+    def layers(self, num_layers: int, stage: int) -> range:
+        """The layers of a pipeline stage: as even as they go, earlier stages take the remainder (the last has the
+        logits to compute)."""
+        share, rest = divmod(num_layers, self.pp)
+        start = stage * share + min(stage, rest)
+        return range(start, start + share + (stage < rest))
 
     def check(self, config: ModelConfig, key: str) -> None:
         """Raises:
@@ -82,25 +121,42 @@ class Parallel:
                 f"{key}.tp={self.tp} neither divides nor is a multiple of the model's "
                 f"num_key_value_heads={config.num_kv_heads}"
             )
-        if config.num_experts == 0 and self.ep > 1:
-            raise ValueError(f"{key}.ep={self.ep} needs experts, but the model is dense; set it to 1")
+        for axis in ("ep", "etp"):
+            if config.num_experts == 0 and getattr(self, axis) > 1:
+                raise ValueError(
+                    f"{key}.{axis}={getattr(self, axis)} needs experts, but the model is dense; set it to 1"
+                )
         if config.num_experts % self.ep:
             raise ValueError(f"{key}.ep={self.ep} does not divide the model's num_experts={config.num_experts}")
+        if config.num_experts and config.moe_intermediate_size % self.etp:
+            raise ValueError(
+                f"{key}.etp={self.etp} does not divide the model's moe_intermediate_size={config.moe_intermediate_size}"
+            )
+        if config.num_layers < self.pp:
+            raise ValueError(f"{key}.pp={self.pp} exceeds the model's num_hidden_layers={config.num_layers}")
 
     def __str__(self) -> str:
-        return f"TP{self.tp}EP{self.ep}DP{self.dp}"
+        rare = "".join(f"{axis.upper()}{size}" for axis, size in (("pp", self.pp), ("etp", self.etp)) if size > 1)
+        return f"TP{self.tp}EP{self.ep}{rare}DP{self.dp}"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place in a layout and its process groups; a group is None where it has one member."""
+    """One rank's place in a layout and its process groups; a group is None where it has one member.
+
+    ``ends_group``: this rank and the one on the other end of the pipeline, on the first and the last stage.
+    """
 
     parallel: Parallel
     rank: int
     tp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
+    etp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
     edp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    ends_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
 
     @property
@@ -112,12 +168,28 @@ class Mesh:
         return self.parallel.coordinate("dp", self.rank)
 
     @property
+    def etp_rank(self) -> int:
+        return self.parallel.coordinate("etp", self.rank)
+
+    @property
     def ep_rank(self) -> int:
         return self.parallel.coordinate("ep", self.rank)
 
     @property
     def edp_rank(self) -> int:
         return self.parallel.coordinate("edp", self.rank)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.parallel.coordinate("pp", self.rank)
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.parallel.pp - 1
 
     @classmethod
     def single(cls) -> Mesh:
@@ -149,7 +221,10 @@ class Mesh:
                     mine = made[members]
             return mine
 
-        axes: tuple[Axis, ...] = ("tp", "dp", "ep", "edp")
-        found = {f"{axis}_group": group_of(parallel.groups(axis)) for axis in axes}
-        world = group_of((tuple(range(parallel.world)),))
-        return cls(parallel, ranks.index(me) if me in ranks else -1, world_group=world, **found)
+        found = {f"{axis}_group": group_of(parallel.groups(axis)) for axis in AXES}
+        found |= {
+            "ends_group": group_of(parallel.ends()),
+            "stage_group": group_of(parallel.stages()),
+            "world_group": group_of((tuple(range(parallel.world)),)),
+        }
+        return cls(parallel, ranks.index(me) if me in ranks else -1, **found)

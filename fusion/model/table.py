@@ -1,33 +1,38 @@
 """The parameter table: which slice of which global tensor every rank holds, and how it is stored there.
 
 *Logical*: the model is a set of global tensors under their Hugging Face names. A `Part` names a box of one of them.
-*Physical*: a rank stores parts inside local tensors, fused and stacked as its kernels like them. The box inside the
-local tensor, and whether it lies there transposed, is the other half of the `Part`. A reshard plan only compares
-logical boxes; another engine's format is another list of parts.
+*Physical*: a rank stores parts inside local tensors, fused as its kernels like them. The box inside the local tensor,
+and whether it lies there transposed, is the other half of the `Part`. A reshard plan only compares logical boxes;
+another engine's format is another list of parts.
 
-Local tensors of a rank (l: its share under TP or EP):
+Local tensors of a rank (l: its share under TP or expert-TP; i, e: numbers in the whole model, of the layers of its
+pipeline stage and of the experts of its EP rank):
 
-    embed                       [Vl, D]            embed_tokens rows
-    layers.i.input_norm         [D]
-    layers.i.attention.qkv      [(Hl + 2 Kl) C, D] q, k and v rows, one under the other
-    layers.i.attention.q_norm   [C]                (k_norm alike)
-    layers.i.attention.out      [D, Hl C]          o_proj columns
-    layers.i.post_norm          [D]
-    layers.i.mlp.gate_up        [2 Fl, D]          dense: gate rows over up rows
-    layers.i.mlp.down           [D, Fl]            dense
-    layers.i.moe.router         [E, D]
-    layers.i.moe.gate_up        [El, 2 F, D]       one expert after the other
-    layers.i.moe.down           [El, D, F]
-    norm                        [D]
-    lm_head                     [Vl, D]            absent where embeddings are tied
+    embed                           [Vl, D]            embed_tokens rows; first stage, and last where tied
+    layers.i.input_norm             [D]
+    layers.i.attention.qkv          [(Hl + 2 Kl) C, D] q, k and v rows, one under the other
+    layers.i.attention.q_norm       [C]                (k_norm alike)
+    layers.i.attention.out          [D, Hl C]          o_proj columns
+    layers.i.post_norm              [D]
+    layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows over up rows
+    layers.i.mlp.down               [D, Fl]            dense
+    layers.i.moe.router             [E, D]
+    layers.i.moe.experts.e.gate_up  [2 Fl, D]
+    layers.i.moe.experts.e.down     [D, Fl]
+    norm                            [D]                last stage
+    lm_head                         [Vl, D]            last stage; absent where embeddings are tied
+    score                           [labels, D]        last stage of a reward model, in the place of lm_head
 
-Invariant: over the ranks of one TP x EP grid the parts cover every element of every global tensor, and every element
-of a local tensor belongs to exactly one part.
+A matrix that is too large for a storage unit is cut along its rows into `name.0`, `name.1`, …: local tensors of their
+own, whose outputs are laid side by side.
+
+Invariant: over the ranks of one grid the parts cover every element of every global tensor, and every element of a local
+tensor belongs to exactly one part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,6 +82,31 @@ class LocalParam:
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())
 
+    def cut(self, max_numel: int) -> list[LocalParam]:
+        """The tensor as blocks of rows of at most ``max_numel`` elements; itself where it fits or is a vector."""
+        if self.numel <= max_numel or len(self.shape) < 2:
+            return [self]
+        rows = max(1, max_numel * self.shape[0] // self.numel)
+        starts = range(0, self.shape[0], rows)
+        return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
+
+    def _rows(self, name: str, start: int, stop: int) -> LocalParam:
+        parts = []
+        for part in self.parts:
+            assert not part.transposed
+            first, last = part.local[0]
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                base = part.region[0][0] - first
+                region = ((a + base, b + base), *part.region[1:])
+                parts.append(Part(part.name, region, ((a - start, b - start), *part.local[1:])))
+        return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
+
+
+Placement = tuple[tuple[int, ...], ...]
+"""Which expert lies where: one permutation of the experts a layer, of which each EP rank holds its run of slots in
+order. Empty: experts in their own order."""
+
 
 def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
     """(first, last + 1) of the key/value heads of a rank; several ranks share one where TP exceeds their number."""
@@ -85,6 +115,15 @@ def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int
         return tp_rank * per_rank, (tp_rank + 1) * per_rank
     head = tp_rank * config.num_kv_heads // parallel.tp
     return head, head + 1
+
+
+def experts_of(
+    config: ModelConfig, parallel: Parallel, ep_rank: int, layer: int, placement: Placement = ()
+) -> tuple[int, ...]:
+    """The experts of an EP rank in the order of their slots."""
+    order = placement[layer] if placement else range(config.num_experts)
+    here = config.num_experts // parallel.ep
+    return tuple(order[ep_rank * here : (ep_rank + 1) * here])
 
 
 def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -96,22 +135,39 @@ def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[LocalParam, ...]:
-    """The local tensors of ``rank`` in the order of the forward pass."""
-    rows = _TableRows(config, parallel, rank)
-    table = [rows.vocabulary("embed", "model.embed_tokens.weight")]
-    for layer in range(config.num_layers):
+def local_params(
+    config: ModelConfig,
+    parallel: Parallel,
+    rank: int,
+    placement: Placement = (),
+    max_numel: int | None = None,
+) -> tuple[LocalParam, ...]:
+    """The local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements each."""
+    rows = _TableRows(config, parallel, rank, placement)
+    stage = parallel.coordinate("pp", rank)
+    first, last = stage == 0, stage == parallel.pp - 1
+    head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
+    table = [rows.vocabulary("embed", "model.embed_tokens.weight")] if first else []
+    for layer in parallel.layers(config.num_layers, stage):
         table += rows.layer(layer)
-    table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
-    if not config.tie_embeddings:
-        table.append(rows.vocabulary("lm_head", "lm_head.weight"))
-    return tuple(table)
+    if last:
+        table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
+        if head == "score":
+            table.append(rows.whole("score", "score.weight", (config.num_labels, config.hidden_size)))
+        elif head == "lm_head":
+            table.append(rows.vocabulary("lm_head", "lm_head.weight"))
+        elif not first:
+            table.append(rows.vocabulary("embed", "model.embed_tokens.weight"))
+    if max_numel is None:
+        return tuple(table)
+    return tuple(block for param in table for block in param.cut(max_numel))
 
 
 class _TableRows:
-    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
-        self.config, self.parallel = config, parallel
+    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int, placement: Placement):
+        self.config, self.parallel, self.placement = config, parallel, placement
         self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
+        self.etp_rank = parallel.coordinate("etp", rank)
 
     def share(self, size: int) -> tuple[int, int]:
         per_rank = size // self.parallel.tp
@@ -124,19 +180,18 @@ class _TableRows:
     def vocabulary(self, name: str, hf_name: str) -> LocalParam:
         return self.stacked_rows(name, [(hf_name, self.share(self.config.vocab_size))])
 
-    def stacked_rows(self, name: str, pieces: list[tuple[str, tuple[int, int]]]) -> LocalParam:
+    def stacked_rows(self, name: str, pieces: list[tuple[str, tuple[int, int]]], expert: bool = False) -> LocalParam:
         width, offset, parts = self.config.hidden_size, 0, []
         for hf_name, (start, stop) in pieces:
             end = offset + stop - start
             parts.append(Part(hf_name, ((start, stop), (0, width)), ((offset, end), (0, width))))
             offset = end
-        return LocalParam(name, (offset, width), tuple(parts), tp_sharded=True)
+        return LocalParam(name, (offset, width), tuple(parts), expert, tp_sharded=not expert)
 
-    def columns(self, name: str, hf_name: str, width: int) -> LocalParam:
-        start, stop = self.share(width)
-        height = self.config.hidden_size
+    def columns(self, name: str, hf_name: str, share: tuple[int, int], expert: bool = False) -> LocalParam:
+        (start, stop), height = share, self.config.hidden_size
         part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
-        return LocalParam(name, (height, stop - start), (part,), tp_sharded=True)
+        return LocalParam(name, (height, stop - start), (part,), expert, tp_sharded=not expert)
 
     def layer(self, layer: int) -> list[LocalParam]:
         config, hf, local = self.config, f"model.layers.{layer}", f"layers.{layer}"
@@ -153,32 +208,32 @@ class _TableRows:
             self.stacked_rows(f"{local}.attention.qkv", qkv),
             self.whole(f"{local}.attention.q_norm", f"{hf}.self_attn.q_norm.weight", (c,)),
             self.whole(f"{local}.attention.k_norm", f"{hf}.self_attn.k_norm.weight", (c,)),
-            self.columns(f"{local}.attention.out", f"{hf}.self_attn.o_proj.weight", config.num_heads * c),
+            self.columns(f"{local}.attention.out", f"{hf}.self_attn.o_proj.weight", self.share(config.num_heads * c)),
             self.whole(f"{local}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
         ]
         return rows + (self.experts(layer) if config.num_experts else self.dense_mlp(layer))
 
     def dense_mlp(self, layer: int) -> list[LocalParam]:
-        hf, local, width = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp", self.config.intermediate_size
-        pieces = [(f"{hf}.gate_proj.weight", self.share(width)), (f"{hf}.up_proj.weight", self.share(width))]
+        hf, local = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
+        share = self.share(self.config.intermediate_size)
         return [
-            self.stacked_rows(f"{local}.gate_up", pieces),
-            self.columns(f"{local}.down", f"{hf}.down_proj.weight", width),
+            self.stacked_rows(f"{local}.gate_up", _gate_up(hf, share)),
+            self.columns(f"{local}.down", f"{hf}.down_proj.weight", share),
         ]
 
     def experts(self, layer: int) -> list[LocalParam]:
         config, hf, local = self.config, f"model.layers.{layer}.mlp", f"layers.{layer}.moe"
-        d, f = config.hidden_size, config.moe_intermediate_size
-        here = config.num_experts // self.parallel.ep
-        gate_up, down = [], []
-        for slot in range(here):
-            names = f"{hf}.experts.{self.ep_rank * here + slot}"
-            slot_range = (slot, slot + 1)
-            gate_up.append(Part(f"{names}.gate_proj.weight", ((0, f), (0, d)), (slot_range, (0, f), (0, d))))
-            gate_up.append(Part(f"{names}.up_proj.weight", ((0, f), (0, d)), (slot_range, (f, 2 * f), (0, d))))
-            down.append(Part(f"{names}.down_proj.weight", ((0, d), (0, f)), (slot_range, (0, d), (0, f))))
-        return [
-            self.whole(f"{local}.router", f"{hf}.gate.weight", (config.num_experts, d)),
-            LocalParam(f"{local}.gate_up", (here, 2 * f, d), tuple(gate_up), expert=True),
-            LocalParam(f"{local}.down", (here, d, f), tuple(down), expert=True),
-        ]
+        width = config.moe_intermediate_size // self.parallel.etp
+        share = self.etp_rank * width, (self.etp_rank + 1) * width
+        rows = [self.whole(f"{local}.router", f"{hf}.gate.weight", (config.num_experts, config.hidden_size))]
+        for expert in experts_of(config, self.parallel, self.ep_rank, layer, self.placement):
+            one = f"{hf}.experts.{expert}"
+            rows += [
+                self.stacked_rows(f"{local}.experts.{expert}.gate_up", _gate_up(one, share), expert=True),
+                self.columns(f"{local}.experts.{expert}.down", f"{one}.down_proj.weight", share, expert=True),
+            ]
+        return rows
+
+
+def _gate_up(hf: str, share: tuple[int, int]) -> list[tuple[str, tuple[int, int]]]:
+    return [(f"{hf}.gate_proj.weight", share), (f"{hf}.up_proj.weight", share)]

@@ -6,6 +6,7 @@ and reduce-scatters the sum; the MoE works on the split rows and exchanges them 
     ids_N ─ embed ─► x_[N/tp]D ─► { norm ─ gather ─ qkv ─ rope ─ attend ─ out ─ scatter ─(+)
                                     norm ─ MLP or MoE ─(+) } × layers ─► norm ─ gather ─► hidden_ND
 
+A pipeline stage has a run of the layers: x enters it as ``hidden`` and leaves it before the norm, both split over TP.
 What differs between a trainer and an engine is only ``attend``: the trainer attends inside packed sequences, the engine
 writes to and reads from its paged cache.
 """
@@ -20,17 +21,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fusion.model.collectives import gather_rows, reduce_scatter_rows
+from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
 from fusion.model.config import ModelConfig
+from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.moe import MoE
 from fusion.model.parallel import Mesh
-from fusion.model.table import local_params
-from fusion.model.weights import Buckets, plan_buckets
+from fusion.model.table import Placement, local_params
+from fusion.model.weights import Buckets, plan_units
 from fusion.npu import Device
 from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, varlen_causal_attention
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q_NHC, k_NKC, v_NKC) → out_NHC; position encoding and q/k norm are already applied."""
+"""(layer, counted from the first of this rank's stage, q_NHC, k_NKC, v_NKC) → out_NHC; position encoding and q/k norm
+are already applied."""
 
 
 class PackedAttention:
@@ -48,8 +51,11 @@ class Transformer(nn.Module):
 
     Args:
         dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
-        bucket_bytes: size of the flat buckets.
+        bucket_bytes: the largest unit of storage.
         batch_invariant: a row's result does not depend, to the bit, on which rows it is computed with.
+        placement: which expert lies where.
+        share: weights of another model on this card; what both hold alike is stored once, in ``share``.
+        resident: False: the weights hold no memory yet.
     """
 
     def __init__(
@@ -61,34 +67,55 @@ class Transformer(nn.Module):
         *,
         bucket_bytes: int = 64 << 20,
         batch_invariant: bool = False,
+        placement: Placement = (),
+        share: Buckets | None = None,
+        resident: bool = True,
     ):
         super().__init__()
-        self.config, self.mesh, self.device = config, mesh, device
+        self.config, self.mesh, self.device, self.placement = config, mesh, device, placement
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
-        self.table = local_params(config, mesh.parallel, mesh.rank)
-        plans = plan_buckets(self.table, mesh.parallel, dtype.itemsize, bucket_bytes)
-        self.weights = Buckets(plans, device, dtype, owner="weights")
+        self.bucket_bytes, self.max_numel = bucket_bytes, bucket_bytes // dtype.itemsize
+        self.table = local_params(config, mesh.parallel, mesh.rank, placement, self.max_numel)
+        plans = plan_units(self.table, dtype.itemsize, bucket_bytes)
+        self.weights = Buckets(plans, device, dtype, "weights", share, resident)
         views = self.weights.views
-        self.embed = nn.Parameter(views["embed"])
-        self.layers = nn.ModuleList(Layer(config, mesh, i, views) for i in range(config.num_layers))
-        self.norm = nn.Parameter(views["norm"])
-        self.lm_head = self.embed if config.tie_embeddings else nn.Parameter(views["lm_head"])
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(config, mesh, n, _below(f"layers.{i}.", views), placement[i] if placement else ())
+             for n, i in enumerate(mesh.parallel.layers(config.num_layers, mesh.pp_rank))}
+        )  # fmt: skip
+        tied = config.tie_embeddings and not config.num_labels
+        if mesh.first_stage or (mesh.last_stage and tied):
+            self.embed = parameter("embed", views)
+        if mesh.last_stage:
+            self.norm = nn.Parameter(views["norm"])
+            if config.num_labels:
+                self.score = nn.Parameter(views["score"])
+            else:
+                self.lm_head = self.embed if tied else parameter("lm_head", views)
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32) / config.head_dim
         self.inv_freq = (1.0 / config.rope_theta**exponents).to(device.torch_device)
 
     def forward(
-        self, ids_N: torch.Tensor, positions_N: torch.Tensor, attend: Attend, router_stats: list | None = None
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        attend: Attend,
+        router_stats: list | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """int64 token ids and positions [N] (the same on all TP ranks) → hidden states [N, D] after the final norm.
 
-        All ranks of an EP group call it equally often; N may be 0. ``router_stats`` collects one [2, E] tensor a layer
-        (see `MoE.forward`) of this rank's rows.
+        On a pipeline's inner ends: ``hidden`` is what the stage before returned (None on the first stage), and a stage
+        that is not the last returns this TP rank's rows [n, D] before the norm (`hidden_rows`). All ranks of an EP
+        group call it equally often; N may be 0. ``router_stats`` collects one [2, E] tensor a layer (see
+        `MoE.forward`) of this rank's rows.
         """
         rows = ids_N.shape[0]
         rope = self._rope(positions_N)
-        x = self._embed(ids_N)
-        for layer in self.layers:
+        assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
+        x = self._embed(ids_N) if hidden is None else hidden
+        for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
                 x, stats = checkpoint(
                     layer, x, rows, rope, attend, self.row_multiple, use_reentrant=False, early_stop=False
@@ -97,19 +124,35 @@ class Transformer(nn.Module):
                 x, stats = layer(x, rows, rope, attend, self.row_multiple)
             if router_stats is not None and stats is not None:
                 router_stats.append(stats)
+        if not self.mesh.last_stage:
+            return x
         return gather_rows(rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
 
+    def hidden_rows(self, rows: int) -> int:
+        """Rows of a batch of ``rows`` that this TP rank holds between two blocks, and between two stages."""
+        return shard_sizes(rows, self.mesh.parallel.tp)[self.mesh.tp_rank]
+
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, D] → this TP rank's columns of the logits [n, V / tp]."""
-        return linear(hidden_nD, self.lm_head, self.row_multiple)
+        """Hidden states [n, D] → this TP rank's columns of the logits [n, V / tp]. On the last stage."""
+        return project(hidden_nD, self.lm_head, self.row_multiple)
+
+    def scores(self, hidden_nD: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, D] → the scores [n, labels] of a reward model, on every TP rank. On the last stage."""
+        return linear(hidden_nD, self.score, self.row_multiple)
 
     def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
-        if self.mesh.tp_group is None:
-            return F.embedding(ids_N, self.embed)
-        first = self.mesh.tp_rank * self.embed.shape[0]
-        local = ids_N - first
-        here = (local >= 0) & (local < self.embed.shape[0])
-        partial = F.embedding(local.where(here, 0), self.embed) * here.unsqueeze(-1)
+        blocks = blocks_of(self.embed)
+        if self.mesh.tp_group is None and len(blocks) == 1:
+            return F.embedding(ids_N, blocks[0])
+        first = self.mesh.tp_rank * sum(block.shape[0] for block in blocks)
+        partial = None
+        for block in blocks:
+            local = ids_N - first
+            here = (local >= 0) & (local < block.shape[0])
+            looked_up = F.embedding(local.where(here, 0), block) * here.unsqueeze(-1)
+            partial = looked_up if partial is None else partial + looked_up
+            first += block.shape[0]
+        assert partial is not None
         return reduce_scatter_rows(partial, self.mesh)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,16 +163,16 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: dict[str, torch.Tensor]):
+    """``index``: among the layers of this rank's stage. ``order``: of the experts, empty for their own."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, mine: Weights, order: tuple[int, ...]):
         super().__init__()
-        prefix = f"layers.{index}."
-        mine = {name[len(prefix) :]: view for name, view in weights.items() if name.startswith(prefix)}
         self.eps = config.rms_norm_eps
         self.input_norm = nn.Parameter(mine["input_norm"])
         self.attention = Attention(config, mesh, index, _below("attention.", mine))
         self.post_norm = nn.Parameter(mine["post_norm"])
         if config.num_experts:
-            self.moe = MoE(config, mesh, _below("moe.", mine))
+            self.moe = MoE(config, mesh, _below("moe.", mine), order)
         else:
             self.mlp = MLP(mesh, _below("mlp.", mine))
 
@@ -143,38 +186,38 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: dict[str, torch.Tensor]):
+    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: Weights):
         super().__init__()
         self.mesh, self.index, self.eps = mesh, index, config.rms_norm_eps
         self.heads = config.num_heads // mesh.parallel.tp
         self.kv_heads = max(1, config.num_kv_heads // mesh.parallel.tp)
         self.head_dim = config.head_dim
-        self.qkv = nn.Parameter(weights["qkv"])
+        self.qkv = parameter("qkv", weights)
         self.q_norm = nn.Parameter(weights["q_norm"])
         self.k_norm = nn.Parameter(weights["k_norm"])
-        self.out = nn.Parameter(weights["out"])
+        self.out = parameter("out", weights)
 
     def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         x_ND = gather_rows(x, rows, self.mesh)
-        qkv = linear(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
+        qkv = project(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         # queries and keys in one go: a decode step is as long as its operations are many
         norm = torch.cat([self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)])
         q, k = apply_rope(rms_norm(qk, norm, self.eps), *rope).split([self.heads, self.kv_heads], dim=1)
         attended = attend(self.index, q, k, v).flatten(1)
-        return reduce_scatter_rows(linear(attended, self.out, row_multiple), self.mesh)
+        return reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
 
 
 class MLP(nn.Module):
-    def __init__(self, mesh: Mesh, weights: dict[str, torch.Tensor]):
+    def __init__(self, mesh: Mesh, weights: Weights):
         super().__init__()
         self.mesh = mesh
-        self.gate_up = nn.Parameter(weights["gate_up"])
-        self.down = nn.Parameter(weights["down"])
+        self.gate_up = parameter("gate_up", weights)
+        self.down = parameter("down", weights)
 
     def forward(self, x: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
-        gate, up = linear(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple).chunk(2, dim=-1)
-        return reduce_scatter_rows(linear(F.silu(gate) * up, self.down, row_multiple), self.mesh)
+        gate, up = project(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple).chunk(2, dim=-1)
+        return reduce_scatter_rows(project(F.silu(gate) * up, self.down, row_multiple), self.mesh)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -190,5 +233,5 @@ def apply_rope(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return x_NHC * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _below(prefix: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _below(prefix: str, weights: Weights) -> Weights:
     return {name[len(prefix) :]: view for name, view in weights.items() if name.startswith(prefix)}

@@ -1,17 +1,26 @@
-"""The storage of one rank's weights: flat buckets whose memory can go and come back while every view stays valid.
+"""The storage of one rank's weights: flat pieces whose memory can go and come back while every view stays valid.
 
-    bucket 0 (dense)  | embed | layers.0.input_norm | layers.0.attention.qkv | …
-    bucket 1 (dense)  | …
-    bucket 2 (expert) | layers.0.moe.gate_up | layers.0.moe.down | …
+Units, in which weights are stored, freed, moved and shared:
 
-Invariants: a parameter lies whole in one bucket, at an offset that is a multiple of ALIGN elements; dense and expert
-parameters never share a bucket (their gradients are reduced over different ranks); the size of a bucket is a multiple
-of its number of replicas, so that an optimizer can shard it evenly; `release` gives back every byte of the buckets.
+    layer 3, replicated | input_norm | q_norm | k_norm | post_norm | router |
+    layer 3, TP share   | attention.qkv | attention.out |
+    layer 3, expert 17  | gate_up | down |
+
+Buckets, in which gradients and optimizer states lie and are reduced:
+
+    bucket 0 (dense)    | embed | layers.0.input_norm | layers.0.attention.qkv | …
+    bucket 1 (expert)   | layers.0.moe.experts.0.gate_up | layers.0.moe.experts.0.down | …
+
+Invariants: a parameter lies whole in one piece, at an offset that is a multiple of ALIGN elements; a piece is no larger
+than ``bucket_bytes`` unless its only parameter is. What a unit holds depends on the slices alone, so layouts that hold
+the same slices hold equal units, and two models on one card can share them. Dense and expert parameters never share a
+bucket (their gradients are reduced over different ranks), and a bucket's size is a multiple of its number of replicas,
+so that an optimizer can shard it evenly. `release` gives back every byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +35,33 @@ ALIGN = 16
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which parameters lie in one flat bucket: (parameter, offset in elements) and the bucket's size in elements."""
+    """Which parameters lie in one flat piece: (parameter, offset in elements) and the piece's size in elements."""
 
     expert: bool
     numel: int
     entries: tuple[tuple[LocalParam, int], ...]
+
+
+def plan_units(params: Iterable[LocalParam], itemsize: int, bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """Packs parameters into units of at most ``bucket_bytes``, in the order in which a forward pass needs them."""
+    kinds: dict[tuple[str, str], list[LocalParam]] = {}
+    for param in params:
+        kinds.setdefault(_unit_kind(param), []).append(param)
+    units = []
+    for members in kinds.values():
+        for entries in _fill(members, itemsize, bucket_bytes):
+            last, offset = entries[-1]
+            units.append(BucketPlan(last.expert, offset + last.numel, tuple(entries)))
+    return tuple(units)
+
+
+def _unit_kind(param: LocalParam) -> tuple[str, str]:
+    """(layer or parameter, which ranks hold the same): parameters of one kind may share a unit."""
+    path = param.name.split(".")
+    scope = ".".join(path[:2]) if path[0] == "layers" else path[0]
+    if param.expert:
+        return scope, path[4]
+    return scope, "share" if param.tp_sharded else "replicated"
 
 
 def plan_buckets(
@@ -49,7 +80,7 @@ def plan_buckets(
 
 
 def _fill(params: list[LocalParam], itemsize: int, bucket_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
-    """Runs of (parameter, offset in elements) that fit into a bucket each."""
+    """Runs of (parameter, offset in elements) that fit into a piece each."""
     entries: list[tuple[LocalParam, int]] = []
     end = 0
     for param in params:
@@ -64,36 +95,69 @@ def _fill(params: list[LocalParam], itemsize: int, bucket_bytes: int) -> Iterato
 
 
 class Buckets:
-    """Flat storage for every parameter of a plan: weights, or gradients of the same geometry."""
+    """Flat storage for every parameter of a plan: weights in units, or gradients in buckets.
 
-    def __init__(self, plans: tuple[BucketPlan, ...], device: Device, dtype: torch.dtype, owner: str):
+    Args:
+        share: pieces equal to one of these (same parameters, slices and dtype) are the same storage, which is
+            ``share``'s to allocate and release; `shared` maps their indices.
+        resident: False: no memory is held yet.
+    """
+
+    def __init__(
+        self,
+        plans: tuple[BucketPlan, ...],
+        device: Device,
+        dtype: torch.dtype,
+        owner: str,
+        share: Buckets | None = None,
+        resident: bool = True,
+    ):
         self.plans, self.dtype, self.owner, self._device = plans, dtype, owner, device
-        with device.owner(owner):
-            self.flats = [torch.zeros(plan.numel, dtype=dtype, device=device.torch_device) for plan in plans]
+        theirs = {plan.entries: i for i, plan in enumerate(share.plans)} if share and share.dtype == dtype else {}
+        self.shared = {i: theirs[plan.entries] for i, plan in enumerate(plans) if plan.entries in theirs}
+        """Index of a shared piece → its index in ``share``."""
+        self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
-        for plan, flat in zip(plans, self.flats, strict=True):
-            for param, offset in plan.entries:
-                self.views[param.name] = flat[offset : offset + param.numel].view(param.shape)
+        with device.owner(owner):
+            for i, plan in enumerate(plans):
+                if share is not None and i in self.shared:
+                    self.flats.append(share.flats[self.shared[i]])
+                    self.views |= {param.name: share.views[param.name] for param, _ in plan.entries}
+                    continue
+                flat = torch.zeros(plan.numel, dtype=dtype, device=device.torch_device)
+                self.flats.append(flat)
+                for param, offset in plan.entries:
+                    self.views[param.name] = flat[offset : offset + param.numel].view(param.shape)
+                if not resident:
+                    flat.untyped_storage().resize_(0)
 
     def __iter__(self) -> Iterator[tuple[BucketPlan, torch.Tensor]]:
         return zip(self.plans, self.flats, strict=True)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all pieces, shared ones included, resident or not."""
         return sum(plan.numel for plan in self.plans) * self.dtype.itemsize
 
     @property
     def resident(self) -> bool:
         return all(flat.untyped_storage().nbytes() > 0 for flat in self.flats)
 
-    def allocate(self, index: int | None = None) -> None:
-        """Takes memory for all buckets, or one. The content of what was not resident is undefined."""
+    def allocate(self, index: int | Sequence[int] | None = None) -> None:
+        """Takes memory for all pieces that are this object's own, or for some. What was not resident is undefined."""
         with self._device.owner(self.owner):
-            for flat in self.flats if index is None else [self.flats[index]]:
-                if flat.untyped_storage().nbytes() == 0:
-                    flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+            for i in self._own(index):
+                storage = self.flats[i].untyped_storage()
+                if storage.nbytes() == 0:
+                    storage.resize_(self.plans[i].numel * self.dtype.itemsize)
 
-    def release(self, index: int | None = None) -> None:
-        """Gives the memory of all buckets, or one, back to the device; views stay, their content is gone."""
-        for flat in self.flats if index is None else [self.flats[index]]:
-            flat.untyped_storage().resize_(0)
+    def release(self, index: int | Sequence[int] | None = None) -> None:
+        """Gives the memory of all pieces that are this object's own, or of some, back to the device; views stay, their
+        content is gone."""
+        for i in self._own(index):
+            self.flats[i].untyped_storage().resize_(0)
+
+    def _own(self, index: int | Sequence[int] | None) -> Sequence[int]:
+        if index is None:
+            return [i for i in range(len(self.flats)) if i not in self.shared]
+        return [index] if isinstance(index, int) else index
