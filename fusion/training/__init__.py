@@ -1,4 +1,4 @@
-"""The trainer: packed sequences, TP and EP and data parallel, an optimizer sharded over the replicas.
+"""The trainer: packed sequences; TP, EP, expert-TP, pipeline and data parallel; an optimizer sharded over replicas.
 
     samples ─ batch ─► Sequences ─ TrainEngine.forward_backward(sequences, loss) ─► gradients (fp32 buckets)
                                    TrainEngine.optimizer_step()                  ─► weights, in place
@@ -6,13 +6,16 @@
 
     config        TrainingConfig, AlgorithmConfig: the config groups `training` and `algorithm`
     batch         Sequences; split_over_ranks, plan_micro_batches: who computes what, pure
+    pipeline      1F1B as programs of passes and messages, pure;    stage      Stage follows them
     logprobs      log-probability and entropy over a split vocabulary, one collective
     algorithms/   advantages and losses, one file each over one interface
-    engine        TrainEngine: micro-batches, global normalisation, load balancing, metrics
-    shards        which elements an optimizer owns, pure;   optimizer   ShardedAdamW on them
-    schedule      learning rate by step, pure;              checkpoint  one file a rank, atomic, bitwise
+    objective     what the micro-batches of all ranks and stages add up to, and its metrics
+    engine        TrainEngine: one path for every layout
+    shards        which elements an optimizer owns, shares and counts, pure
+    optimizer     ShardedAdamW on them, bucket by bucket;           states     where its states live
+    schedule      learning rate by step, pure;                      checkpoint one file a rank, atomic, bitwise
 
-Beside `TrainEngine` there is room for another trainer with its face (`backends/`) and for pipeline stages inside it.
+Beside `TrainEngine` there is room for another trainer with its face (`backends/`).
 """
 
 from fusion.training.batch import Sequences, plan_micro_batches, split_over_ranks

@@ -32,8 +32,7 @@ class Sequences:
         tokens: int64 [N].
         lengths: tokens of each sequence, prompt and response, B of them.
         loss_mask: bool [N]; True on the tokens that are trained. The log-probability of a token comes from the one
-        before
-            it, so the first token of a sequence cannot be.
+            before it, so the first token of a sequence cannot be.
         advantages: float32 [N].
         behaviour_logprobs: float32 [N], of the tokens as they were sampled.
         ref_logprobs: float32 [N], of the reference model.

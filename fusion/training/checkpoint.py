@@ -30,7 +30,8 @@ def save_checkpoint(engine: TrainEngine, folder: str | Path) -> None:
         aside.mkdir(parents=True)
     _barrier(engine)
     state = engine.state_dict()
-    state["tensors"] = {name: tensor.cpu() for name, tensor in state["tensors"].items()}
+    # Whole copies: a state that lives on the host is a slice of a larger region, all of which would be written.
+    state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
     torch.save(state, aside / _file(mesh.rank))
     if mesh.rank == 0:
         (aside / MANIFEST).write_text(json.dumps({"layout": _layout(engine), "steps": state["steps"]}) + "\n")
@@ -60,7 +61,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path) -> None:
 
 def _layout(engine: TrainEngine) -> dict[str, int]:
     parallel = engine.layout()
-    return {"world": parallel.world, "tp": parallel.tp, "ep": parallel.ep}
+    return {axis: getattr(parallel, axis) for axis in ("world", "tp", "ep", "pp", "etp")}
 
 
 def _file(rank: int) -> str:

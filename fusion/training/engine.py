@@ -1,38 +1,33 @@
 """The trainer of one rank: packed sequences in, gradients and a new policy out.
 
-    sequences ─ plan_micro_batches ─► each: forward ─ trained rows ─ lm head ─ logprobs ─ loss ─ backward ─► gradients
+    sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
     optimizer_step: gradients ─ ShardedAdamW ─► weights
 
-Invariants: the loss is the mean over the trained tokens of the *global* batch (weighted where the batch says so), so
-loss and gradient depend neither on the layout nor on micro-batches nor on packing, but for rounding. All ranks run the
-same number of micro-batches, as they meet in the experts' exchange: a rank that has fewer runs empty ones. A hidden
-state goes through the lm head only where a log-probability is wanted.
+Invariants: the loss is the mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient
+depend neither on the layout nor on micro-batches nor on packing, but for rounding. All ranks run the same number of
+micro-batches, as they meet in the experts' exchange: a rank that has fewer runs empty ones. A hidden state goes through
+the lm head, on the last stage, only where a log-probability is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Transformer, load_balancing_loss
+from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Transformer
 from fusion.npu import Device
-from fusion.training.algorithms import Loss, LossInput
+from fusion.training.algorithms import Loss
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.config import TrainingConfig
 from fusion.training.logprobs import vocab_parallel_logprobs
+from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.schedule import learning_rate
-
-
-class _Totals(NamedTuple):
-    """Of all data-parallel ranks together: loss weight and rows summed, micro-batches at most."""
-
-    weight: float
-    rows: int
-    micro_batches: int
+from fusion.training.stage import Stage
+from fusion.training.states import MakeStates, ResidentStates
 
 
 class TrainEngine:
@@ -42,8 +37,10 @@ class TrainEngine:
         temperature: log-probabilities are those of the distribution at this temperature, the one that was sampled from.
         total_steps: optimizer steps of the run, for the cosine schedule.
 
+        states: makes the home of the optimizer's states; default: in HBM.
+
     Raises:
-        ValueError: TP exceeds the model's key/value heads, or the schedule lacks ``total_steps``.
+        ValueError: the schedule lacks ``total_steps``.
     """
 
     def __init__(
@@ -55,12 +52,8 @@ class TrainEngine:
         *,
         temperature: float = 1.0,
         total_steps: int | None = None,
+        states: MakeStates = ResidentStates,
     ):
-        if mesh.parallel.tp > model.config.num_kv_heads:
-            raise ValueError(
-                f"parallel.train.tp={mesh.parallel.tp} exceeds the model's "
-                f"num_key_value_heads={model.config.num_kv_heads}; training does not replicate key/value heads"
-            )
         assert mesh is model.mesh
         self.model, self.mesh, self.device, self.config = model, mesh, device, config
         self.temperature, self.total_steps = temperature, total_steps
@@ -71,13 +64,13 @@ class TrainEngine:
         if not model.config.num_experts:
             self.balancing_coef = 0.0
         self.optimizer = ShardedAdamW(
-            model.weights,
-            mesh,
-            device,
+            model,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
+            states=states,
         )
+        self.stage = Stage(model)
         self._accumulated = False
         self._collect_gradients()
 
@@ -97,56 +90,87 @@ class TrainEngine:
     def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
 
-        Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks; none is
-        allowed). The metrics are the same on every rank: means over the trained tokens of the global batch, and
-        `actor/loss`, what was minimised. The load-balancing loss needs the whole batch's routing before its first
-        backward pass: with more than one micro-batch a rank, an extra forward pass without gradients finds it.
+        Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
+        stage; none is allowed). The metrics are the same on every rank: means over the trained tokens of the global
+        batch, and `actor/loss`, what was minimised. The load-balancing loss needs the whole batch's routing before its
+        first backward pass: with more than one micro-batch or stage, an extra forward pass without gradients finds it.
         """
         batches, totals = self._micro_batches(sequences)
-        counts_E = self._routing_counts(batches) if self.balancing_coef and len(batches) > 1 else None
-        sums: dict[str, torch.Tensor] = {}
-        for batch in batches:
-            for name, value in self._backward(batch, loss, totals, counts_E).items():
-                sums[name] = sums[name] + value if name in sums else value
-        self._accumulated = True
-        return self._metrics(sums, totals)
+        needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
+        counts_E = self._routing_counts(batches) if needs_counts else None
+        objective = Objective(loss, totals, self.model.config, self.mesh, self.balancing_coef, counts_E)
 
-    def optimizer_step(self) -> dict[str, float]:
+        def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            stats: list[torch.Tensor] = []
+            out = self._hidden(batches[i], hidden, stats)
+            if not self.mesh.last_stage:
+                return out, objective.of_routing(stats)
+            of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
+            of_routing = objective.of_routing(stats)
+            return None, of_tokens if of_routing is None else of_tokens + of_routing
+
+        self._accumulated = True
+        self.stage.train(_rows(batches), forward)
+        return objective.metrics()
+
+    def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
         """Steps with the gradients summed since the last step. Collective over the mesh.
+
+        Args:
+            before_update: called when the optimizer's states are needed, which may be on their way until then.
 
         Raises:
             FloatingPointError: the gradient is not finite (on all ranks).
         """
         lr = self.learning_rate(self.optimizer.steps)
-        norm = self.optimizer.step(lr)
+        norm = self.optimizer.step(lr, before_update)
         self._accumulated = False
         return {"actor/grad_norm": norm, "actor/lr": lr}
 
-    @torch.no_grad()
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where loss_mask is
         False.
 
-        Collective over the mesh, as `forward_backward`.
+        Collective over the mesh, as `forward_backward`; every stage gets the result.
         """
-        logprobs_N, entropy_N = torch.zeros(2, len(sequences.tokens))
+        found_2N = torch.zeros(2, len(sequences.tokens))
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
         batches, _ = self._micro_batches(sequences, plan)
         places = [sequences.rows_of(indices) for indices in plan]
-        for number, batch in enumerate(batches):
-            logprobs, entropy, rows = self._forward(batch)
-            if number < len(plan):
-                logprobs_N[places[number][rows]] = logprobs.cpu()
-                entropy_N[places[number][rows]] = entropy.cpu()
+
+        def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+            out = self._hidden(batches[i], hidden)
+            if not self.mesh.last_stage:
+                return out, None
+            tokens = self._tokens(batches[i], out)
+            if i < len(plan):
+                found_2N[:, places[i][tokens.rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
+            return None, None
+
+        self.stage.infer(_rows(batches), forward)
+        if self.mesh.pp_group is not None:
+            dist.broadcast(found_2N, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
+        logprobs_N, entropy_N = found_2N
         return logprobs_N, entropy_N
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the gradients hold a sum that no optimizer step has used yet. If so they can leave HBM only as
+        tensors whose content matters (`gradients`), else as memory (`release_gradients`)."""
+        return self._accumulated
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The flat buckets by name, each in storage of its own, for an offloader to take out and back."""
+        return {f"gradient.{index}": flat for index, flat in enumerate(self.optimizer.gradients.flats)}
 
     def release_gradients(self) -> None:
         """Gives the gradients' memory back. They must have been used up by `optimizer_step`."""
-        assert not self._accumulated, "gradients that no optimizer step has used would be lost"
+        assert not self.accumulating, "gradients that no optimizer step has used would be lost"
         self.optimizer.gradients.release()
 
     def allocate_gradients(self) -> None:
         """Takes the gradients' memory, zeroed."""
+        assert not self.accumulating, "gradients that no optimizer step has used would be lost"
         self.optimizer.gradients.allocate()
         self.optimizer.zero_gradients()
 
@@ -175,15 +199,15 @@ class TrainEngine:
         for name, param in self.model.named_parameters():
 
             def add(param: torch.Tensor, gradient: torch.Tensor = views[name]) -> None:
-                assert param.grad is not None
-                gradient.add_(param.grad)
-                param.grad = None
+                if param.grad is not None:  # an expert that no token chose has none
+                    gradient.add_(param.grad)
+                    param.grad = None
 
             param.register_post_accumulate_grad_hook(add)
 
     def _micro_batches(
         self, sequences: Sequences, plan: list[list[int]] | None = None
-    ) -> tuple[list[Sequences], _Totals]:
+    ) -> tuple[list[Sequences], Totals]:
         """This rank's micro-batches, as many as the rank with most has, and the totals of all ranks. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget) if plan is None else plan
         weight = sequences.loss_mask if sequences.token_weight is None else sequences.token_weight * sequences.loss_mask
@@ -191,90 +215,35 @@ class TrainEngine:
         if self.mesh.dp_group is not None:
             ranks = mine.new_empty(self.mesh.parallel.dp, 3)
             dist.all_gather_into_tensor(ranks, mine, group=self.mesh.dp_group)
-        totals = _Totals(float(ranks[:, 0].sum()), int(ranks[:, 1].sum()), int(ranks[:, 2].max()))
+        totals = Totals(float(ranks[:, 0].sum()), int(ranks[:, 1].sum()), int(ranks[:, 2].max()))
         plan = plan + [[]] * (totals.micro_batches - len(plan))
         return [sequences.select(indices) for indices in plan], totals
 
-    def _forward(
-        self, batch: Sequences, router_stats: list[torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [n] on the device of the trained tokens, and their rows int64 [n] on the
-        CPU."""
-        rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
-        hidden_ND = self._hidden(batch, router_stats)
-        logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)))
-        targets_n = batch.tokens[rows].to(device)
-        return *vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, self.temperature), rows
-
-    def _hidden(self, batch: Sequences, router_stats: list[torch.Tensor] | None) -> torch.Tensor:
+    def _hidden(
+        self, batch: Sequences, hidden: torch.Tensor | None, router_stats: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         device = self.device.torch_device
         attend = PackedAttention(batch.lengths)
-        return self.model(batch.tokens.to(device), batch.positions.to(device), attend, router_stats)
+        return self.model(batch.tokens.to(device), batch.positions.to(device), attend, router_stats, hidden)
 
-    def _backward(
-        self, batch: Sequences, loss: Loss, totals: _Totals, counts_E: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        stats: list[torch.Tensor] = []
-        logprobs, entropy, rows = self._forward(batch, stats)
+    def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
+        """On the last stage."""
+        rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
+        logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)))
+        targets_n = batch.tokens[rows].to(device)
+        return TrainedTokens(*vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, self.temperature), rows)
 
-        def column(values_N: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_N is None else values_N[rows].to(self.device.torch_device)
-
-        owner = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths, dtype=torch.int64))
-        out = loss(
-            LossInput(
-                logprobs,
-                entropy,
-                owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
-                column(batch.advantages),
-                column(batch.behaviour_logprobs),
-                column(batch.ref_logprobs),
-            )
-        )
-        weight_n = column(batch.token_weight)
-
-        def total(values_n: torch.Tensor) -> torch.Tensor:
-            return (values_n if weight_n is None else values_n * weight_n).sum()
-
-        objective = total(out.loss) / max(totals.weight, 1e-12)
-        metrics = {name: total(values) for name, values in out.metrics.items()}
-        metrics |= {"actor/entropy": total(entropy.detach()), "actor/loss": total(out.loss.detach())}
-        if self.balancing_coef:
-            if counts_E is None:
-                counts_E = self._sum_counts(stats)
-            balance = load_balancing_loss(stats, counts_E, totals.rows * len(stats))
-            objective = objective + self.balancing_coef * balance
-            metrics["actor/load_balancing_loss"] = balance.detach()
-        objective.backward()
-        return metrics
-
-    @torch.no_grad()
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
         """Tokens that each expert gets from the whole global batch, summed over layers: float32 [E]."""
         stats: list[torch.Tensor] = []
-        for batch in batches:
-            self._hidden(batch, stats)
-        return self._sum_counts(stats)
 
-    def _sum_counts(self, stats: list[torch.Tensor]) -> torch.Tensor:
-        counts_E = torch.stack([layer[0] for layer in stats]).detach().sum(0)
-        if self.mesh.world_group is not None:
-            dist.all_reduce(counts_E, group=self.mesh.world_group)
-        return counts_E
+        def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+            out = self._hidden(batches[i], hidden, stats)
+            return None if self.mesh.last_stage else out, None
 
-    def _metrics(self, sums: dict[str, torch.Tensor], totals: _Totals) -> dict[str, float]:
-        """Sums over this rank's tokens → means over the global batch. One collective."""
-        values = torch.stack([value.to(torch.float64) for value in sums.values()]).cpu()
-        balance = "actor/load_balancing_loss"
-        if self.mesh.world_group is not None:
-            # Tokens are the same on the ranks of a TP group, which counts them once; rows of the router are not.
-            counted = [name == balance or self.mesh.tp_rank == 0 for name in sums]
-            values *= torch.tensor(counted)
-            dist.all_reduce(values, group=self.mesh.world_group)
-        figures = dict(zip(sums, values.tolist(), strict=True))
-        balancing = figures.pop(balance, None)
-        means = {name: value / totals.weight for name, value in figures.items()} if totals.weight else {}
-        if balancing is not None:
-            means[balance] = balancing
-            means["actor/loss"] = means.get("actor/loss", 0.0) + self.balancing_coef * balancing
-        return means
+        self.stage.infer(_rows(batches), forward)
+        return routing_counts(stats, self.mesh)
+
+
+def _rows(batches: list[Sequences]) -> list[int]:
+    return [len(batch.tokens) for batch in batches]

@@ -1,118 +1,140 @@
 """AdamW with its states sharded over the replicas of each bucket (ZeRO-1, arXiv 1910.02054), and its gradients.
 
-    gradients (fp32, whole buckets) ─ sum over TP of what TP replicates ─ reduce-scatter over dp or edp ─► own shard
-    own shard ─ norm over all ranks, clip ─ AdamW on fp32 masters ─► weights' shard ─ all-gather ─► weights
+    gradients (fp32, whole buckets) ─ sum over TP of what TP ranks share ─ reduce-scatter over dp or edp ─► own shard
+    own shard ─ sum over both ends of the pipeline of tied embeddings ─ norm over all ranks, clip
+              ─ AdamW on fp32 masters ─► pieces of the weights ─ all-gather ─► weights
 
-Every state lies in storage of its own, one flat tensor a bucket (`tensors`), which may be released and taken back with
-`untyped_storage().resize_()`; all else are views. With fp32 weights the weights are the masters and there is no copy.
+Gradients lie in coarse buckets, which is what collectives want; weights lie in the small units that a switch wants. A
+shard is a run of a bucket, so the two meet parameter by parameter (`shards.Piece`). Every state lies in storage of its
+own, one flat tensor a bucket, and a step goes through them bucket by bucket, wherever they live (`states`). With fp32
+weights the weights are the masters and there is no copy.
+
+Invariant: ranks that hold the same element of the model hold it bitwise alike after every step. Replicas take it from
+one of them; for those that compute it, gradient and place in a shard are alike. Tied embeddings, of which the first and
+the last stage have a copy each, lie in buckets of their own for that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from fusion.model import Buckets, Mesh
-from fusion.npu import Device
-from fusion.training.shards import Run, shard_range, shard_runs
+from fusion.model import BucketPlan, Buckets, Transformer, local_params
+from fusion.training.shards import Piece, SharedElements, Wire, gradient_buckets, own_range, shard_pieces
+from fusion.training.states import MakeStates, ResidentStates, StateGroups, States
 
 EPSILON = 1e-8
 
 
 @dataclass
 class _Shard:
-    """One bucket as this rank's optimizer sees it. Tensors are float32 views or flats of the shard's size."""
+    """One bucket as this rank's optimizer sees it. ``gradient``: float32, flat, of the shard's size."""
 
+    plan: BucketPlan
     start: int
-    runs: list[Run]
+    stop: int
+    pieces: list[Piece]
+    counted: list[tuple[int, int]]
+    """Where in the shard lies what this rank adds to the norm."""
+    wire: Wire
+    tied: bool
     group: dist.ProcessGroup | None
-    whole_weight: torch.Tensor
     whole_gradient: torch.Tensor
-    weight: torch.Tensor
     gradient: torch.Tensor
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
 
-    def cut(self, tensor: torch.Tensor, run: Run) -> torch.Tensor:
-        return tensor[run.start - self.start : run.stop - self.start]
+    @staticmethod
+    def cut(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+        return flat[piece.at : piece.at + piece.numel]
 
 
 class ShardedAdamW:
-    """Owns the gradients of ``weights`` (float32, the same geometry) and the optimizer's states.
+    """Owns the gradients of ``model`` (float32) and the optimizer's states.
 
     The masters are taken from the weights as they are now; `take_masters` takes them again after weights were loaded.
     All ranks of the mesh call `step` together.
+
+    Args:
+        states: makes the home of the states; default: in HBM.
     """
 
     def __init__(
         self,
-        weights: Buckets,
-        mesh: Mesh,
-        device: Device,
+        model: Transformer,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         clip_grad: float = 0.0,
+        states: MakeStates = ResidentStates,
     ):
-        self.weights, self.mesh = weights, mesh
+        self.weights, self.mesh, self.device = model.weights, model.mesh, model.device
         self.betas, self.weight_decay, self.clip_grad = betas, weight_decay, clip_grad
         self.steps = 0
-        self.gradients = Buckets(weights.plans, device, torch.float32, owner="gradients")
-        with device.owner("optimizer"):
-            self.shards = [self._shard(index) for index in range(len(weights.plans))]
-        self.take_masters()
-        replicated = [p.name for plan in weights.plans for p, _ in plan.entries if not (p.expert or p.tp_sharded)]
-        self._replicated = [self.gradients.views[name] for name in replicated]
-
-    def _shard(self, index: int) -> _Shard:
-        plan, weight, gradient = self.weights.plans[index], self.weights.flats[index], self.gradients.flats[index]
-        mesh = self.mesh
-        replicas, replica = (mesh.parallel.edp, mesh.edp_rank) if plan.expert else (mesh.parallel.dp, mesh.dp_rank)
-        start, stop = shard_range(plan, replicas, replica)
-        mine = weight[start:stop]
-        return _Shard(
-            start,
-            shard_runs(plan, start, stop),
-            mesh.edp_group if plan.expert else mesh.dp_group,
-            weight,
-            gradient,
-            mine,
-            gradient[start:stop],
-            mine if mine.dtype == torch.float32 else torch.empty_like(mine, dtype=torch.float32),
-            torch.zeros_like(mine, dtype=torch.float32),
-            torch.zeros_like(mine, dtype=torch.float32),
+        config, parallel = model.config, model.mesh.parallel
+        plans, tied = gradient_buckets(config, parallel, model.table, model.bucket_bytes)
+        self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
+        tp_ranks = next(group for group in parallel.groups("tp") if self.mesh.rank in group)
+        tables = [local_params(config, parallel, rank, model.placement, model.max_numel) for rank in tp_ranks]
+        shared = SharedElements(tables, self.mesh.tp_rank)
+        self.shards = [self._shard(index, shared, index >= len(plans) - tied) for index in range(len(plans))]
+        masters = [] if self.weights.dtype == torch.float32 else ["master"]
+        kinds = [*masters, "exp_avg", "exp_avg_sq"]
+        self.states: StateGroups = states(
+            self.device, [dict.fromkeys(kinds, shard.stop - shard.start) for shard in self.shards]
         )
+        self.take_masters()
+
+    def _shard(self, index: int, shared: SharedElements, tied: bool) -> _Shard:
+        plan, gradient, mesh = self.gradients.plans[index], self.gradients.flats[index], self.mesh
+        start, stop = own_range(plan, mesh.parallel, mesh.rank)
+        pieces = shard_pieces(plan, start, stop)
+        return _Shard(
+            plan,
+            start,
+            stop,
+            pieces,
+            [] if tied and mesh.first_stage else [span for piece in pieces for span in shared.counted(piece)],
+            shared.wire(plan),
+            tied,
+            mesh.edp_group if plan.expert else mesh.dp_group,
+            gradient,
+            gradient[start:stop],
+        )
+
+    def _weight(self, piece: Piece) -> torch.Tensor:
+        return self.weights.views[piece.param.name].flatten()[piece.start : piece.stop]
+
+    def _master(self, states: States, piece: Piece) -> torch.Tensor:
+        return _Shard.cut(states["master"], piece) if "master" in states else self._weight(piece)
 
     def take_masters(self) -> None:
         """Copies the weights into the fp32 masters (nothing to do for fp32 weights)."""
-        for shard in self.shards:
-            if shard.master is not shard.weight:
-                shard.master.copy_(shard.weight)
+        if self.weights.dtype == torch.float32:
+            return
+        for index, states in self.states:
+            for piece in self.shards[index].pieces:
+                self._master(states, piece).copy_(self._weight(piece))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor the optimizer holds besides the gradients, each in storage of its own."""
-        held: dict[str, torch.Tensor] = {}
-        for index, shard in enumerate(self.shards):
-            if shard.master is not shard.weight:
-                held[f"master.{index}"] = shard.master
-            held[f"exp_avg.{index}"], held[f"exp_avg_sq.{index}"] = shard.exp_avg, shard.exp_avg_sq
-        return held
+        """Every tensor the optimizer holds besides the gradients, each in storage of its own: `exp_avg.3`, …"""
+        return self.states.tensors()
 
     def zero_gradients(self) -> None:
         for flat in self.gradients.flats:
             flat.zero_()
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
         """One step from the gradients summed so far, which it zeroes. Returns their norm before clipping.
+
+        Args:
+            before_update: called when the states are needed, which may be on their way until then.
 
         Raises:
             FloatingPointError: on all ranks, where the norm is not finite; nothing was changed.
         """
-        self._sum_over_tp()
         for shard in self.shards:
             self._reduce(shard)
         norm = self._norm()
@@ -120,54 +142,52 @@ class ShardedAdamW:
             raise FloatingPointError(f"optimizer step {self.steps}: the norm of the gradient is {norm}")
         if 0 < self.clip_grad < norm:
             torch._foreach_mul_([shard.gradient for shard in self.shards], self.clip_grad / (norm + 1e-6))
-        self._update(lr)
-        for shard in self.shards:
-            self._publish(shard)
+        if before_update is not None:
+            before_update()
+        for index, states in self.states:
+            self._update(self.shards[index], states, lr)
+            self._publish(self.shards[index], states)
+        self.steps += 1
         self.zero_gradients()
         return norm
 
-    def _sum_over_tp(self) -> None:
-        # Each TP rank saw its own rows of norms and router, and its own heads of the q and k norms: partial sums.
-        if self.mesh.tp_group is None:
-            return
-        wire = torch.cat([gradient.flatten() for gradient in self._replicated])
-        dist.all_reduce(wire, group=self.mesh.tp_group)
-        pieces = wire.split([gradient.numel() for gradient in self._replicated])
-        for gradient, piece in zip(self._replicated, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
-
     def _reduce(self, shard: _Shard) -> None:
-        if shard.group is None:
-            return
-        summed = torch.empty_like(shard.gradient)
-        dist.reduce_scatter_tensor(summed, shard.whole_gradient, group=shard.group)
-        shard.gradient.copy_(summed)
+        """Makes the shard's gradient that of the whole batch."""
+        if shard.wire.numel:
+            wire = shard.gradient.new_zeros(shard.wire.numel)
+            views = [self.gradients.views[piece.param.name].flatten() for piece in shard.wire.pieces]
+            for view, piece in zip(views, shard.wire.pieces, strict=True):
+                shard.cut(wire, piece).copy_(view[piece.start : piece.stop])
+            dist.all_reduce(wire, group=self.mesh.tp_group)
+            for view, piece in zip(views, shard.wire.pieces, strict=True):
+                view[piece.start : piece.stop].copy_(shard.cut(wire, piece))
+        if shard.group is not None:
+            summed = torch.empty_like(shard.gradient)
+            dist.reduce_scatter_tensor(summed, shard.whole_gradient, group=shard.group)
+            shard.gradient.copy_(summed)
+        if shard.tied:
+            dist.all_reduce(shard.gradient, group=self.mesh.ends_group)
 
     def _norm(self) -> float:
-        counted = [
-            shard.cut(shard.gradient, run)
-            for shard in self.shards
-            for run in shard.runs
-            if not run.replicated or self.mesh.tp_rank == 0
-        ]
+        counted = [shard.gradient[start:stop] for shard in self.shards for start, stop in shard.counted]
         norms = torch._foreach_norm(counted) if counted else [torch.zeros(())]
         square = torch.stack(norms).to("cpu", torch.float64).square().sum()
         if self.mesh.world_group is not None:
             dist.all_reduce(square, group=self.mesh.world_group)
         return float(square.sqrt())
 
-    def _update(self, lr: float) -> None:
+    def _update(self, shard: _Shard, states: States, lr: float) -> None:
         for decay in (True, False):
-            cuts = [(shard, run) for shard in self.shards for run in shard.runs if run.decay == decay]
-            if not cuts:
+            pieces = [piece for piece in shard.pieces if piece.decay == decay]
+            if not pieces:
                 continue
             adamw(
-                [shard.cut(shard.master, run) for shard, run in cuts],
-                [shard.cut(shard.gradient, run) for shard, run in cuts],
-                [shard.cut(shard.exp_avg, run) for shard, run in cuts],
-                [shard.cut(shard.exp_avg_sq, run) for shard, run in cuts],
+                [self._master(states, piece) for piece in pieces],
+                [shard.cut(shard.gradient, piece) for piece in pieces],
+                [shard.cut(states["exp_avg"], piece) for piece in pieces],
+                [shard.cut(states["exp_avg_sq"], piece) for piece in pieces],
                 [],
-                [torch.tensor(float(self.steps)) for _ in cuts],
+                [torch.tensor(float(self.steps)) for _ in pieces],
                 foreach=True,
                 amsgrad=False,
                 beta1=self.betas[0],
@@ -177,10 +197,19 @@ class ShardedAdamW:
                 eps=EPSILON,
                 maximize=False,
             )
-        self.steps += 1
 
-    def _publish(self, shard: _Shard) -> None:
-        if shard.master is not shard.weight:
-            shard.weight.copy_(shard.master)
-        if shard.group is not None:
-            dist.all_gather_into_tensor(shard.whole_weight, shard.weight, group=shard.group)
+    def _publish(self, shard: _Shard, states: States) -> None:
+        """Masters → this rank's pieces of the weights → the weights of every replica."""
+        if shard.group is None:
+            if "master" in states:
+                for piece in shard.pieces:
+                    self._weight(piece).copy_(self._master(states, piece))
+            return
+        with self.device.owner("buckets"):
+            wire = torch.empty(shard.plan.numel, dtype=self.weights.dtype, device=self.device.torch_device)
+        mine = wire[shard.start : shard.stop]
+        for piece in shard.pieces:
+            shard.cut(mine, piece).copy_(self._master(states, piece))
+        dist.all_gather_into_tensor(wire, mine, group=shard.group)
+        for param, offset in shard.plan.entries:
+            self.weights.views[param.name].copy_(wire[offset : offset + param.numel].view(param.shape))

@@ -9,24 +9,24 @@ import torch
 
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.huggingface import gather_tensors
+from fusion.offload import StreamedStates
 from fusion.training import AlgorithmConfig, Sequences, TrainEngine, TrainingConfig, split_over_ranks
 from fusion.training.algorithms import make_loss
-
-LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 1, 4), (4, 1, 1)]
-"""(world, tp, ep): world 1, TP2, EP2, TP2EP2, EP4, DP4."""
+from fusion.training.states import ResidentStates
 
 
 class Case(NamedTuple):
     """One training run of a few steps; everything the ranks need."""
 
     checkpoint: str
-    tp: int = 1
-    ep: int = 1
+    layout: Parallel = Parallel()
     training: dict[str, Any] = {}
     algorithm: dict[str, Any] = {}
     dtype: str = "float32"
     bucket_bytes: int = 64 << 20
     steps: int = 1
+    accumulate: int = 1
+    streamed: bool = False  # the optimizer's states live on the host
     samples: int = 12
     seed: int = 3
 
@@ -60,14 +60,14 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
     )
 
 
-def make_engine(case: Case, world: int, device: Any) -> TrainEngine:
-    mesh = Mesh.create(Parallel(world, case.tp, case.ep))
+def make_engine(case: Case, device: Any, **options: Any) -> TrainEngine:
+    mesh = Mesh.create(case.layout)
     config = ModelConfig.from_hf(case.checkpoint)
     model = Transformer(config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     load_weights(model, case.checkpoint)
     training = TrainingConfig(**({"lr": 1e-3, "token_budget": 1000} | case.training))
     training.validate()
-    return TrainEngine(model, mesh, device, training)
+    return TrainEngine(model, mesh, device, training, **options)
 
 
 def with_policy(batch: Sequences, engine: TrainEngine) -> Sequences:
@@ -85,13 +85,16 @@ def my_share(batch: Sequences, engine: TrainEngine) -> Sequences:
     return with_policy(share, engine)
 
 
-def train(rank: int, device: Any, world: int, case: Case) -> dict[str, Any]:
+def train(rank: int, device: Any, case: Case) -> dict[str, Any]:
     """Metrics of every step, and on rank 0 the whole weights after the last."""
-    engine = make_engine(case, world, device)
+    engine = make_engine(case, device, states=StreamedStates if case.streamed else ResidentStates)
     loss = make_loss(AlgorithmConfig(**({"kl_coef": 0.1} | case.algorithm)))
     steps = []
     for step in range(case.steps):
-        batch = my_share(sample_batch(case.samples, case.seed + step), engine)
-        steps.append(engine.forward_backward(batch, loss) | engine.optimizer_step())
+        metrics: dict[str, float] = {}
+        for part in range(case.accumulate):
+            batch = my_share(sample_batch(case.samples, case.seed + case.accumulate * step + part), engine)
+            metrics |= {f"{part}/{name}": value for name, value in engine.forward_backward(batch, loss).items()}
+        steps.append(metrics | engine.optimizer_step())
     weights = {name: tensor for name, tensor in gather_tensors(engine.model) if tensor is not None}
     return {"steps": steps, "weights": weights}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion.model import Mesh, Parallel, Transformer, local_params
+from fusion.offload import StreamedStates
 from fusion.training import ShardedAdamW
 from tests.helpers import run_ranks, tiny_config
 
@@ -14,14 +15,14 @@ RATES = [3e-3, 1e-2, 1e-3]
 
 def make(device: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, **options: Any) -> ShardedAdamW:
     """An optimizer over several buckets of a small model with random weights (the same on every rank)."""
-    weights = Transformer(tiny_config(), mesh, device, dtype, bucket_bytes=20000).weights
-    fill(weights.views, seed=0, scale=0.1)
-    return ShardedAdamW(weights, mesh, device, **{"betas": (0.8, 0.9), "weight_decay": 0.3} | options)
+    model = Transformer(tiny_config(), mesh, device, dtype, bucket_bytes=20000)
+    fill(model.weights.views, seed=0, scale=0.1)
+    return ShardedAdamW(model, **{"betas": (0.8, 0.9), "weight_decay": 0.3} | options)
 
 
 def fill(views: dict[str, torch.Tensor], seed: int, scale: float) -> None:
     random = torch.Generator().manual_seed(seed)
-    for view in views.values():
+    for _, view in sorted(views.items()):
         view.copy_(scale * torch.randn(view.shape, generator=random))
 
 
@@ -30,8 +31,6 @@ def reference(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same steps by torch.optim.AdamW on whole fp32 tensors, matrices and vectors in groups of their own."""
     views = {param.name: torch.empty(param.shape) for param in local_params(tiny_config(), Parallel(), 0)}
-    # `fill` draws in the order of the buckets' views: dense first, then experts.
-    views = dict(sorted(views.items(), key=lambda item: ".moe.gate_up" in item[0] or ".moe.down" in item[0]))
     fill(views, seed=0, scale=0.1)
     params = {name: torch.nn.Parameter(view.to(dtype).float()) for name, view in views.items()}
     matrices = [p for p in params.values() if p.dim() > 1]
@@ -84,7 +83,7 @@ def sharded(rank, device, world):
 def test_states_sharded_over_replicas_give_the_same(device):
     wanted, wanted_norms = reference(clip_grad=5.0)
     results = run_ranks(sharded, 2, 2)
-    elements = sum(plan.numel for plan in make(device, Mesh.single()).weights.plans)
+    elements = sum(plan.numel for plan in make(device, Mesh.single()).gradients.plans)
     for norms, weights, held in results:
         assert norms == pytest.approx(wanted_norms, rel=1e-6)
         same(weights, wanted)
@@ -96,12 +95,12 @@ def test_bf16_weights_are_rounded_masters(device):
     steps(optimizer)
     wanted, _ = reference(dtype=torch.bfloat16)
     masters = {name: flat for name, flat in optimizer.tensors().items() if name.startswith("master")}
-    assert len(masters) == len(optimizer.weights.plans) and all(m.dtype == torch.float32 for m in masters.values())
-    for index, (plan, flat) in enumerate(optimizer.weights):
-        assert flat.dtype == torch.bfloat16
-        assert torch.equal(flat, masters[f"master.{index}"].bfloat16())
+    assert len(masters) == len(optimizer.gradients.plans) and all(m.dtype == torch.float32 for m in masters.values())
+    for index, plan in enumerate(optimizer.gradients.plans):
         for param, offset in plan.entries:
             master = masters[f"master.{index}"][offset : offset + param.numel].view(param.shape)
+            weight = optimizer.weights.views[param.name]
+            assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.bfloat16())
             torch.testing.assert_close(master.cpu(), wanted[param.name], atol=1e-6, rtol=1e-5)
 
 
@@ -124,6 +123,41 @@ def test_states_may_leave_and_return(device, dtype):
                 tensor.copy_(host[name])
     for left, right in zip(stays.weights.flats, travels.weights.flats, strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_streamed_from_the_host_give_the_same_and_two_buckets_are_in_hbm(device, dtype):
+    in_hbm: list[int] = []
+
+    class Watched(StreamedStates):
+        def __iter__(self):
+            for group in super().__iter__():
+                in_hbm.append(device.memory_by_owner()["optimizer"] - resident)
+                yield group
+
+    def before_update() -> None:
+        assert streams.gradients.flats[0].any()
+        in_hbm.append(device.memory_by_owner()["optimizer"] - resident)
+        assert in_hbm[-1] == 0
+
+    stays = make(device, Mesh.single(), dtype)
+    resident = device.memory_by_owner()["optimizer"]
+    streams = make(device, Mesh.single(), dtype, states=Watched)
+    for step, lr in enumerate(RATES):
+        for optimizer in (stays, streams):
+            fill(optimizer.gradients.views, seed=step, scale=1.0)
+        stays.step(lr)
+        streams.step(lr, before_update)
+    kinds = 2 if dtype == torch.float32 else 3
+    bucket = kinds * max(plan.numel for plan in streams.gradients.plans) * 4
+    rounding = 2 * kinds * 512  # of the allocator
+    assert len(streams.shards) > 4 and in_hbm.count(0) == len(RATES) and max(in_hbm) <= 2 * bucket + rounding
+    for left, right in zip(stays.weights.flats, streams.weights.flats, strict=True):
+        assert torch.equal(left, right)
+    held = streams.tensors()
+    assert held.keys() == stays.tensors().keys()
+    for name, tensor in stays.tensors().items():
+        assert held[name].device.type == "cpu" and torch.equal(held[name], tensor.cpu())
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(device):

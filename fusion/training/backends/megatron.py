@@ -1,0 +1,130 @@
+"""Megatron-Core's GPTModel as a parameter table: its own names, shapes and orders, in the vocabulary of ours.
+
+A plan compares boxes of the global (Hugging Face) tensors only, so another engine's format is another list of parts.
+Local tensors of a rank (l: its share), layers and experts counted from zero on each rank:
+
+    embedding.word_embeddings.weight                    [Vl, D]
+    decoder.layers.i.input_layernorm.weight             [D]
+    decoder.layers.i.self_attention.linear_qkv.weight   [Hl + 2 Kl heads of C, D]   the q, k and v rows of a KV group,
+                                                        then those of the next; cut evenly, also inside a group
+    decoder.layers.i.self_attention.linear_proj.weight  [D, Hl C]
+    decoder.layers.i.self_attention.q_layernorm.weight  [C]                         (k_layernorm alike)
+    decoder.layers.i.pre_mlp_layernorm.weight           [D]
+    decoder.layers.i.mlp.linear_fc1.weight              [2 Fl, D]                   gate rows over up rows
+    decoder.layers.i.mlp.linear_fc2.weight              [D, Fl]
+    decoder.layers.i.mlp.router.weight                  [E, D]
+    decoder.layers.i.mlp.experts.local_experts.e.linear_fc1.weight, linear_fc2      as mlp, cut by expert-TP
+    decoder.final_layernorm.weight                      [D]                         last stage
+    output_layer.weight                                 [Vl, D]                     last stage
+
+Invariants: over the ranks of a layout the parts cover every element of every global tensor; every element of a local
+tensor belongs to exactly one part. Megatron-Core divides layers evenly over stages and knows no other placement of
+experts than the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fusion.model import LocalParam, ModelConfig, Parallel, Part
+
+Rows = tuple[str, int, int]
+"""Rows [start, stop) of a global tensor."""
+
+
+def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[LocalParam, ...]:
+    """The parameters that `GPTModel.named_parameters` has on ``rank``, in the order of the forward pass.
+
+    The tensor-parallel cut of `linear_qkv` is the only one that may differ from ours: where TP exceeds the KV groups
+    each rank holds an even share of the fused rows and gathers them when it computes.
+
+    Raises:
+        ValueError: a number of layers that the stages do not divide.
+    """
+    if config.num_layers % parallel.pp:
+        raise ValueError(f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron needs")
+    return tuple(_Table(config, parallel, rank).params())
+
+
+class _Table:
+    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
+        self.config, self.parallel = config, parallel
+        self.tp = parallel.coordinate("tp", rank), parallel.tp
+        self.etp = parallel.coordinate("etp", rank), parallel.etp
+        self.ep_rank, self.stage = parallel.coordinate("ep", rank), parallel.coordinate("pp", rank)
+
+    def params(self) -> Iterator[LocalParam]:
+        config, last = self.config, self.stage == self.parallel.pp - 1
+        vocabulary = [("model.embed_tokens.weight", 0, config.vocab_size)]
+        if self.stage == 0:
+            yield self.rows("embedding.word_embeddings", vocabulary, self.tp)
+        for index, layer in enumerate(self.parallel.layers(config.num_layers, self.stage)):
+            yield from self.layer(f"decoder.layers.{index}", f"model.layers.{layer}")
+        if last:
+            yield self.whole("decoder.final_layernorm", "model.norm", (config.hidden_size,))
+        if last and not config.tie_embeddings:
+            yield self.rows("output_layer", [("lm_head.weight", 0, config.vocab_size)], self.tp)
+        elif last and self.stage:
+            yield self.rows("output_layer", vocabulary, self.tp)
+
+    def layer(self, name: str, hf: str) -> Iterator[LocalParam]:
+        config = self.config
+        c, d = config.head_dim, config.hidden_size
+        yield self.whole(f"{name}.input_layernorm", f"{hf}.input_layernorm", (d,))
+        yield self.rows(f"{name}.self_attention.linear_qkv", list(self.fused_qkv(f"{hf}.self_attn")), self.tp)
+        yield self.columns(
+            f"{name}.self_attention.linear_proj", f"{hf}.self_attn.o_proj.weight", config.num_heads * c, self.tp
+        )
+        for norm in ("q", "k"):
+            yield self.whole(f"{name}.self_attention.{norm}_layernorm", f"{hf}.self_attn.{norm}_norm", (c,))
+        yield self.whole(f"{name}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", (d,))
+        if not config.num_experts:
+            yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", config.intermediate_size, self.tp, expert=False)
+            return
+        yield self.whole(f"{name}.mlp.router", f"{hf}.mlp.gate", (config.num_experts, d))
+        here = config.num_experts // self.parallel.ep
+        for slot in range(here):
+            expert = f"{hf}.mlp.experts.{self.ep_rank * here + slot}"
+            local = f"{name}.mlp.experts.local_experts.{slot}"
+            yield from self.mlp(local, expert, config.moe_intermediate_size, self.etp, expert=True)
+
+    def mlp(self, name: str, hf: str, width: int, cut: tuple[int, int], expert: bool) -> Iterator[LocalParam]:
+        gate_up = [(f"{hf}.{half}_proj.weight", *_share(0, width, cut)) for half in ("gate", "up")]
+        yield self.rows(f"{name}.linear_fc1", gate_up, (0, 1), expert)
+        yield self.columns(f"{name}.linear_fc2", f"{hf}.down_proj.weight", width, cut, expert)
+
+    def fused_qkv(self, hf: str) -> Iterator[Rows]:
+        """All rows of the fused projection, KV group by KV group."""
+        config = self.config
+        c, queries = config.head_dim, config.num_heads // config.num_kv_heads
+        for group in range(config.num_kv_heads):
+            yield f"{hf}.q_proj.weight", group * queries * c, (group + 1) * queries * c
+            yield f"{hf}.k_proj.weight", group * c, (group + 1) * c
+            yield f"{hf}.v_proj.weight", group * c, (group + 1) * c
+
+    def whole(self, name: str, hf: str, shape: tuple[int, ...]) -> LocalParam:
+        box = tuple((0, size) for size in shape)
+        return LocalParam(f"{name}.weight", shape, (Part(f"{hf}.weight", box, box),))
+
+    def rows(self, name: str, stack: list[Rows], cut: tuple[int, int], expert: bool = False) -> LocalParam:
+        """This rank's share of rows that lie one under the other."""
+        width, parts, offset = self.config.hidden_size, [], 0
+        first, last = _share(0, sum(stop - start for _, start, stop in stack), cut)
+        for hf_name, start, stop in stack:
+            begin, end = max(offset, first), min(offset + stop - start, last)
+            if begin < end:
+                region = ((start + begin - offset, start + end - offset), (0, width))
+                parts.append(Part(hf_name, region, ((begin - first, end - first), (0, width))))
+            offset += stop - start
+        return LocalParam(f"{name}.weight", (last - first, width), tuple(parts), expert=expert, tp_sharded=not expert)
+
+    def columns(self, name: str, hf_name: str, width: int, cut: tuple[int, int], expert: bool = False) -> LocalParam:
+        height, (start, stop) = self.config.hidden_size, _share(0, width, cut)
+        part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
+        return LocalParam(f"{name}.weight", (height, stop - start), (part,), expert=expert, tp_sharded=not expert)
+
+
+def _share(start: int, stop: int, cut: tuple[int, int]) -> tuple[int, int]:
+    index, count = cut
+    size = (stop - start) // count
+    return start + index * size, start + (index + 1) * size

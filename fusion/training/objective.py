@@ -1,0 +1,140 @@
+"""What a global batch minimises, micro-batch by micro-batch, and its metrics.
+
+    last stage    logprobs, entropy of a micro-batch's trained tokens ─ loss ─► Σ / weight of the global batch
+    every stage   routing of its layers' rows ─ load-balancing loss ─► its part of the batch's
+
+Invariant: what all ranks and micro-batches add up to is the mean loss over the trained tokens of the global batch
+(weighted where the batch says so) plus the load-balancing loss of all its layers and rows; so are the metrics, which
+are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fusion.model import Mesh, ModelConfig, load_balancing_loss
+from fusion.training.algorithms import Loss, LossInput
+from fusion.training.batch import Sequences
+
+BALANCE = "actor/load_balancing_loss"
+
+
+class Totals(NamedTuple):
+    """Of all data-parallel ranks together: loss weight and rows summed, micro-batches at most."""
+
+    weight: float
+    rows: int
+    micro_batches: int
+
+
+class TrainedTokens(NamedTuple):
+    """Of one micro-batch: float32 [n] on the device with gradients, and their rows int64 [n] on the CPU."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    rows: torch.Tensor
+
+
+class Objective:
+    """``counts_E``: tokens that each expert gets from the global batch, summed over layers; None: the routing that
+    `of_routing` is called with is all there is on this rank."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        totals: Totals,
+        config: ModelConfig,
+        mesh: Mesh,
+        balancing_coef: float,
+        counts_E: torch.Tensor | None,
+    ):
+        self.loss, self.totals, self.config, self.mesh = loss, totals, config, mesh
+        self.balancing_coef, self.counts_E = balancing_coef, counts_E
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def of_tokens(self, batch: Sequences, tokens: TrainedTokens) -> torch.Tensor:
+        """The micro-batch's share of the mean loss: scalar."""
+        rows, device = tokens.rows, tokens.logprobs.device
+
+        def column(values_N: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values_N is None else values_N[rows].to(device)
+
+        owner = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths, dtype=torch.int64))
+        out = self.loss(
+            LossInput(
+                tokens.logprobs,
+                tokens.entropy,
+                owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
+                column(batch.advantages),
+                column(batch.behaviour_logprobs),
+                column(batch.ref_logprobs),
+            )
+        )
+        weight_n = column(batch.token_weight)
+
+        def total(values_n: torch.Tensor) -> torch.Tensor:
+            return (values_n if weight_n is None else values_n * weight_n).sum()
+
+        for name, values in out.metrics.items():
+            self._add(name, total(values))
+        self._add("actor/entropy", total(tokens.entropy.detach()))
+        self._add("actor/loss", total(out.loss.detach()))
+        return total(out.loss) / max(self.totals.weight, 1e-12)
+
+    def of_routing(self, stats: list[torch.Tensor]) -> torch.Tensor | None:
+        """The share of this stage's layers in the load-balancing loss: scalar, weighted; None where there is none."""
+        if not self.balancing_coef:
+            return None
+        if self.counts_E is None:
+            self.counts_E = routing_counts(stats, self.mesh)
+        balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_layers)
+        self._add(BALANCE, balance.detach())
+        return self.balancing_coef * balance
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the global batch. Collective over the mesh, and the same on every rank."""
+        figures = _sum_over_stages(self._sum_over_stage(), self.mesh)
+        balance = figures.pop(BALANCE, None)
+        weight = self.totals.weight
+        means = {name: value / weight for name, value in figures.items()} if weight else {}
+        if balance is not None:
+            means[BALANCE] = balance
+            means["actor/loss"] = means.get("actor/loss", 0.0) + self.balancing_coef * balance
+        return means
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def _sum_over_stage(self) -> dict[str, float]:
+        if not self._sums:
+            return {}
+        values = torch.stack([value.to(torch.float64) for value in self._sums.values()]).cpu()
+        if self.mesh.stage_group is not None:
+            # Tokens are the same on the ranks of a TP group, which counts them once; rows of the router are not.
+            values *= torch.tensor([name == BALANCE or self.mesh.tp_rank == 0 for name in self._sums])
+            dist.all_reduce(values, group=self.mesh.stage_group)
+        return dict(zip(self._sums, values.tolist(), strict=True))
+
+
+def routing_counts(stats: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """Tokens of each expert, float32 [E], from the router's statistics of every rank and layer. Collective."""
+    counts_E = torch.stack([layer[0] for layer in stats]).detach().sum(0)
+    if mesh.world_group is not None:
+        dist.all_reduce(counts_E, group=mesh.world_group)
+    return counts_E
+
+
+def _sum_over_stages(mine: dict[str, float], mesh: Mesh) -> dict[str, float]:
+    """Only the last stage knows the metrics of the loss, every stage its layers' balance."""
+    if mesh.pp_group is None:
+        return mine
+    stages: list[dict[str, float]] = [{} for _ in range(mesh.parallel.pp)]
+    dist.all_gather_object(stages, mine, group=mesh.pp_group)
+    total: dict[str, float] = {}
+    for figures in reversed(stages):
+        for name, value in figures.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
