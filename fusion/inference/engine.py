@@ -6,7 +6,9 @@
 
 An attention rank (one DP coordinate; all its TP ranks do the same) owns requests and their KV. Its schedule depends on
 its own requests only, so no rank pays for the others' scheduling; what all ranks agree on each step is one row of
-counters. A rank with nothing to do still steps where experts are exchanged (a dummy step, counted).
+counters. A rank with nothing to do still steps where experts are exchanged (a dummy step, counted). Pipeline stages
+schedule alike too: hidden states go down the stages, the last one samples and tells the others. One batch is under way
+at a time, so stages wait for each other: PP is for models that fit no other way.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.inference.attention import PagedAttention
-from fusion.inference.batch import build_batch
+from fusion.inference.batch import Batch, build_batch
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
@@ -56,7 +58,8 @@ class Engine:
         self.model, self.mesh, self.device, self.config, self.seed = model, mesh, device, config, seed
         shape = model.config
         kv_heads = max(1, shape.num_kv_heads // mesh.parallel.tp)
-        self.cache = KVCache(shape.num_layers, kv_heads, shape.head_dim, config.block_size, device, model.weights.dtype)
+        layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
+        self.cache = KVCache(layers, kv_heads, shape.head_dim, config.block_size, device, model.weights.dtype)
         self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
         self.control = ControlChannel(mesh)
         self.scheduler = Scheduler(
@@ -96,6 +99,13 @@ class Engine:
             check_fits(seq.request, self.max_length, self.capacity_tokens)
         self.cache.allocate(blocks, workspace)
         self.scheduler.restart(BlockManager(blocks, config.block_size))
+
+    def reconfigure(self, config: RolloutConfig) -> None:
+        """Other limits of memory, sequences and tokens from the next `allocate_kv` on. Without KV; on every rank."""
+        assert not self.cache.pools, "release_kv comes before reconfigure"
+        config.validate()
+        self.config = config
+        self.scheduler.max_seqs, self.scheduler.max_batch_tokens = config.max_seqs, config.max_batch_tokens
 
     def release_kv(self) -> None:
         """Gives the KV cache's memory back. Unfinished requests wait, tokens kept, until it is allocated again."""
@@ -160,7 +170,7 @@ class Engine:
         """Computes one step. Collective.
 
         Returns:
-            what ended, on the first TP rank of the attention rank that owns it; elsewhere nothing.
+            what ended, on the first TP rank and stage of the attention rank that owns it; elsewhere nothing.
         """
         began = time.perf_counter()
         outputs = self._take_orders()
@@ -171,7 +181,7 @@ class Engine:
             if step or self.mesh.ep_group is not None:
                 outputs += self._compute(step)
             self._busy_s += time.perf_counter() - began
-        return outputs if self.mesh.tp_rank == 0 else []
+        return outputs if self._speaks else []
 
     def run(self) -> list[Output]:
         """Steps until nothing is left to do on any rank. Collective; returns as `step`."""
@@ -191,7 +201,12 @@ class Engine:
         outputs += self.scheduler.abort(lambda request: True)
         self.control.exchange(self._counters())
         self._idle = True
-        return outputs if self.mesh.tp_rank == 0 else []
+        return outputs if self._speaks else []
+
+    @property
+    def _speaks(self) -> bool:
+        """Of the ranks that schedule the same requests, one reports."""
+        return self.mesh.tp_rank == 0 and self.mesh.first_stage
 
     def _take_orders(self) -> list[Output]:
         orders = self.control.exchange(self._counters())
@@ -201,8 +216,8 @@ class Engine:
         return outputs
 
     def _obey(self, orders: Orders) -> list[Output]:
-        tp = self.mesh.parallel.tp
-        loads = [first.waiting + first.running for first in self.control.table[::tp]]
+        parallel = self.mesh.parallel
+        loads = [first.waiting + first.running for first in self.control.table[: parallel.stage_world : parallel.tp]]
         placed = place(loads, [request.group for request in orders.submit])
         for request, rank in zip(orders.submit, placed, strict=True):
             if rank == self.mesh.dp_rank:
@@ -222,19 +237,50 @@ class Engine:
         with torch.inference_mode():
             batch = build_batch(step, self.cache, self.config.batch_invariant)
             self.cache.clean(self.scheduler.blocks.highest)
-            hidden = self.model(batch.ids, batch.positions, PagedAttention(self.cache, batch))
+            out = self.model(
+                batch.ids, batch.positions, PagedAttention(self.cache, batch), hidden=self._from_stage_before(batch)
+            )
+            if not self.mesh.last_stage:
+                if out.shape[0]:
+                    dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
+                out = None
             if not step.sampled:
                 return self.scheduler.commit(step, [], [])
-            if batch.sampled is not None:
-                hidden = hidden.index_select(0, batch.sampled)
-            logits = self._whole_rows(self.model.logits(hidden))
-            tokens, logprobs = sample(logits, [seq.params for seq in step.sampled], self._noise(step.sampled))
+            tokens, logprobs = self._sample(out, batch, step.sampled)
         for seq, logprob in zip(step.sampled, logprobs, strict=True):
             if logprob != logprob:
                 raise FloatingPointError(
                     f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN"
                 )
         return self.scheduler.commit(step, tokens, logprobs)
+
+    def _from_stage_before(self, batch: Batch) -> torch.Tensor | None:
+        """The hidden states [n, D] of this TP rank's rows; None on the first stage."""
+        mesh, model = self.mesh, self.model
+        if mesh.first_stage:
+            return None
+        shape = (model.hidden_rows(len(batch.ids)), model.config.hidden_size)
+        hidden = torch.empty(shape, dtype=model.weights.dtype, device=self.device.torch_device)
+        if shape[0]:
+            dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
+        return hidden
+
+    def _sample(
+        self, hidden: torch.Tensor | None, batch: Batch, sampled: list[Sequence]
+    ) -> tuple[list[int], list[float]]:
+        """The next tokens of ``sampled`` and their log-probabilities, drawn on the last stage, the same on all."""
+        noise = self._noise(sampled)
+        drawn = torch.empty(2, len(sampled), dtype=torch.float64)
+        if hidden is not None:
+            if batch.sampled is not None:
+                hidden = hidden.index_select(0, batch.sampled)
+            logits = self._whole_rows(self.model.logits(hidden))
+            tokens, logprobs = sample(logits, [seq.params for seq in sampled], noise)
+            if self.mesh.pp_group is None:
+                return tokens, logprobs
+            drawn[0], drawn[1] = torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
+        dist.broadcast(drawn, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
+        return drawn[0].long().tolist(), drawn[1].tolist()
 
     def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
         """The columns of every TP rank side by side: [n, V]."""
@@ -261,7 +307,7 @@ class Engine:
 
     def _counters(self) -> Counters:
         scheduler = self.scheduler
-        if self.mesh.tp_rank != 0:
+        if not self._speaks:
             return Counters()
         return Counters(
             len(scheduler.waiting),

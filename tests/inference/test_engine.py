@@ -146,14 +146,14 @@ def test_what_bad_weights_left_behind_harms_no_later_version():
     try:
         with torch.no_grad():
             made.model.norm.fill_(torch.nan)
-            made.model.layers[0].input_norm.fill_(torch.nan)
+            made.model.layers["0"].input_norm.fill_(torch.nan)
         made.policy_version = 1
         with pytest.raises(FloatingPointError, match="the logits of policy 1 are NaN"):
             generate(made, wanted)
     finally:
         with torch.no_grad():
             made.model.norm.copy_(old)
-            made.model.layers[0].input_norm.fill_(1.0)
+            made.model.layers["0"].input_norm.fill_(1.0)
     assert made.suspend()
     made.policy_version = 2
     assert tokens(generate(made, wanted)) == want
@@ -177,7 +177,7 @@ def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_versio
         made.step()
     try:
         with torch.no_grad():
-            made.model.layers[0].input_norm.neg_()
+            made.model.layers["0"].input_norm.neg_()
         made.policy_version = 1
         (output,) = made.run()
         begun = 8
@@ -187,7 +187,7 @@ def test_new_weights_in_the_middle_are_used_at_once_and_tokens_tell_their_versio
         assert fresh.tokens == output.tokens[begun:]
     finally:
         with torch.no_grad():
-            made.model.layers[0].input_norm.neg_()
+            made.model.layers["0"].input_norm.neg_()
     (with_old,) = generate(engine(), [request])
     assert with_old.tokens[:begun] == output.tokens[:begun] and with_old.tokens != output.tokens
 

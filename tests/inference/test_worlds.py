@@ -33,7 +33,16 @@ def generate_rank(rank, device, folder, parallel, rollout):
     return outputs, made.status()
 
 
-LAYOUTS = [Parallel(2, tp=2), Parallel(2, ep=2), Parallel(4, ep=4), Parallel(4, tp=2, ep=2), Parallel(4, tp=4, ep=2)]
+LAYOUTS = [
+    Parallel(2, tp=2),
+    Parallel(2, ep=2),
+    Parallel(2, pp=2),
+    Parallel(4, ep=4),
+    Parallel(4, tp=2, ep=2),
+    Parallel(4, tp=4, ep=2),
+    Parallel(4, ep=2, pp=2),
+    Parallel(4, tp=2, ep=2, etp=2),
+]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -42,7 +51,8 @@ def test_every_layout_samples_the_same_tokens(parallel):
     outputs = [output for mine, _ in results for output in mine]
     assert tokens(outputs) == tokens(generate(engine(), requests(12)))
     for rank, (mine, _) in enumerate(results):
-        assert bool(mine) == (rank % parallel.tp == 0)  # every attention rank had work, its first TP rank tells
+        tells = parallel.coordinate("tp", rank) == parallel.coordinate("pp", rank) == 0
+        assert bool(mine) == tells  # every attention rank had work, its first TP rank on the first stage tells
     statuses = [{k: v for k, v in status.items() if k != "tokens_per_s"} for _, status in results]
     assert all(status == statuses[0] for status in statuses)
     assert statuses[0]["generated_tokens"] == sum(len(output.tokens) for output in outputs)
