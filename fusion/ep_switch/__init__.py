@@ -1,14 +1,16 @@
 """From any layout of the weights to any other on the same cards, bucket by bucket, without a second copy.
 
-    Layout(config, parallel, ranks) ─┐  layout     which rank holds which box of which tensor, in which bucket
-    Layout(config, parallel, ranks) ─┤
+    Layout(config, parallel, ranks) ─┐  layout     which rank holds which box of which tensor, in which unit of storage
+    Layout(config, parallel, ranks) ─┤  topology   where ranks live and how fast their links are
                                      ▼
     plan_switch(source, target, bucket_bytes) ──► Plan      plan, order (pure): moves in rounds, storage in order
                                                    │        moves: Move, Round, Step (a round as a rank sees it)
-    execute(plan, trainer.model, engine.model, …) ◄┘        transfer: allocate, pack, exchange, unpack, release
-                     │                                      buckets: both ends' storage and the wire buffers
-                     ▼
-    SwitchReport, or SwitchError on every rank              checksum: weights_checksum, equal in every layout
+    Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: the rounds, two under way; all leave together
+              │                                             program: a rank's rounds as views; buckets: both ends
+              │                                             exchange: in shared memory (lines tell when) or collective
+              ▼
+    SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
+    weights_checksum: equal in every layout                 checksum: also of what travels
     FusionConfig                                            config: the group `fusion`
 
 Every rank makes the same plan from the same two layouts; nothing but weights (and, if asked, checksums) travels.
@@ -16,20 +18,27 @@ Every rank makes the same plan from the same two layouts; nothing but weights (a
 
 from fusion.ep_switch.checksum import weights_checksum
 from fusion.ep_switch.config import FusionConfig
-from fusion.ep_switch.layout import Layout
-from fusion.ep_switch.plan import Move, Plan, Round, plan_switch
-from fusion.ep_switch.transfer import Failure, SwitchError, SwitchReport, execute
+from fusion.ep_switch.layout import Layout, Place, shared_units
+from fusion.ep_switch.moves import Move, Round, Step
+from fusion.ep_switch.plan import Plan, plan_switch
+from fusion.ep_switch.topology import Topology
+from fusion.ep_switch.transfer import Failure, Switcher, SwitchError, SwitchReport, execute
 
 __all__ = [
     "Failure",
     "FusionConfig",
     "Layout",
     "Move",
+    "Place",
     "Plan",
     "Round",
+    "Step",
     "SwitchError",
     "SwitchReport",
+    "Switcher",
+    "Topology",
     "execute",
     "plan_switch",
+    "shared_units",
     "weights_checksum",
 ]

@@ -1,4 +1,4 @@
-"""A layout: which rank holds which box of which global tensor, and in which bucket of its storage that box lies.
+"""A layout: which rank holds which box of which global tensor, and where in its storage that box lies.
 
 Pure and hashable: shapes and arithmetic only, the same on every rank. What it says about a rank is what `Transformer`
 builds there with the same arguments. Any two engines can meet in a plan once each can be described as a layout.
@@ -6,29 +6,39 @@ builds there with the same arguments. Any two engines can meet in a plan once ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
-from fusion.model.table import Box, LocalParam, Part, local_params
-from fusion.model.weights import BucketPlan, plan_buckets
+from fusion.model.table import Box, LocalParam, Part, Placement, local_params
+from fusion.model.weights import BucketPlan, plan_units
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a box lies on a rank: the local tensor ``param``, the index of its bucket, the box inside it."""
+class Place(NamedTuple):
+    """Where a box lies in a rank's storage: index (i, j) is element ``offset`` + (i, j) · ``strides`` of a unit.
 
-    param: str
-    bucket: int
-    part: Part
+    ``unit``: index in `Layout.units`, which is also the index in the `Buckets` built from them.
+    """
 
-    def narrow(self, region: Box) -> Place:
-        """The place of a box inside this one, ``region`` in global indices."""
-        return replace(self, part=narrow(self.part, region))
+    unit: int
+    offset: int
+    strides: tuple[int, ...]
+
+    def view(self, flats: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        """The elements of the box as a view, ``shape`` in the global orientation, of the units' flat tensors."""
+        return flats[self.unit].as_strided(shape, self.strides, self.offset)
+
+
+class Held(NamedTuple):
+    """``region`` of the global tensor ``name``, and its place on the rank that holds it."""
+
+    name: str
+    region: Box
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -36,9 +46,9 @@ class Layout:
     """The weights of one model over ``ranks`` (global ranks, in layout order).
 
     Args:
-        parallel: one TP x EP grid; each ``parallel.world`` ranks in order form one, so a layout of several engines is a
-            layout with more ranks than its grid.
-        dtype, bucket_bytes: of the storage, as given to `Transformer`.
+        parallel: one grid; each ``parallel.world`` ranks in order form one, so a layout of several engines is a layout
+            with more ranks than its grid.
+        dtype, bucket_bytes, placement: as given to `Transformer`.
     """
 
     config: ModelConfig
@@ -46,6 +56,7 @@ class Layout:
     ranks: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 64 << 20
+    placement: Placement = ()
 
     def __post_init__(self) -> None:
         assert self.ranks and len(set(self.ranks)) == len(self.ranks), f"ranks {self.ranks} are not distinct"
@@ -53,79 +64,86 @@ class Layout:
             f"{len(self.ranks)} ranks are no multiple of the grid's {self.parallel.world}"
         )
 
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks in groups of those that hold the same slices in the same storage."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, rank in enumerate(self.ranks):
+            place = index % self.parallel.world
+            slices = tuple(self.parallel.coordinate(axis, place) for axis in ("pp", "tp", "ep", "etp"))  # type: ignore[arg-type]
+            groups.setdefault(slices, []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
+
     def params(self, rank: int) -> tuple[LocalParam, ...]:
         """The local tensors of a global rank; none where the layout does not reach it."""
-        return _params(self.config, self.parallel, self._coordinate(rank)) if rank in self.ranks else ()
+        return tuple(param for unit in self.units(rank) for param, _ in unit.entries)
 
-    def buckets(self, rank: int) -> tuple[BucketPlan, ...]:
-        """The flat buckets of a global rank."""
-        if rank not in self.ranks:
-            return ()
-        return _buckets(self.config, self.parallel, self._coordinate(rank), self.dtype.itemsize, self.bucket_bytes)
+    def units(self, rank: int) -> tuple[BucketPlan, ...]:
+        """The storage units of a global rank; none where the layout does not reach it."""
+        return self._units[self._first[rank]] if rank in self._first else ()
 
-    def places(self, rank: int) -> Iterator[Place]:
-        """Every part of a global rank with its bucket, in the order of the forward pass."""
-        bucket_of = {param.name: i for i, plan in enumerate(self.buckets(rank)) for param, _ in plan.entries}
-        for param in self.params(rank):
-            for part in param.parts:
-                yield Place(param.name, bucket_of[param.name], part)
-
-    def bucket_nbytes(self, rank: int) -> tuple[int, ...]:
-        """Bytes of each bucket of a rank, padding included."""
-        return tuple(plan.numel * self.dtype.itemsize for plan in self.buckets(rank))
+    def unit_nbytes(self, rank: int) -> tuple[int, ...]:
+        """Bytes of each storage unit of a rank."""
+        return tuple(unit.numel * self.dtype.itemsize for unit in self.units(rank))
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of a rank's weights, padding included."""
-        return sum(self.bucket_nbytes(rank))
+        """Bytes of a rank's weights."""
+        return sum(self.unit_nbytes(rank))
 
-    def _coordinate(self, rank: int) -> int:
-        return self.ranks.index(rank) % self.parallel.world
+    def places(self, rank: int) -> tuple[Held, ...]:
+        """Every box of a global tensor that a rank holds, by units in the order in which it lies in them."""
+        return tuple(held for index, unit in enumerate(self.units(rank)) for held in places_in(index, unit))
+
+    @cached_property
+    def _first(self) -> dict[int, int]:
+        """rank → the first of those that are like it."""
+        return {rank: group[0] for group in self.alike for rank in group}
+
+    @cached_property
+    def _units(self) -> dict[int, tuple[BucketPlan, ...]]:
+        itemsize, found = self.dtype.itemsize, {}
+        for first, *_ in self.alike:
+            place = self.ranks.index(first) % self.parallel.world
+            params = local_params(self.config, self.parallel, place, self.placement, self.bucket_bytes // itemsize)
+            found[first] = plan_units(params, itemsize, self.bucket_bytes)
+        return found
 
     def __str__(self) -> str:
         return f"{self.parallel}x{len(self.ranks) // self.parallel.world}"
 
 
-@lru_cache(maxsize=1024)
-def _params(config: ModelConfig, parallel: Parallel, coordinate: int) -> tuple[LocalParam, ...]:
-    return local_params(config, parallel, coordinate)
+def places_in(index: int, unit: BucketPlan) -> list[Held]:
+    """The boxes that lie in a storage unit, ``index`` among its rank's, in the order of their parameters."""
+    return [
+        Held(part.name, part.region, Place(index, *_offset_and_strides(param, start, part)))
+        for param, start in unit.entries
+        for part in param.parts
+    ]
 
 
-@lru_cache(maxsize=1024)
-def _buckets(
-    config: ModelConfig, parallel: Parallel, coordinate: int, itemsize: int, bucket_bytes: int
-) -> tuple[BucketPlan, ...]:
-    return plan_buckets(_params(config, parallel, coordinate), parallel, itemsize, bucket_bytes)
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """The box common to both, None where they do not meet."""
-    box = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return box if all(start < stop for start, stop in box) else None
-
-
-def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that cover ``box`` without ``hole``, which lies inside it."""
-    pieces, rest = [], list(box)
-    for d, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
-        for piece in ((start, first), (last, stop)):
-            if piece[0] < piece[1]:
-                pieces.append((*rest[:d], piece, *rest[d + 1 :]))
-        rest[d] = (first, last)
-    return pieces
-
-
-def numel(box: Box) -> int:
-    count = 1
-    for start, stop in box:
-        count *= stop - start
-    return count
-
-
-def narrow(part: Part, region: Box) -> Part:
-    """The part of ``part`` that is ``region`` (global indices, inside `Part.region`)."""
-    inside = [(start - base, stop - base) for (start, stop), (base, _) in zip(region, part.region, strict=True)]
+def _offset_and_strides(param: LocalParam, start: int, part: Part) -> tuple[int, tuple[int, ...]]:
+    offset, strides, step = start, [0] * len(param.shape), 1
+    for d in range(len(param.shape) - 1, -1, -1):
+        strides[d] = step
+        offset += part.local[d][0] * step
+        step *= param.shape[d]
+    own = strides[len(strides) - len(part.region) :]
     if part.transposed:
-        inside[-2:] = inside[:-3:-1]
-    leading = len(part.local) - len(inside)
-    local = tuple((base + a, base + b) for (base, _), (a, b) in zip(part.local[leading:], inside, strict=True))
-    return replace(part, region=region, local=part.local[:leading] + local)
+        own[-2:] = own[:-3:-1]
+    return offset, tuple(own)
+
+
+def shared_units(source: Layout, target: Layout, rank: int) -> dict[int, int]:
+    """Units of the target → the unit of the source that is the same storage: same parameters, slices and dtype.
+
+    They are not copied, not moved, and neither allocated nor released by a switch.
+    """
+    if source.dtype != target.dtype:
+        return {}
+    first = {unit.entries[0][0].name: index for index, unit in enumerate(source.units(rank))}
+    shared = {}
+    for index, unit in enumerate(target.units(rank)):
+        other = first.get(unit.entries[0][0].name)
+        if other is not None and source.units(rank)[other].entries == unit.entries:
+            shared[index] = other
+    return shared

@@ -3,56 +3,130 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import eq
+from typing import Any, NamedTuple, Protocol
 
-from fusion.ep_switch.layout import Place, numel
+from fusion.ep_switch.layout import Place
 from fusion.model.table import Box
 
-BucketId = tuple[int, int]
-"""(global rank, index of the bucket on it)."""
+UnitId = tuple[int, int]
+"""(global rank, index of the storage unit on it)."""
+
+Regions = tuple[tuple[str, Box], ...]
+"""Boxes of global tensors by name."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """One box of the global tensor ``name`` from a place on one rank to a place on another, or on the same one."""
+class Move(NamedTuple):
+    """Elements from a place on one rank to a place on another, or on the same one.
+
+    ``regions``: what they are. One box: ``shape`` is the box's, in the global orientation. Several boxes that lie one
+    after the other on both ends: ``shape`` is ``(numel,)``, and each box lies in it row by row (`pieces`).
+
+    ``source`` is a place in the source layout's storage of ``source_rank``; if ``relayed``, in the *target* layout's:
+    what this rank received from afar in an earlier round and passes on to its neighbours. ``target`` is a place in the
+    target layout's storage of ``target_rank``.
+    """
 
     source_rank: int
     target_rank: int
-    name: str
-    region: Box
+    regions: Regions
+    shape: tuple[int, ...]
     source: Place
     target: Place
+    relayed: bool = False
 
     @property
     def local(self) -> bool:
+        """A copy inside a rank: nothing travels."""
         return self.source_rank == self.target_rank
 
     @property
     def numel(self) -> int:
-        return numel(self.region)
+        return prod(self.shape)
 
-    def split(self, room: int) -> list[Move]:
-        """Pieces of at most ``room`` elements, cut along the leading dimensions."""
-        if self.numel <= room:
-            return [self]
-        lengths = [stop - start for start, stop in self.region]
-        d = next(i for i, length in enumerate(lengths) if length > 1)
-        rows, (start, stop) = max(1, room * lengths[d] // self.numel), self.region[d]
-        pieces: list[Move] = []
-        for first in range(start, stop, rows):
-            region = (*self.region[:d], (first, min(first + rows, stop)), *self.region[d + 1 :])
-            piece = replace(self, region=region, source=self.source.narrow(region), target=self.target.narrow(region))
-            pieces += piece.split(room)
-        return pieces
+    @property
+    def name(self) -> str:
+        """The first global tensor it carries, for messages."""
+        return self.regions[0][0]
+
+    def move(self) -> Move:
+        return self
+
+    def pieces(self) -> Iterator[tuple[str, Box, int, int]]:
+        """(name, box, start, stop) of every box: elements [start, stop) of the move in row-major order."""
+        start = 0
+        for name, box in self.regions:
+            stop = start + prod(last - first for first, last in box)
+            yield name, box, start, stop
+            start = stop
+
+
+class Unspelled(Protocol):
+    """What is enough of a move to plan with."""
+
+    @property
+    def source_rank(self) -> int: ...
+    @property
+    def target_rank(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def local(self) -> bool: ...
+    def move(self) -> Move: ...
+
+
+class Moves(Sequence[Move]):
+    """The moves of a round, each spelled out when it is asked for: a plan of many ranks has too many to keep."""
+
+    __slots__ = ("unspelled",)
+
+    def __init__(self, unspelled: Iterable[Unspelled]):
+        self.unspelled: tuple[Unspelled, ...] = tuple(unspelled)
+
+    def __len__(self) -> int:
+        return len(self.unspelled)
+
+    def __iter__(self) -> Iterator[Move]:
+        return (one.move() for one in self.unspelled)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self.unspelled[index]
+        return tuple(one.move() for one in chosen) if isinstance(index, slice) else chosen.move()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moves) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 @dataclass(frozen=True)
 class Round:
-    """Moves that are exchanged together. Allocate, pack and copy, exchange, unpack, release."""
+    """Moves that are exchanged together. Allocate, pack and copy, exchange, unpack, release.
 
-    moves: tuple[Move, ...]
-    allocate_before: tuple[BucketId, ...]
-    release_after: tuple[BucketId, ...]
+    ``allocate_before``: units of the target; ``release_after``: units of the source.
+    """
+
+    moves: Sequence[Move]
+    allocate_before: tuple[UnitId, ...]
+    release_after: tuple[UnitId, ...]
+
+    @property
+    def unspelled(self) -> Sequence[Unspelled]:
+        """The moves, without spelling them out if they are not yet."""
+        return self.moves.unspelled if isinstance(self.moves, Moves) else self.moves
+
+    @property
+    def exchange(self) -> bool:
+        """Whether any two ranks exchange anything."""
+        return any(not one.local for one in self.unspelled)
+
+    def of(self, rank: int) -> list[Move]:
+        """The moves that a rank sends, receives or copies."""
+        return [one.move() for one in self.unspelled if one.source_rank == rank or one.target_rank == rank]
 
 
 @dataclass(frozen=True)
@@ -68,20 +142,27 @@ class Step:
     """Whether any two ranks exchange anything in this round; the same on all ranks."""
 
 
-def step_of(rank: int, round_: Round) -> Step:
-    """The round as ``rank`` sees it."""
+def steps_of(rounds: Iterable[Round], rank: int) -> tuple[Step, ...]:
+    """Every round as a rank sees it."""
+    return tuple(_step(round_, rank) for round_ in rounds)
+
+
+def _step(round_: Round, rank: int) -> Step:
+    copy: list[Move] = []
     send: dict[int, list[Move]] = defaultdict(list)
     receive: dict[int, list[Move]] = defaultdict(list)
-    for move in round_.moves:
-        if not move.local and move.source_rank == rank:
+    for move in round_.of(rank):
+        if move.local:
+            copy.append(move)
+        elif move.source_rank == rank:
             send[move.target_rank].append(move)
-        if not move.local and move.target_rank == rank:
+        else:
             receive[move.source_rank].append(move)
     return Step(
-        allocate=tuple(index for owner, index in round_.allocate_before if owner == rank),
-        copy=tuple(move for move in round_.moves if move.local and move.target_rank == rank),
-        send={peer: tuple(moves) for peer, moves in sorted(send.items())},
-        receive={peer: tuple(moves) for peer, moves in sorted(receive.items())},
-        release=tuple(index for owner, index in round_.release_after if owner == rank),
-        exchange=any(not move.local for move in round_.moves),
+        tuple(index for owner, index in round_.allocate_before if owner == rank),
+        tuple(copy),
+        {peer: tuple(moves) for peer, moves in sorted(send.items())},
+        {peer: tuple(moves) for peer, moves in sorted(receive.items())},
+        tuple(index for owner, index in round_.release_after if owner == rank),
+        exchange=round_.exchange,
     )

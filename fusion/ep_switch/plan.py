@@ -1,47 +1,84 @@
 """What has to move between two layouts, in which order, and when storage may go and must come.
 
-    boxes of the target ∩ boxes of the source ─► fragments ─► senders ─► order ─► rounds of bounded size ─► Plan
+    units of both layouts ─► fragments ─► senders ─► order ─► rounds ─► Plan
+                             who can     who does    which    moves of bounded size,
+                             give what   send what   first    storage around them
 
-Pure: no device, no process. Invariants:
-1. Every element of every local tensor of the target is written exactly once, from an element of the same global index.
-2. What the target rank already holds does not travel (a move to itself is a local copy); every other element travels
-   once.
-3. In a round no rank sends more than ``bucket_bytes``, nor writes more than that (received and copied together), in
-   bytes of the wider dtype of the two layouts.
-4. Each source bucket is released once, and not before its last reader is done: before the first round if nobody reads
-   it, else after the last round that does. Each target bucket is allocated once, before the first round that writes it.
-5. The plan is a function of its arguments: equal on every rank and in every process.
+Pure: no device, no process. How a plan is carried out, which is what its memory figures count: two rounds are in
+flight. For each round k in order a rank allocates its units, copies what stays, packs what leaves and starts the
+exchange; only then it takes in what round k-1 brought and releases what may go after round k-1. So send and receive
+buffers have two slots each, a slot is as large as the rank's largest round, and a relayed move comes at least two
+rounds after the one that brought what it passes on.
 
-Senders: of the replicas that hold a fragment, the one with the least to send so far; fragments with the fewest holders
-choose first, then the largest. Order: dense and expert parameters are two streams, each in the order of the forward
-pass, in which layouts pack their buckets too; the next parameter comes from the stream whose allocation overshoots
-max(A, B) least, then from the one that shrinks most. So storage is freed before it is needed, where layouts allow it.
+Invariants, in this order:
+1. Every element of every unit of the target that is neither shared nor hosted is written exactly once, with the element
+   of the same global index. What the rank holds in the source layout does not travel (it is copied; a shared unit not
+   even that); every other element is received once.
+2. Over links of a class each element enters a group of ranks joined by faster links at most once, and never if somebody
+   there holds it; it is passed on inside (`senders`).
+3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
+4. On every rank, at all times, weights + send, receive and staging buffers ≤ max(A, B) + SLACK buckets (with ``keep``:
+   A + B less what they share), if no storage unit is larger than a bucket. In a round no rank sends more than half of
+   ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider dtype.
+5. Each source unit that is not shared is released once, and not before its last reader is done: before the first round
+   if nobody reads it, else after the last round that does; with ``keep`` none is. Each target unit that is not shared
+   is allocated once, before it is written. A relayed move reads what came two rounds before.
+6. The plan is a function of its arguments: equal on every rank and in every process.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
 
-from fusion.ep_switch.layout import Layout, Place, intersect, numel, subtract
-from fusion.ep_switch.moves import BucketId, Move, Round, Step, step_of
-from fusion.ep_switch.order import order_moves, pack_rounds
-from fusion.model.table import Box
+from fusion.ep_switch.fragments import families, slabs_of
+from fusion.ep_switch.layout import Layout
+from fusion.ep_switch.moves import Round, Step, UnitId, Unspelled, steps_of
+from fusion.ep_switch.order import Storage, fill_order
+from fusion.ep_switch.rounds import pack_rounds
+from fusion.ep_switch.senders import Job, choose_senders
+from fusion.ep_switch.topology import LEVELS, Topology
+
+SLACK = 4
+"""Buckets that a rank may hold beyond max(A, B): units of both layouts, send and receive buffers."""
+
+TRIES = ((2.5, 2), (3.0, 2), (3.0, 4), (3.5, 4), (SLACK, 4), (SLACK, 8), (SLACK, 16))
+"""(buckets beyond max(A, B), slots of a send or receive buffer that make a bucket) of the plans to try, until an order
+comes out. What is left of SLACK is for an allocator's rounding and gaps. Smaller slots leave more room for weights, and
+take more rounds."""
+
+STAGING = 16
+"""Staging buffers that make a bucket: a rank that fills units from its host has one (`fill`)."""
+
+Shared = tuple[tuple[int, int, int], ...]
+"""(rank, unit of the target, unit of the source) that are the same storage."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The moves of a switch in order. ``unread``: source buckets that nobody reads, released before the first round."""
+    """The moves of a switch in order.
+
+    Attributes:
+        keep: the source stays where it is (separate cards for training and generation): nothing of it is released.
+        hosted: units of the target that are allocated in their turn, but filled by somebody else (from the host).
+        shared: units of both layouts that are the same storage.
+        unread: units of the source that nobody reads, released before the first round.
+    """
 
     source: Layout
     target: Layout
     bucket_bytes: int
-    unread: tuple[BucketId, ...]
-    rounds: tuple[Round, ...]
+    topology: Topology
+    keep: bool
+    hosted: tuple[UnitId, ...]
+    shared: Shared = field(hash=False, repr=False)
+    unread: tuple[UnitId, ...] = field(hash=False, repr=False)
+    rounds: tuple[Round, ...] = field(hash=False, repr=False)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,94 +93,186 @@ class Plan:
     @cached_property
     def digest(self) -> int:
         """63 bits that ranks compare before they start: different arguments, different digest."""
-        text = repr((self.source, self.target, self.bucket_bytes)).encode()
+        text = repr((self.source, self.target, self.bucket_bytes, self.topology, self.keep, self.hosted)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
-    @cached_property
-    def _steps(self) -> dict[int, tuple[Step, ...]]:
-        return {rank: tuple(step_of(rank, round_) for round_ in self.rounds) for rank in self.ranks}
+    def shared_units(self, rank: int) -> dict[int, int]:
+        """Unit of the target → unit of the source that is the same storage on a rank."""
+        return {mine: theirs for owner, mine, theirs in self.shared if owner == rank}
 
     def steps(self, rank: int) -> tuple[Step, ...]:
+        """The rounds as a rank of the plan sees them."""
+        if rank not in self._steps:
+            self._steps[rank] = steps_of(self.rounds, rank)
         return self._steps[rank]
 
     def wire_bytes(self, rank: int) -> tuple[int, int]:
-        """(send buffer, receive buffer) of a rank in bytes: the most of any round."""
-        size = self.wire_dtype.itemsize
-        sent = [sum(m.numel for moves in step.send.values() for m in moves) for step in self.steps(rank)]
-        received = [sum(m.numel for moves in step.receive.values() for m in moves) for step in self.steps(rank)]
-        return max(sent, default=0) * size, max(received, default=0) * size
+        """(send, receive) buffers of a rank in bytes, both slots of each: twice the most of any round."""
+        send, receive = self._slots
+        return 2 * send.get(rank, 0), 2 * receive.get(rank, 0)
+
+    def staging_bytes(self, rank: int) -> int:
+        """The buffer of a rank through which hosted units are filled."""
+        return self.bucket_bytes // STAGING if rank in self._hosting else 0
+
+    def hosted_units(self, rank: int) -> tuple[int, ...]:
+        """Units of a rank's target that are filled from its host."""
+        return self._hosting.get(rank, ())
+
+    def sent_bytes(self, rank: int) -> dict[str, int]:
+        """What a rank sends in the whole switch, by the level of the link (`LEVELS`)."""
+        return {level: self._traffic[rank, -1, index] for index, level in enumerate(LEVELS)}
+
+    def received_bytes(self, rank: int) -> dict[str, int]:
+        """What a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
+        return {level: self._traffic[-1, rank, index] for index, level in enumerate(LEVELS)}
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes of weights and wire buffers that a rank holds at once during the switch."""
-        source, target = self.source.bucket_nbytes(rank), self.target.bucket_nbytes(rank)
+        """The most bytes of weights and buffers that a rank holds at once, two rounds in flight."""
+        source, target = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank)
         most = sum(source)
         resident = most - sum(source[index] for owner, index in self.unread if owner == rank)
-        for step in self.steps(rank):
-            resident += sum(target[index] for index in step.allocate)
+        going = 0
+        for round_ in self.rounds:
+            resident += sum(target[index] for owner, index in round_.allocate_before if owner == rank)
             most = max(most, resident)
-            resident -= sum(source[index] for index in step.release)
-        return most + sum(self.wire_bytes(rank))
+            resident -= going
+            going = sum(source[index] for owner, index in round_.release_after if owner == rank)
+        return most + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
+
+    @cached_property
+    def _hosting(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        shared = {(rank, mine) for rank, mine, _ in self.shared}
+        for rank, unit in sorted({*self.hosted} - shared):
+            found[rank] = (*found.get(rank, ()), unit)
+        return found
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[Step, ...]]:
+        return {}
+
+    @cached_property
+    def _slots(self) -> tuple[dict[int, int], dict[int, int]]:
+        most: tuple[dict[int, int], dict[int, int]] = {}, {}
+        for round_ in self.rounds:
+            now: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
+            for one in _travelling(round_):
+                nbytes = one.numel * self.wire_dtype.itemsize
+                now[0][one.source_rank] += nbytes
+                now[1][one.target_rank] += nbytes
+            for bytes_of, top in zip(now, most, strict=True):
+                top |= {rank: nbytes for rank, nbytes in bytes_of.items() if nbytes > top.get(rank, 0)}
+        return most
+
+    @cached_property
+    def _traffic(self) -> dict[tuple[int, int, int], int]:
+        """(sender, or -1 for all; receiver, or -1; level) → bytes."""
+        found: dict[tuple[int, int, int], int] = defaultdict(int)
+        for round_ in self.rounds:
+            for one in _travelling(round_):
+                level = self.topology.level(one.source_rank, one.target_rank)
+                nbytes = one.numel * self.wire_dtype.itemsize
+                found[one.source_rank, -1, level] += nbytes
+                found[-1, one.target_rank, level] += nbytes
+        return found
+
+
+def _travelling(round_: Round) -> Iterator[Unspelled]:
+    return (one for one in round_.unspelled if not one.local)
 
 
 @lru_cache(maxsize=32)
-def plan_switch(source: Layout, target: Layout, bucket_bytes: int) -> Plan:
-    """The plan from one layout of a model to another.
+def plan_switch(
+    source: Layout,
+    target: Layout,
+    bucket_bytes: int,
+    topology: Topology | None = None,
+    keep: bool = False,
+    hosted: tuple[UnitId, ...] = (),
+) -> Plan:
+    """The plan from one layout of a model to another. Their ranks may be the same, overlap or be disjoint.
 
     Args:
-        bucket_bytes: bound on what a rank sends, and on what it writes, in one round.
+        bucket_bytes: at least the largest storage unit; twice what a rank sends, and what it writes, in a round.
+        topology: default: one node, all links alike.
+        keep: leave the source where it is.
+        hosted: (rank, unit of the target) that somebody else fills once they are allocated (`fill`).
     """
     assert source.config == target.config, "the layouts are of different models"
-    itemsize = max(source.dtype.itemsize, target.dtype.itemsize)
-    assert bucket_bytes >= itemsize
-    moves = _choose_senders(_fragments(source, target), itemsize)
-    readers = {(move.source_rank, move.source.bucket) for move in moves}
-    buckets = [(rank, index) for rank in source.ranks for index in range(len(source.buckets(rank)))]
-    unread = tuple(bucket for bucket in buckets if bucket not in readers)
-    ordered = order_moves(source, target, moves, unread)
-    return Plan(source, target, bucket_bytes, unread, pack_rounds(ordered, bucket_bytes // itemsize))
+    topology = topology or Topology.single_node()
+    wide = max(source.dtype.itemsize, target.dtype.itemsize)
+    assert bucket_bytes >= wide * max(slots for _, slots in TRIES), f"{bucket_bytes} bytes are too few for a bucket"
+    jobs, shared = _jobs_between(source, target, hosted)
+    choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
+    weights = _Weights(source, target, jobs, shared, keep)
+    for rank in {rank for rank, _ in hosted}:
+        weights.most[rank] -= bucket_bytes // STAGING
+    tried: list[tuple[int, int, int, Storage, list[int]]] = []
+    for slack, slots in TRIES:
+        slot = bucket_bytes // slots // wide
+        storage = weights.storage(int(slack * bucket_bytes), slot)
+        order, over = fill_order(jobs, storage, target.dtype.itemsize, bucket_bytes)
+        tried.append((over, len(tried), slot, storage, order))
+        if not over:
+            break
+    _, _, slot, storage, order = min(tried, key=lambda found: found[:2])
+    rounds = pack_rounds((jobs[index] for index in order), slot, storage, target.dtype.itemsize)
+    return Plan(source, target, bucket_bytes, topology, keep, hosted, shared, weights.unread, rounds)
 
 
-Fragment = tuple[int, str, Box, Place, tuple[tuple[int, Place], ...]]
-"""(target rank, global tensor, box, target place, the (rank, place) of everyone who holds the box)."""
+def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Job], Shared]:
+    """What has to be filled, without senders, and the units that are shared."""
+    have, need = slabs_of(source), slabs_of(target)
+    shared: list[tuple[int, int, int]] = []
+    if source.dtype == target.dtype:
+        for key in need.keys() & have.keys():
+            mine, theirs = need[key].owners, have[key].owners
+            for rank in mine.keys() & theirs.keys():
+                shared.append((rank, mine.pop(rank), theirs[rank]))
+    jobs = []
+    for family in families(have.values(), [slab for slab in need.values() if slab.owners]):
+        units = {unit for slab in family.slabs for unit in slab.owners.items()}
+        jobs.append(Job(family, frozenset(units.intersection(hosted))))
+    return jobs, tuple(sorted(shared))
 
 
-def _fragments(source: Layout, target: Layout) -> list[Fragment]:
-    holders: dict[str, dict[Box, dict[int, Place]]] = defaultdict(lambda: defaultdict(dict))
-    for rank in source.ranks:
-        for place in source.places(rank):
-            holders[place.part.name][place.part.region].setdefault(rank, place)
-    fragments: list[Fragment] = []
-    for rank in target.ranks:
-        for place in target.places(rank):
-            name, todo = place.part.name, [place.part.region]
-            mine_first = sorted(holders[name].items(), key=lambda held: rank not in held[1])
-            for region, held in mine_first:
-                candidates = ((rank, held[rank]),) if rank in held else tuple(held.items())
-                rest: list[Box] = []
-                for box in todo:
-                    hit = intersect(box, region)
-                    if hit is None:
-                        rest.append(box)
-                        continue
-                    rest += subtract(box, hit)
-                    fragments.append((rank, name, hit, place, candidates))
-                todo = rest
-            assert not todo, f"nobody in {source} holds {todo} of {name}"
-    return fragments
+class _Weights:
+    """What the weights of both layouts take of each rank's memory, and who reads them."""
 
+    def __init__(self, source: Layout, target: Layout, jobs: list[Job], shared: Shared, keep: bool):
+        stay = {(rank, theirs) for rank, _, theirs in shared}
+        self.wire = min(source.dtype.itemsize, target.dtype.itemsize)
+        self.size = {
+            (rank, index): nbytes
+            for rank in source.ranks
+            for index, nbytes in enumerate(source.unit_nbytes(rank))
+            if not keep and (rank, index) not in stay
+        }
+        self.readers: dict[UnitId, int] = defaultdict(int)
+        self.sent: dict[int, int] = defaultdict(int)
+        self.received: dict[int, int] = defaultdict(int)
+        for job in jobs:
+            for unit in job.reads():
+                self.readers[unit] += 1
+            for hop in job.hops:
+                if not hop.local:
+                    self.sent[hop.source_rank] += hop.numel
+                    self.received[hop.target_rank] += hop.numel
+        self.unread = tuple(unit for unit in self.size if unit not in self.readers)
+        ranks = sorted({*source.ranks, *target.ranks})
+        before, after = ({rank: layout.nbytes(rank) for rank in ranks} for layout in (source, target))
+        self.most = {rank: before[rank] + after[rank] if keep else max(before[rank], after[rank]) for rank in ranks}
+        for rank, index, _ in shared if keep else ():
+            self.most[rank] -= target.unit_nbytes(rank)[index]
+        for unit in self.unread:
+            before[unit[0]] -= self.size[unit]
+        self.resident = before
 
-def _choose_senders(fragments: list[Fragment], itemsize: int) -> list[Move]:
-    """One move a fragment, in the order of the fragments."""
-    sent: dict[int, int] = defaultdict(int)
-    chosen: dict[int, tuple[int, Place]] = {}
-    pickiest = sorted(range(len(fragments)), key=lambda i: (len(fragments[i][4]), -numel(fragments[i][2]), i))
-    for i in pickiest:
-        target_rank, _, box, _, candidates = fragments[i]
-        sender, place = min(candidates, key=lambda held: (sent[held[0]], held[0]))
-        chosen[i] = sender, place
-        if sender != target_rank:
-            sent[sender] += numel(box) * itemsize
-    return [
-        Move(chosen[i][0], rank, name, box, chosen[i][1].narrow(box), place.narrow(box))
-        for i, (rank, name, box, place, _) in enumerate(fragments)
-    ]
+    def storage(self, slack: int, slot: int) -> Storage:
+        """What the order may count on with wire buffers of two slots of ``slot`` elements."""
+        limit = {
+            rank: most + slack - 2 * self.wire * (min(slot, self.sent[rank]) + min(slot, self.received[rank]))
+            for rank, most in self.most.items()
+        }
+        return Storage(self.resident, limit, self.size, self.readers)

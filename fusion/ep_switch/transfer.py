@@ -1,69 +1,37 @@
-"""Carries a plan out, round by round.
+"""Carries a plan out, round by round, with two rounds under way.
 
-    agree ─► { allocate ─ copy and pack ─ all-to-all ─ unpack (─ verify) ─ release } × rounds ─► agree
-       │                                                                                          │
-       └ refused: both ends as they were                       failed: SwitchError on every rank, target empty
+    agree ─►  send 0   send 1   send 2   …   send n-1                 send k: allocate, copy, pack, post, release
+                       receive 0  receive 1  …   receive n-2  receive n-1      receive k: wait, unpack  ─► agree
+       │                                                                                                   │
+       └ refused: both ends as they were                          failed: SwitchError on every rank, target empty
 
-A rank that fails goes on exchanging (its buffers are there from the start), so that nobody waits for it, and all ranks
-leave together. The target is then released on all of them: a half-switched model cannot serve, its storage is gone.
+All copies and all storage are queued on the caller's current stream, and the wire runs beside it: while round k is on
+the wire, round k+1 is packed and round k-1 unpacked, and what is freed is free in the order of the stream. A rank that
+fails keeps nobody waiting, so all ranks leave together. The target is then released on all of them: a half-switched
+model cannot serve, its storage is gone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch.buckets import Holder, WireBuffers, buckets_of, resident_bytes
-from fusion.ep_switch.checksum import box_checksum
-from fusion.ep_switch.moves import Move, Step
+from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
+from fusion.ep_switch.exchange import Alone, Exchange, Kind, PeerGone, Word, failures_of, open_exchange
+from fusion.ep_switch.fill import HostFill, HostParts
+from fusion.ep_switch.outcome import PARTS, Failure, SwitchError, SwitchReport
 from fusion.ep_switch.plan import Plan
+from fusion.ep_switch.program import Fault, Program, Stage, compile_program, copy
+from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 
-
-@dataclass(frozen=True)
-class SwitchReport:
-    """What a switch did on this rank."""
-
-    bytes_moved: int
-    """Received from other ranks; over all ranks, what travelled. Checksums are not counted."""
-    bytes_local: int
-    """Copied inside the rank, in bytes of the target."""
-    seconds: float
-    rounds: int
-    peak_bytes: int
-    """The most bytes of weights, send and receive buffers at once, by the device's allocator."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank left a switch. ``round`` is -1 before the first; ``parameter`` is empty where none was at hand."""
-
-    rank: int
-    round: int
-    parameter: str
-    reason: str
-
-    def __str__(self) -> str:
-        where = "before the first round" if self.round < 0 else f"in round {self.round}"
-        at = f" at {self.parameter}" if self.parameter else ""
-        return f"rank {self.rank} {where}{at}: {self.reason}"
-
-
-class SwitchError(RuntimeError):
-    """A switch that broke off; raised on every rank of the group with the failures of all ranks."""
-
-    def __init__(self, failures: list[Failure]):
-        super().__init__(failures)
-        self.failures = failures
-
-    def __str__(self) -> str:
-        return "the switch of weights failed on " + "; ".join(str(failure) for failure in self.failures)
+__all__ = ["Failure", "SwitchError", "SwitchReport", "Switcher", "execute"]
 
 
 def execute(
@@ -73,177 +41,197 @@ def execute(
     device: Device,
     group: dist.ProcessGroup | None = None,
     checksum: bool = False,
+    exchange: Kind = "auto",
 ) -> SwitchReport:
-    """Moves the weights from ``source`` to ``target``. Collective over ``group``, which holds every rank of the plan.
+    """Moves the weights from ``source`` to ``target`` once: see `Switcher`, which makes the views of a plan once for
+    many switches."""
+    return Switcher(plan, source, target, device, group, exchange).run(checksum)
+
+
+class Switcher:
+    """Moves the weights from ``source`` to ``target`` by a plan, as often as it is told.
 
     Args:
-        source: resident in the layout ``plan.source``; holds no bytes afterwards.
-        target: released, in the layout ``plan.target``; resident afterwards. Its dtype may differ.
-        group: default: all processes, or none where the plan has one rank.
-        checksum: compare a checksum of every moved box between its ends, as it lies in the tensors.
-
-    Raises:
-        SwitchError: on every rank, with rank, round and parameter of each failure. What was refused before the first
-            round (buckets that are not the plan's, ranks with different plans, no memory for the buffers) left both
-            ends as they were; after a later failure the target is released and the source is not to be used.
+        source: in the layout ``plan.source``.
+        target: in the layout ``plan.target``. Its dtype may differ. Units that are the same in both (`Plan.shared`) are
+            the same storage (``share`` of `Buckets`), and are left alone.
+        group: holds every rank of the plan; default: all processes, or none where the plan has one rank. Ranks of the
+            group that have no part in the plan bring no models and only agree.
+        exchange: how bytes travel (`exchange`); `auto`: shared memory where all ranks are on one machine.
     """
-    switch = _Switch(plan, device, group, checksum)
-    device.synchronize()
-    start = time.perf_counter()
-    with torch.no_grad():
-        switch.prepare(source, target)
-        for index, step in enumerate(plan.steps(switch.rank)):
-            switch.run(index, step)
-        switch.finish()
-    device.synchronize()
-    return SwitchReport(
-        switch.bytes_moved, switch.bytes_local, time.perf_counter() - start, len(plan.rounds), switch.peak_bytes
-    )
 
+    def __init__(
+        self,
+        plan: Plan,
+        source: Holder,
+        target: Holder,
+        device: Device,
+        group: dist.ProcessGroup | None = None,
+        exchange: Kind = "auto",
+    ):
+        self.plan, self.device = plan, device
+        self._holders, self._group, self._kind = (source, target), group, exchange
+        self._clock = Stopwatch(device)
+        self._program: Program | None = None
+        self._fill = HostFill(device)
+        self._source: Buckets | None = None
+        self._target: Buckets | None = None
 
-class _Switch:
-    def __init__(self, plan: Plan, device: Device, group: dist.ProcessGroup | None, checksum: bool):
-        self.plan, self.device, self.group, self.checksum = plan, device, group, checksum
-        self.alone = len(plan.ranks) == 1 and group is None
-        self.rank = dist.get_rank() if dist.is_initialized() else plan.ranks[0]
-        self.peers = [self.rank] if self.alone else dist.get_process_group_ranks(group)
-        assert set(plan.ranks) <= set(self.peers), f"the group {self.peers} lacks ranks of the plan's {plan.ranks}"
-        self.failure: Failure | None = None
-        self.cause: Exception | None = None
-        self.round, self.parameter = -1, ""
-        self.source: Buckets | None = None
-        self.target: Buckets | None = None
-        self.wire: WireBuffers | None = None
-        self.other_bytes = self.peak_bytes = self.bytes_moved = self.bytes_local = 0
+    def run(self, checksum: bool = False, host: HostParts = MappingProxyType({})) -> SwitchReport:
+        """One switch. Collective over the group.
 
-    def prepare(self, source: Holder, target: Holder) -> None:
-        self._guard(self._prepare, source, target)
-        self._agree()
-        for rank, index in self.plan.unread:
-            if rank == self.rank:
-                assert self.source is not None
-                self.source.release(index)
+        The source has to be resident and holds nothing but shared units afterwards (all, if the plan keeps it); the
+        target has to be released but for shared units and is resident afterwards. Copies, allocation and freeing are on
+        the current stream, which has to be the one that the storage was allocated on.
 
-    def _prepare(self, source: Holder, target: Holder) -> None:
-        self.source = buckets_of(source, self.plan.source, self.rank, resident=True)
-        self.target = buckets_of(target, self.plan.target, self.rank, resident=False)
-        held = resident_bytes(self.source) if self.source is not None else 0
-        self.other_bytes = self.device.memory().allocated - held
-        self.wire = WireBuffers(self.plan, self.rank, self.peers, self.device)
-        self._note_peak()
+        Args:
+            checksum: compare a checksum of everything that travels between its ends: what the sender packed with what
+                lies in the receiver's target.
+            host: what fills the units of this rank that the plan has hosted. Read until the switch returns.
 
-    def run(self, index: int, step: Step) -> None:
-        self.round, self.parameter = index, ""
-        sums = self._guard(self._pack, step)
-        received_sums = self._exchange(step, sums) if step.exchange else None
-        self._guard(self._unpack, step, received_sums)
+        Raises:
+            SwitchError: on every rank, with rank, round and parameter of each failure. What was refused before the
+                first round (storage that is not the plan's, ranks with different plans, no memory for the buffers) left
+                both ends as they were; after a later failure the target is released, and the source, unless kept, is
+                not to be used.
+        """
+        with torch.no_grad():
+            self.device.synchronize()
+            start = time.perf_counter()
+            self._clock.start()
+            exchange = self._open()
+            program, words = self._prepare(exchange, checksum, host)
+            self._carry_out(exchange, program, words)
+            self.device.synchronize()
+            return self._report(exchange, program, time.perf_counter() - start)
 
-    def finish(self) -> None:
-        self._agree()
-        assert self.wire is not None
-        self.wire.free()
+    def _open(self) -> Exchange:
+        if len(self.plan.ranks) == 1 and self._group is None:
+            return Alone(self.plan.ranks[0], self.plan.ranks, self.device, self._clock)
+        exchange = open_exchange(self.device, self._group, self._kind, self._clock)
+        missing = set(self.plan.ranks) - set(exchange.peers)
+        assert not missing, f"the group {exchange.peers} lacks the ranks {sorted(missing)} of the plan"
+        return exchange
 
-    def _pack(self, step: Step) -> list[torch.Tensor]:
-        """Copies what stays and packs what leaves; returns the checksums of what leaves."""
-        assert self.wire is not None
-        for index in step.allocate:
-            self._end(self.target).allocate(index)
-        self._note_peak()
-        for move in step.copy:
-            into = self._view(self.target, move, at_target=True)
-            into.copy_(self._view(self.source, move, at_target=False))
-            self.bytes_local += into.numel() * into.element_size()
-            if self.checksum:
-                self._verify(move, self._sum(move, at_target=False))
-        sums = []
-        for move, slot in self.wire.slots(self.wire.send, step.send):
-            slot.copy_(self._view(self.source, move, at_target=False))
-            if self.checksum:
-                sums.append(self._sum(move, at_target=False))
-        return sums
-
-    def _exchange(self, step: Step, sums: list[torch.Tensor] | None) -> torch.Tensor | None:
-        assert self.wire is not None
-        sent, received = self.wire.splits(step.send), self.wire.splits(step.receive)
-        dist.all_to_all_single(
-            self.wire.receive.view(torch.uint8)[: sum(received)],
-            self.wire.send.view(torch.uint8)[: sum(sent)],
-            received,
-            sent,
-            group=self.group,
-        )
-        self.bytes_moved += sum(received)
-        if not self.checksum:
-            return None
-        sent, received = ([len(moves.get(peer, ())) for peer in self.peers] for moves in (step.send, step.receive))
-        theirs = torch.zeros(sum(received), dtype=torch.int64, device=self.device.torch_device)
-        mine = torch.stack(sums) if sums else theirs.new_zeros(sum(sent))
-        dist.all_to_all_single(theirs, mine, received, sent, group=self.group)
-        return theirs
-
-    def _unpack(self, step: Step, expected: torch.Tensor | None) -> None:
-        assert self.wire is not None
-        for i, (move, slot) in enumerate(self.wire.slots(self.wire.receive, step.receive)):
-            self._view(self.target, move, at_target=True).copy_(slot)
-            if expected is not None:
-                self._verify(move, expected[i])
-        for index in step.release:
-            self._end(self.source).release(index)
-
-    def _view(self, buckets: Buckets | None, move: Move, at_target: bool) -> torch.Tensor:
-        self.parameter = move.name
-        place = move.target if at_target else move.source
-        return place.part.view(self._end(buckets).views[place.param])
-
-    def _sum(self, move: Move, at_target: bool) -> torch.Tensor:
-        view = self._view(self.target if at_target else self.source, move, at_target)
-        return box_checksum(view.to(self.plan.wire_dtype), move.name, move.region)
-
-    def _verify(self, move: Move, expected: torch.Tensor) -> None:
-        arrived = self._sum(move, at_target=True)
-        if not torch.equal(arrived, expected):
-            raise RuntimeError(
-                f"{move.name} {list(move.region)} from rank {move.source_rank} arrived on rank {move.target_rank} with "
-                f"another checksum ({int(arrived) % (1 << 64):016x}, sent {int(expected) % (1 << 64):016x})"
-            )
-
-    def _end(self, buckets: Buckets | None) -> Buckets:
-        assert buckets is not None, f"rank {self.rank} has a part in the plan, but brought no buckets"
-        return buckets
-
-    def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.device.memory().allocated - self.other_bytes)
-
-    def _guard(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Does the work unless this rank has failed; keeps what it raises for `_agree`, so that no peer waits."""
-        if self.failure is not None:
-            return None
+    def _prepare(self, exchange: Exchange, checksum: bool, host: HostParts) -> tuple[Program, dict[int, Word]]:
+        """Everything that can be refused without harm, and the agreement that nobody did."""
+        handle, failures, cause = b"", [], None
+        exchange.begin()
         try:
-            return work(*args)
+            program, rank = self._check(exchange.rank), exchange.rank
+            self._fill.open(self._target, self.plan.hosted_units(rank), host, self.plan.staging_bytes(rank))
+            handle = exchange.open(program, checksum)
+            self._note_memory()
         except Exception as error:
-            self.cause = error
-            self.failure = Failure(self.rank, self.round, self.parameter, f"{type(error).__name__}: {error}")
-            return None
+            cause = error
+            failures.append(Failure(exchange.rank, -1, "", f"{type(error).__name__}: {error}"))
+        words = exchange.agree(Word(tuple(failures), self.plan.digest, handle))
+        if failed := failures_of(words):
+            self._leave(exchange, failed, cause)
+        assert self._program is not None
+        return self._program, words
 
-    def _agree(self) -> None:
-        """Raises on all ranks if one has failed, or if they do not carry out the same plan."""
-        if self.alone:
-            failures = [self.failure] if self.failure else []
-        else:
-            digest = self.plan.digest
-            # On the host: a collective may hold its tensor a moment longer, which must not blur what the card holds.
-            status = torch.tensor([int(self.failure is not None), digest, -digest])
-            dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self.group)
-            failed, most, least = status.tolist()
-            if not failed and most == -least:
-                return
-            gathered: list[Any] = [None] * len(self.peers)
-            mine = self.failure or (Failure(self.rank, -1, "", "plans another switch") if most != -least else None)
-            dist.all_gather_object(gathered, mine, group=self.group)
-            failures = [failure for failure in gathered if failure is not None]
-        if failures:
-            if self.wire is not None:
-                self.wire.free()
-            if self.target is not None:
-                self.target.release()
-            raise SwitchError(failures) from self.cause
+    def _check(self, rank: int) -> Program:
+        if self._program is None:
+            source, target = self._holders
+            self._source = buckets_of(source, self.plan.source, rank)
+            self._target = buckets_of(target, self.plan.target, rank)
+            self._shared = self.plan.shared_units(rank)
+            check_sharing(self._source, self._target, self._shared, rank)
+            self._program = compile_program(self.plan, rank, self._source, self._target)
+            self._unread = tuple(index for owner, index in self.plan.unread if owner == rank)
+        held = check_resident(self._source, self._target, self._shared, rank)
+        self._others = self.device.memory().allocated - held
+        self._peak_bytes = self._peak_reserved = 0
+        return self._program
+
+    def _carry_out(self, exchange: Exchange, program: Program, words: dict[int, Word]) -> None:
+        """The rounds and the agreement that all are done, whatever happens on this rank."""
+        failures: list[Failure] = []
+        cause: Exception | None = None
+        self._round = -1
+        try:
+            exchange.start(words)
+            self._release(self._unread)
+            self._clock.mark("prepare")
+            for index in range(len(program.stages) + 1):
+                if index < len(program.stages):
+                    self._send(exchange, index, program.stages[index])
+                if index > 0:
+                    self._round = index - 1
+                    exchange.receive(index - 1, program.stages[index - 1].receive)
+        except PeerGone as gone:
+            cause = gone
+            if not gone.left:
+                failures.append(Failure(gone.rank, self._round, gone.parameter, gone.reason))
+        except Exception as error:
+            cause = error
+            parameter = error.parameter if isinstance(error, Fault) else ""
+            reason = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+            failures.append(Failure(exchange.rank, self._round, parameter, reason))
+        self._fill.close()
+        if cause is not None:
+            exchange.abandon()
+        words = exchange.agree(Word(tuple(failures), self.plan.digest))
+        if failed := failures_of(words):
+            if self._target is not None:
+                self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
+            self._leave(exchange, failed, cause)
+        self._clock.mark("finish")
+        self._note_memory()
+        exchange.close()
+        self._clock.mark("memory")
+
+    def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
+        self._round = index
+        if stage.allocate:
+            self._allocate(stage.allocate)
+            self._clock.mark("memory")
+        if stage.fullest:
+            self._note_memory()
+        if stage.copies[0]:
+            copy(*stage.copy_views, stage.copies[0])
+        for unit in stage.allocate:
+            self._fill.fill(unit)
+        exchange.send(index, stage.send)
+        if stage.release:
+            self._release(stage.release)
+            self._clock.mark("memory")
+
+    def _allocate(self, units: Sequence[int]) -> None:
+        assert self._target is not None
+        try:
+            self._target.allocate(units)
+        except Exception as error:
+            first = next(unit for unit in units if self._target.flats[unit].untyped_storage().nbytes() == 0)
+            name = self._target.plans[first].entries[0][0].name
+            raise Fault(name, f"{type(error).__name__}: {error}") from error
+
+    def _release(self, units: Sequence[int]) -> None:
+        assert self._source is not None or not units
+        if self._source is not None:
+            self._source.release(units)
+
+    def _note_memory(self) -> None:
+        memory = self.device.memory()
+        self._peak_bytes = max(self._peak_bytes, memory.allocated - self._others)
+        self._peak_reserved = max(self._peak_reserved, memory.reserved - self._others)
+
+    def _leave(self, exchange: Exchange, failures: list[Failure], cause: Exception | None) -> NoReturn:
+        exchange.close()
+        self._fill.close()
+        raise SwitchError(failures) from cause
+
+    def _report(self, exchange: Exchange, program: Program, seconds: float) -> SwitchReport:
+        return SwitchReport(
+            bytes_moved=sum(program.received_bytes.values()),
+            bytes_local=program.bytes_local,
+            bytes_hosted=program.bytes_hosted,
+            seconds=seconds,
+            rounds=len(program.stages),
+            peak_bytes=self._peak_bytes,
+            peak_reserved=self._peak_reserved,
+            exchange=exchange.name,
+            received_bytes=program.received_bytes,
+            parts_s=self._clock.seconds(PARTS),
+        )

@@ -1,232 +1,139 @@
-"""Switches between real processes on emulated cards: bitwise, in the allocator's figures, and what failure does."""
+"""Switches between real processes on emulated cards: bitwise, within memory, both ways of exchange."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch import Layout, SwitchError, execute, plan_switch, transfer, weights_checksum
+from fusion.ep_switch import Layout, Topology, plan_switch, weights_checksum
+from fusion.ep_switch.transfer import Switcher, execute
 from fusion.model import Mesh, Parallel, Transformer
+from tests.ep_switch.switching import BUCKET, End, assert_bound, assert_filled, build_pair, fill, own_bytes
 from tests.helpers import run_ranks, tiny_config
 
-BUCKET = 1 << 14
 MOE = tiny_config(num_key_value_heads=2)
 UNTIED = tiny_config(tie_word_embeddings=False)
+ONE_HEAD = tiny_config(num_key_value_heads=1, num_hidden_layers=3)
 DENSE = tiny_config(experts=False)
+BF16 = torch.bfloat16
 
 
-def element_values(name: str, region, dtype: torch.dtype) -> torch.Tensor:
-    """A value for every element of a global tensor, from its name and index alone."""
-    total = torch.full([stop - start for start, stop in region], float(sum(name.encode()) % 97), dtype=torch.float64)
-    for d, (start, stop) in enumerate(region):
-        shape = [-1 if e == d else 1 for e in range(len(region))]
-        total += torch.sin(torch.arange(start, stop, dtype=torch.float64) * (d + 1.7)).view(shape) * (d + 1)
-    return total.to(torch.float32).to(dtype)
-
-
-def fill(model: Transformer) -> None:
-    for param in model.table:
-        for part in param.parts:
-            values = element_values(part.name, part.region, model.weights.dtype)
-            part.view(model.weights.views[param.name]).copy_(values)
-
-
-def assert_filled(model: Transformer, via: torch.dtype) -> None:
-    for param in model.table:
-        for part in param.parts:
-            want = element_values(part.name, part.region, via).to(model.weights.dtype)
-            assert torch.equal(part.view(model.weights.views[param.name]).cpu(), want), part.name
-
-
-def build(config, parallel: Parallel, device, dtype=torch.float32, released=False) -> tuple[Transformer, Layout]:
-    """A model whose grid may be repeated over the world: each repetition is an engine of its own."""
-    world = dist.get_world_size()
-    mesh = None
-    for first in range(0, world, parallel.world):
-        made = Mesh.create(parallel, tuple(range(first, first + parallel.world)))
-        mesh = made if made.rank >= 0 else mesh
-    model = Transformer(config, mesh, device, dtype, bucket_bytes=BUCKET)
-    if released:
-        model.weights.release()
-    return model, Layout(config, parallel, tuple(range(world)), dtype, BUCKET)
-
-
-def there_and_back(rank, device, config, one, other, dtypes, checksum):
-    trainer, train_layout = build(config, one, device, dtypes[0])
-    engine, infer_layout = build(config, other, device, dtypes[1], released=True)
-    fill(trainer)
-    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
-    before = weights_checksum(trainer, dtype=narrow)
+def chain(rank, device, config, one, other, options):
+    """There and back, twice in shared memory and once by collectives; everything is checked after every switch."""
+    ends = [one.layout(config), other.layout(config)]
+    models = build_pair(*ends, device)
+    plans = [plan_switch(*pair, BUCKET, **options) for pair in (ends, ends[::-1])]
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
     gc.collect()  # models of earlier tests would go while this one's memory is measured
-    plan = plan_switch(train_layout, infer_layout, BUCKET)
-    back = plan_switch(infer_layout, train_layout, BUCKET)
     reports = []
-    for _ in range(2):
-        reports.append((execute(plan, trainer, engine, device, checksum=checksum), plan))
-        assert_filled(engine, via=narrow)
-        assert sum(flat.untyped_storage().nbytes() for _, flat in trainer.weights) == 0
-        assert weights_checksum(engine, dtype=narrow) == before
-        reports.append((execute(back, engine.weights, trainer.weights, device, checksum=checksum), back))
-        assert_filled(trainer, via=narrow)
-        assert sum(flat.untyped_storage().nbytes() for _, flat in engine.weights) == 0
-    for report, done in reports:
-        blocks = len(done.source.buckets(rank)) + len(done.target.buckets(rank)) + 2
-        assert 0 <= report.peak_bytes - done.peak_bytes(rank) <= 512 * blocks, "the plan's peak but for rounding"
-        itemsize = done.wire_dtype.itemsize
-        assert report.bytes_moved == itemsize * sum(
-            m.numel for step in done.steps(rank) for moves in step.receive.values() for m in moves
-        )
-    return reports[0][0], before
+    for kind, times in (("shared", 2), ("collective", 1)):
+        switchers = [
+            Switcher(plan, *pair, device, exchange=kind)
+            for plan, pair in zip(plans, (models, models[::-1]), strict=True)
+        ]
+        for switcher in switchers * times:
+            reports.append(one_switch(rank, device, switcher, checksum=len(reports) % 2 == 0))
+            source, target = switcher._holders
+            assert_filled(target, via=narrow)
+            if not switcher.plan.keep:
+                shared = set(switcher.plan.shared_units(rank).values()) if rank in switcher.plan.ranks else ()
+                assert own_bytes(source, shared) == 0
+            else:
+                assert_filled(source, via=narrow)
+                release_own(target, switcher.plan.shared_units(rank))
+    assert {report.exchange for report in reports} == {"shared", "collective"}
+    return reports
 
 
-FP32 = (torch.float32, torch.float32)
+def one_switch(rank, device, switcher, checksum):
+    plan = switcher.plan
+    source, target = (end.weights if end else None for end in switcher._holders)
+    held = sum(flat.untyped_storage().nbytes() for flat in source.flats) if source else 0
+    others = device.memory().allocated - held
+    device.reset_peak()
+    report = switcher.run(checksum=checksum)
+    peak = device.memory().peak_allocated - others
+    if rank in plan.ranks:
+        if not checksum:
+            assert_bound(plan, rank, report, peak)
+        assert report.bytes_moved == sum(plan.received_bytes(rank).values()) == sum(report.received_bytes.values())
+    assert report.rounds == len(plan.rounds)
+    assert 0.3 * report.seconds < sum(report.parts_s.values()) < report.seconds + 1e-3
+    return report
+
+
+def release_own(model, shared):
+    for index in range(len(model.weights.flats) if model else 0):
+        if index not in shared:
+            model.weights.release(index)
+
+
 CASES = {
-    "TP2EP2-EP4": (4, MOE, Parallel(4, 2, 2), Parallel(4, 1, 4), FP32, True),
-    "EP4-TP4": (4, tiny_config(num_key_value_heads=1), Parallel(4, 1, 4), Parallel(4, 4, 1), FP32, False),
-    "TP2EP2-two engines of EP2": (4, UNTIED, Parallel(4, 2, 2), Parallel(2, 1, 2), FP32, False),
-    "TP2-TP1": (2, DENSE, Parallel(2, 2, 1), Parallel(2, 1, 1), FP32, True),
-    "float32-bfloat16": (2, UNTIED, Parallel(2, 2, 1), Parallel(2, 1, 2), (torch.float32, torch.bfloat16), True),
+    "TP2EP2-EP4": (MOE, End(Parallel(4, 2, 2)), End(Parallel(4, 1, 4)), {}),
+    "TP2PP2-EP4": (UNTIED, End(Parallel(4, 2, pp=2)), End(Parallel(4, 1, 4)), {}),
+    "TP2ETP2EP2-TP4": (ONE_HEAD, End(Parallel(4, 2, 2, etp=2)), End(Parallel(4, 4)), {}),
+    "EP4-EP4 placed": (MOE, End(Parallel(4, 1, 4)), End(Parallel(4, 1, 4), reversed_experts=True), {}),
+    "PP4-two engines of EP2": (
+        tiny_config(num_hidden_layers=4),
+        End(Parallel(4, pp=4)),
+        End(Parallel(2, 1, 2), dtype=BF16),
+        {},
+    ),
+    "bfloat16-float32": (DENSE, End(Parallel(2, 2), (0, 1), BF16), End(Parallel(2), (1, 0)), {}),
+    "separate": (MOE, End(Parallel(2, 2), (0, 1)), End(Parallel(2, 1, 2), (2, 3)), {}),
+    "hybrid": (UNTIED, End(Parallel(2, 1, 2), (0, 1)), End(Parallel(1), (1, 2)), {}),
+    "relays": (
+        DENSE,
+        End(Parallel(2, 2), (0, 1)),
+        End(Parallel(2, 2), (2, 3, 0, 1)),
+        {"topology": Topology(ranks_per_node=2, ranks_per_supernode=4, bytes_per_s=(4e9, 4e9, 1e9, 1e9))},
+    ),
 }
 
 
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_bitwise(case):
-    world, config, one, other, dtypes, checksum = CASES[case]
-    results = run_ranks(there_and_back, world, config, one, other, dtypes, checksum)
-    assert len({total for _, total in results}) == 1
-    assert sum(report.bytes_moved for report, _ in results) > 0
+def test_chains_of_switches_are_bitwise_and_within_memory(case, device):
+    config, one, other, options = CASES[case]
+    world = max(*one.ranks, *other.ranks) + 1
+    results = run_ranks(chain, max(2, world), config, one, other, options, device=device)
+    assert sum(report.bytes_moved for reports in results for report in reports) > 0
 
 
-def test_equal_layouts_move_nothing():
-    results = run_ranks(there_and_back, 2, MOE, Parallel(2, 1, 2), Parallel(2, 1, 2), FP32, True)
-    assert all(report.bytes_moved == 0 and report.bytes_local > 0 for report, _ in results)
+def kept(rank, device):
+    """The source stays; the target is filled again and again. Rank 3 has no part in it."""
+    ends = [End(Parallel(2, 2), (0, 1)).layout(MOE), End(Parallel(1), (2,)).layout(MOE)]
+    source, target = build_pair(*ends, device)
+    plan = plan_switch(*ends, BUCKET, keep=True)
+    for kind in ("shared", "collective"):
+        switcher = Switcher(plan, source, target, device, exchange=kind)
+        for _ in range(2):
+            one_switch(rank, device, switcher, checksum=False)
+            assert_filled(source, via=torch.float32)
+            assert_filled(target, via=torch.float32)
+            release_own(target, ())
+    return rank in plan.ranks
 
 
-def corrupted(rank, device, checksum):
-    """Rank 1 sends one wrong byte the second time it sends."""
-    trainer, train_layout = build(MOE, Parallel(2, 1, 2), device)
-    engine, infer_layout = build(MOE, Parallel(2, 2, 1), device, released=True)
-    fill(trainer)
-    honest, sends = dist.all_to_all_single, [0]
-
-    def flip(received, sent, *args, **kwargs):
-        if rank == 1 and sent.dtype == torch.uint8 and sent.numel():
-            sends[0] += 1
-            if sends[0] == 2:
-                sent[5] += 1
-        return honest(received, sent, *args, **kwargs)
-
-    transfer.dist.all_to_all_single = flip
-    try:
-        execute(plan_switch(train_layout, infer_layout, BUCKET), trainer, engine, device, checksum=checksum)
-    except SwitchError as error:
-        assert str(pickle.loads(pickle.dumps(error))) == str(error), "errors travel to the controller"
-        return str(error), sum(flat.untyped_storage().nbytes() for _, flat in engine.weights)
-    finally:
-        transfer.dist.all_to_all_single = honest
-    try:
-        return "", weights_checksum(engine)
-    except RuntimeError as error:
-        return "", str(error)
+def test_a_kept_source_serves_many_switches_and_strangers_only_agree():
+    assert run_ranks(kept, 4) == [True, True, True, False]
 
 
-def test_a_corrupted_transfer_is_found_and_named_on_all_ranks():
-    results = run_ranks(corrupted, 2, True)
-    assert len({message for message, _ in results}) == 1
-    message, held = results[0]
-    assert "failed on rank 0 in round" in message and "at model." in message
-    assert "from rank 1 arrived on rank 0 with another checksum" in message
-    assert held == 0
+def equal_layouts(rank, device):
+    layout = End(Parallel(2, 1, 2), (0, 1)).layout(MOE)
+    source, target = build_pair(layout, layout, device)
+    report = execute(plan_switch(layout, layout, BUCKET), source, target, device)
+    assert_filled(target, via=torch.float32)
+    assert_filled(source, via=torch.float32)
+    return report
 
 
-def test_without_checksums_the_totals_still_tell():
-    results = run_ranks(corrupted, 2, False)
-    intact = run_ranks(there_and_back, 2, MOE, Parallel(2, 1, 2), Parallel(2, 2, 1), FP32, False)[0][1]
-    assert all(message == "" and total != intact for message, total in results)
-    assert "ranks 0 and 1 hold different values of model.layers" in results[0][1]
-
-
-def wrong_expert(rank, device):
-    """A plan that reads a neighbouring expert: every byte arrives as sent, and yet the weights are wrong."""
-    trainer, train_layout = build(MOE, Parallel(2, 1, 2), device)
-    engine, infer_layout = build(MOE, Parallel(2, 2, 1), device, released=True)
-    fill(trainer)
-    plan = plan_switch(train_layout, infer_layout, BUCKET)
-    rounds = [list(round_.moves) for round_ in plan.rounds]
-    at, first = next(
-        (i, k) for i, moves in enumerate(rounds) for k, m in enumerate(moves) if "experts.0.gate" in m.name
-    )
-    other = next(m for moves in rounds for m in moves if m.name == rounds[at][first].name.replace("s.0.g", "s.1.g"))
-    rounds[at][first] = dataclasses.replace(rounds[at][first], source=other.source)
-    moved = tuple(
-        dataclasses.replace(round_, moves=tuple(moves)) for round_, moves in zip(plan.rounds, rounds, strict=True)
-    )
-    before = weights_checksum(trainer)
-    execute(dataclasses.replace(plan, rounds=moved), trainer, engine, device, checksum=True)
-    try:
-        return weights_checksum(engine) == before
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_wrong_plan_shows_in_the_weights_checksum():
-    assert all(result is False or "hold different values" in str(result) for result in run_ranks(wrong_expert, 2))
-
-
-def refused(rank, device):
-    trainer, train_layout = build(DENSE, Parallel(2, 2, 1), device)
-    engine, infer_layout = build(DENSE, Parallel(2, 1, 1), device, released=rank == 0)
-    fill(trainer)
-    plan = plan_switch(train_layout, infer_layout, BUCKET)
-    messages = []
-    for attempt in (plan, plan_switch(train_layout, infer_layout, BUCKET * (1 + rank))):
-        try:
-            execute(attempt, trainer, engine, device)
-        except SwitchError as error:
-            messages.append(str(error))
-        engine.weights.release()
-    assert_filled(trainer, via=torch.float32)
-    return messages
-
-
-def test_what_is_refused_is_refused_on_all_ranks_and_harms_nothing():
-    results = run_ranks(refused, 2)
-    assert results[0] == results[1]
-    not_empty, other_plan = results[0]
-    assert "rank 1 before the first round" in not_empty and "release the target before the switch" in not_empty
-    assert other_plan.count("plans another switch") == 2
-
-
-def out_of_memory(rank, device):
-    """Rank 1 has no room for the second half of its target."""
-    trainer, train_layout = build(DENSE, Parallel(2, 2, 1), device)
-    engine, infer_layout = build(DENSE, Parallel(2, 1, 1), device, released=True)
-    fill(trainer)
-    plan = plan_switch(train_layout, infer_layout, BUCKET)
-    hog = None
-    if rank == 1:
-        before = device.memory()
-        wanted = plan.peak_bytes(rank) - train_layout.nbytes(rank)
-        hog = torch.zeros(before.free - wanted // 2, dtype=torch.uint8, device=device.torch_device)
-    try:
-        execute(plan, trainer, engine, device)
-    except SwitchError as error:
-        return str(error), sum(flat.untyped_storage().nbytes() for _, flat in engine.weights)
-    finally:
-        del hog
-    return "", 0
-
-
-def test_out_of_memory_on_one_rank_ends_the_switch_on_all():
-    results = run_ranks(out_of_memory, 2)
-    assert results[0] == results[1]
-    message, held = results[0]
-    assert "failed on rank 1 in round" in message and "OutOfMemoryError" in message and held == 0
+def test_equal_layouts_share_everything():
+    for report in run_ranks(equal_layouts, 2):
+        assert report.bytes_moved == report.bytes_local == 0
 
 
 def test_one_process_needs_no_torch_distributed():
@@ -234,11 +141,46 @@ def test_one_process_needs_no_torch_distributed():
 
     assert not dist.is_initialized()
     device = open_device("emulated", index=0)
-    models = [Transformer(UNTIED, Mesh.single(), device, dtype, bucket_bytes=BUCKET) for dtype in FP32]
-    layout = Layout(UNTIED, Parallel(), (0,), bucket_bytes=BUCKET)
+    layouts = [Layout(UNTIED, Parallel(), (0,), dtype, BUCKET) for dtype in (torch.float32, BF16)]
+    models = [
+        Transformer(UNTIED, Mesh.single(), device, layout.dtype, bucket_bytes=BUCKET, resident=layout is layouts[0])
+        for layout in layouts
+    ]
     fill(models[0])
-    models[1].weights.release()
-    report = execute(plan_switch(layout, layout, BUCKET), *models, device, checksum=True)
-    assert_filled(models[1], via=torch.float32)
-    assert report.bytes_moved == 0
-    assert report.peak_bytes <= layout.nbytes(0) + 4 * max(layout.bucket_nbytes(0))
+    report = execute(plan_switch(*layouts, BUCKET), *models, device, checksum=True)
+    assert_filled(models[1], via=BF16)
+    assert (report.bytes_moved, report.exchange) == (0, "none")
+    assert report.bytes_local == layouts[1].nbytes(0)
+    assert report.peak_bytes <= layouts[0].nbytes(0) + 4 * BUCKET
+
+
+def beside(rank, device):
+    """On a stream of one's own, where copies are late, too."""
+    ends = [End(Parallel(2, 2), (0, 1)).layout(MOE), End(Parallel(2, 1, 2), (0, 1), BF16).layout(MOE)]
+    plan, stream = plan_switch(*ends, BUCKET), device.new_stream()
+    with device.on_stream(stream):
+        source, target = build_pair(*ends, device)
+        for exchange in ("shared", "collective"):
+            source.weights.allocate()
+            fill(source)
+            execute(plan, source, target, device, checksum=exchange == "collective", exchange=exchange)
+            assert_filled(target, via=BF16)
+            release_own(target, ())
+    stream.synchronize()
+
+
+def test_a_switch_may_run_on_a_stream_of_its_own():
+    run_ranks(beside, 2, device="adversarial")
+
+
+def totals(rank, device):
+    """The sum over all weights does not depend on the layout they lie in."""
+    ends = [End(Parallel(4, 2, 2)).layout(MOE), End(Parallel(4, 1, 4)).layout(MOE)]
+    source, target = build_pair(*ends, device)
+    before = weights_checksum(source)
+    execute(plan_switch(*ends, BUCKET), source, target, device)
+    return before, weights_checksum(target)
+
+
+def test_the_checksum_of_all_weights_survives_a_switch():
+    assert len({total for both in run_ranks(totals, 4) for total in both}) == 1

@@ -1,0 +1,205 @@
+"""Rounds as collectives: an uneven, asynchronous all_to_all_single over the whole group.
+
+A collective needs every rank of the group, so ranks that have nothing to exchange in a round (or no share in the plan)
+join it with nothing, and one that has failed goes on with whatever its buffers hold: nobody waits for it, and the
+closing agreement tells. After the end of a process the group is of no use; those who notice meet in its store instead.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusion.ep_switch.checksum import NO_SUM, run_sums
+from fusion.ep_switch.exchange import Exchange, PeerGone, Word
+from fusion.ep_switch.outcome import Failure
+from fusion.ep_switch.program import Program, Segment
+from fusion.ep_switch.stopwatch import Stopwatch
+from fusion.npu import Device
+
+PATIENCE_S = 3.0
+"""How long those who noticed that the group is broken wait for each other: ranks notice within a round."""
+
+_LOOK_S, _PAUSE_S = 0.2, 3e-4
+
+_switches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Switches begun in a group, the same on all its ranks."""
+
+
+class CollectiveExchange(Exchange):
+    name = "collective"
+
+    def __init__(self, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch, group: dist.ProcessGroup):
+        super().__init__(rank, peers, device, clock)
+        self.group = group
+        self._place = {peer: place for place, peer in enumerate(self.peers)}
+
+    def begin(self) -> None:
+        self._round = -1
+        _switches[self.group] = _switches.get(self.group, 0) + 1
+        self._posted, self._broken = 0, ""
+        self._works: dict[int, list[dist.Work]] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+        self._out = self._in = torch.empty(0)
+
+    def open(self, program: Program, checksum: bool) -> bytes:
+        self._program, self._checksum = program, checksum
+        with self.device.owner("buckets"):
+            self._out, self._in = (
+                torch.empty(2 * numel, dtype=program.wire_dtype, device=self.device.torch_device)
+                for numel in (program.send_numel, program.receive_numel)
+            )
+        return b""
+
+    def agree(self, word: Word) -> dict[int, Word]:
+        if not self._broken:
+            try:
+                return self._gather(word)
+            except RuntimeError as error:
+                self._broken = str(error)
+        return self._roll_call(word)
+
+    def start(self, words: dict[int, Word]) -> None:
+        """Nothing to do: the group is there."""
+
+    def send(self, index: int, segments: Sequence[Segment]) -> None:
+        self._round = index
+        if not self._program.stages[index].exchange:
+            return
+        sums = []
+        for segment, wire in self._slot(self._out, self._program.send_numel, index, segments):
+            segment.pack(wire)
+            if self._checksum:
+                sums.append(run_sums(wire, segment.ends))
+        self.clock.mark("pack")
+        self._post(index, sums)
+
+    def receive(self, index: int, segments: Sequence[Segment]) -> None:
+        self._round = index
+        self._wait(index)
+        self.clock.mark("exchange")
+        sums = self._sums.pop(index, None)
+        for segment, wire in self._slot(self._in, self._program.receive_numel, index, segments):
+            segment.unpack(wire)
+            if sums is not None:
+                expected, sums = sums.tensor_split([len(segment.ends)])
+                segment.verify(wire, expected)
+        self.clock.mark("unpack")
+
+    def abandon(self) -> None:
+        try:
+            for index in range(self._posted, len(self._program.stages)):
+                self._wait(index - 2)
+                if self._program.stages[index].exchange:
+                    self._post(index, [])
+            for index in list(self._works):
+                self._wait(index)
+        except PeerGone:
+            pass  # the closing agreement finds out who
+
+    def close(self) -> None:
+        self._works.clear()
+        self._sums.clear()
+        self._out = self._in = torch.empty(0)
+
+    def _in_order(self, segments: Sequence[Segment]) -> list[Segment]:
+        return sorted(segments, key=lambda segment: self._place[segment.peer])
+
+    def _slot(self, buffer: torch.Tensor, numel: int, index: int, segments: Sequence[Segment]):
+        """Every segment with its stretch of a round's slot, in the order of the group."""
+        ordered = self._in_order(segments)
+        slot = buffer[index % 2 * numel :][: sum(segment.numel for segment in ordered)]
+        return zip(ordered, slot.split([segment.numel for segment in ordered]), strict=True) if ordered else ()
+
+    def _post(self, index: int, sums: list[torch.Tensor]) -> None:
+        stage, program = self._program.stages[index], self._program
+        self._posted = index + 1
+        counts = [self._counts(segments, lambda segment: segment.numel) for segments in (stage.send, stage.receive)]
+        out, into = (
+            buffer[index % 2 * numel :][: sum(count)]
+            for buffer, numel, count in zip(
+                (self._out, self._in), (program.send_numel, program.receive_numel), counts, strict=True
+            )
+        )
+        self._works[index] = [self._exchange(into, out, counts)]
+        if self._checksum:
+            counts = [self._counts(each, lambda segment: len(segment.ends)) for each in (stage.send, stage.receive)]
+            theirs = torch.zeros(sum(counts[1]), dtype=torch.int64, device=self.device.torch_device)
+            mine = torch.cat(sums) if sums else theirs.new_full((sum(counts[0]),), NO_SUM)
+            self._works[index].append(self._exchange(theirs, mine, counts))
+            self._sums[index] = theirs
+
+    def _counts(self, segments, count) -> list[int]:
+        by_peer = {segment.peer: count(segment) for segment in segments}
+        return [by_peer.get(peer, 0) for peer in self.peers]
+
+    def _exchange(self, into: torch.Tensor, out: torch.Tensor, counts: list[list[int]]) -> dist.Work:
+        try:
+            return dist.all_to_all_single(into, out, counts[1], counts[0], group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._break(error) from error
+
+    def _wait(self, index: int) -> None:
+        """The current stream goes on when a round is here (a host that has to wait, waits)."""
+        try:
+            for work in self._works.pop(index, ()):
+                work.wait()
+        except RuntimeError as error:
+            raise self._break(error) from error
+
+    def _break(self, error: Exception) -> PeerGone:
+        self._broken = str(error)
+        return PeerGone(-1, self._broken, left=True)
+
+    def _gather(self, word: Word) -> dict[int, Word]:
+        # On the host: a collective may hold its tensor a moment longer, which must not blur what the card holds.
+        status = torch.tensor([int(bool(word.failures)), word.digest, -word.digest])
+        work = dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        store, look = self._store(), time.monotonic() + _LOOK_S
+        while not work.is_completed():
+            time.sleep(_PAUSE_S)
+            if time.monotonic() > look:
+                look = time.monotonic() + _LOOK_S
+                if store.check(["broken"]):
+                    raise RuntimeError("another rank found the process group broken")
+        work.wait()
+        failed, most, least = status.tolist()
+        if not failed and most == -least:
+            return {self.rank: word}
+        words: list[Any] = [None] * len(self.peers)
+        dist.all_gather_object(words, word, group=self.group)
+        return dict(zip(self.peers, words, strict=True))
+
+    def _roll_call(self, word: Word) -> dict[int, Word]:
+        """The words of those who still answer, without the group."""
+        store = self._store()
+        store.set("broken", "1")
+        store.set(str(self.rank), pickle.dumps(word).hex())
+        words, deadline = {self.rank: word}, time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline and len(words) < len(self.peers):
+            for peer in self.peers:
+                if peer not in words and store.check([str(peer)]):
+                    words[peer] = pickle.loads(bytes.fromhex(store.get(str(peer)).decode()))
+            time.sleep(_PAUSE_S)
+        for peer in self.peers:
+            if peer not in words:
+                reason = f"has not answered for {PATIENCE_S:.0f} s; its process has ended or hangs ({self._broken})"
+                words[peer] = Word((Failure(peer, self._round, self._due(peer), reason),), word.digest)
+        if not any(each.failures for each in words.values()):
+            words[self.rank] = Word((Failure(self.rank, self._round, "", self._broken),), word.digest)
+        return words
+
+    def _due(self, peer: int) -> str:
+        """The next thing that ``peer`` had to send to this rank."""
+        stages = self._program.stages[self._round :] if self._round >= 0 else []
+        return next((segment.name for stage in stages for segment in stage.receive if segment.peer == peer), "")
+
+    def _store(self) -> dist.Store:
+        prefix = f"rlfusion/switch/{self.group.group_name}/{_switches[self.group]}/"
+        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())

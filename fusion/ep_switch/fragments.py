@@ -1,0 +1,212 @@
+"""What the target needs, cut along what the source has: fragments, each with everybody who can give and must take it.
+
+    units of the source ─► slabs, each distinct content once, with its owners ─┐
+    units of the target ─► slabs, less what is shared ──────────────────────────┴─► fragments, in families of slabs
+
+Pure. Invariants: the fragments of a family are disjoint and cover its slabs; each lies whole in every slab that can
+give or must take it. What ranks hold alike is looked at once, and what layers and experts are cut alike is cut once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+from fusion.ep_switch.layout import Layout, places_in
+from fusion.ep_switch.moves import Regions
+from fusion.model.table import Box
+from fusion.model.weights import BucketPlan
+
+Strides = tuple[int, ...]
+
+
+class Slab:
+    """A distinct content of storage units. ``owners``: rank → index of its unit with this content."""
+
+    __slots__ = ("numel", "owners", "unit")
+
+    def __init__(self, unit: BucketPlan):
+        self.unit, self.numel = unit, unit.numel
+        self.owners: dict[int, int] = {}
+
+
+class Spot(NamedTuple):
+    """Where a fragment lies in a slab."""
+
+    slab: Slab
+    offset: int
+    strides: Strides
+
+
+class Fragment(NamedTuple):
+    """Elements that the same slabs of the source hold and the same slabs of the target need. One box, or boxes that lie
+    one after the other everywhere (then ``shape`` is flat), as in `Move`."""
+
+    regions: Regions
+    shape: tuple[int, ...]
+    givers: tuple[Spot, ...]
+    takers: tuple[Spot, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Family(NamedTuple):
+    """Slabs of the target that have elements in common, often one alone, and the fragments that fill them."""
+
+    slabs: tuple[Slab, ...]
+    fragments: tuple[Fragment, ...]
+
+
+def slabs_of(layout: Layout) -> dict[object, Slab]:
+    """The distinct contents of a layout's units in order. Equal keys in two layouts: equal content, stored alike."""
+    found: dict[object, Slab] = {}
+    for alike in layout.alike:
+        for index, unit in enumerate(layout.units(alike[0])):
+            key = tuple(
+                [
+                    (param.name, start, *[(part.name, part.region, part.local) for part in param.parts])
+                    for param, start in unit.entries
+                ]
+            )
+            slab = found.get(key)
+            if slab is None:
+                slab = found[key] = Slab(unit)
+            for rank in alike:
+                slab.owners[rank] = index
+    return found
+
+
+def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
+    """What fills the slabs of the target, in their order."""
+    target = list(target)
+    cuts = _Cuts(source, target)
+    fragments = {id(slab): cuts.fragments(slab) for slab in target}
+    head = {id(slab): slab for slab in target}
+
+    def first(slab: Slab) -> Slab:
+        while head[id(slab)] is not slab:
+            slab = head[id(slab)]
+        return slab
+
+    for mine in fragments.values():
+        for fragment in mine:
+            one, *others = [first(taker.slab) for taker in fragment.takers]
+            for other in others:
+                head[id(first(other))] = first(one)
+    members: dict[int, list[Slab]] = defaultdict(list)
+    for slab in target:
+        members[id(first(slab))].append(slab)
+    return [
+        Family(tuple(slabs), tuple([fragment for slab in slabs for fragment in fragments[id(slab)]]))
+        for slabs in members.values()
+    ]
+
+
+class _Cuts:
+    """Both sides by global tensor."""
+
+    def __init__(self, source: Iterable[Slab], target: Iterable[Slab]):
+        by_name: tuple[dict[str, dict[Box, list[Spot]]], ...] = defaultdict(dict), defaultdict(dict)
+        for side, slabs in zip(by_name, (source, target), strict=True):
+            for slab in slabs:
+                for name, region, place in places_in(0, slab.unit):
+                    side[name].setdefault(region, []).append(Spot(slab, place.offset, place.strides))
+        self._of = {
+            name: ((*by_name[0][name], *takers), [*by_name[0][name].values(), *takers.values()], len(by_name[0][name]))
+            for name, takers in by_name[1].items()
+        }
+        self._pieces: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, list[int]]]] = {}
+
+    def fragments(self, slab: Slab) -> list[Fragment]:
+        """The fragments of a target slab, in its order, but for those of which an earlier slab is the first taker."""
+        found: list[Fragment] = []
+        for name, region, _ in places_in(0, slab.unit):
+            boxes, spots, givers = self._of[name]
+            for box, around in self._cut(boxes, region):
+                give = [_inside(spot, boxes[i], box) for i in around if i < givers for spot in spots[i]]
+                take = [_inside(spot, boxes[i], box) for i in around if i >= givers for spot in spots[i]]
+                assert give, f"nobody holds {box} of {name}"
+                if take[0].slab is not slab:
+                    continue
+                shape = tuple([stop - start for start, stop in box])
+                one = Fragment(((name, box),), shape, tuple(give), tuple(take))
+                if found and _adjoin(found[-1], one):
+                    found[-1] = _join(found[-1], one)
+                else:
+                    found.append(one)
+        return found
+
+    def _cut(self, boxes: tuple[Box, ...], region: Box) -> list[tuple[Box, list[int]]]:
+        """``region`` cut along ``boxes``: disjoint boxes, each with the indices of those it lies in."""
+        if (boxes, region) not in self._pieces:
+            pieces: list[tuple[Box, list[int]]] = [(region, [])]
+            for index, box in enumerate(boxes):
+                cut: list[tuple[Box, list[int]]] = []
+                for piece, around in pieces:
+                    if hit := intersect(piece, box):
+                        cut.append((hit, [*around, index]))
+                        cut += [(rest, around) for rest in subtract(piece, hit)]
+                    else:
+                        cut.append((piece, around))
+                pieces = cut
+            self._pieces[boxes, region] = sorted(pieces)
+        return self._pieces[boxes, region]
+
+
+def _adjoin(one: Fragment, other: Fragment) -> bool:
+    """Whether the second follows the first, without a gap, wherever they lie."""
+    if len(one.givers) != len(other.givers) or len(one.takers) != len(other.takers):
+        return False
+    numel = one.numel
+    return all(
+        a.slab is b.slab
+        and a.offset + numel == b.offset
+        and _dense(one.shape, a.strides)
+        and _dense(other.shape, b.strides)
+        for a, b in zip(one.givers + one.takers, other.givers + other.takers, strict=True)
+    )
+
+
+def _join(one: Fragment, other: Fragment) -> Fragment:
+    give, take = (tuple([spot._replace(strides=(1,)) for spot in spots]) for spots in (one.givers, one.takers))
+    return Fragment(one.regions + other.regions, (one.numel + other.numel,), give, take)
+
+
+def _dense(shape: tuple[int, ...], strides: Strides) -> bool:
+    step = 1
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != step:
+            return False
+        step *= length
+    return True
+
+
+def _inside(spot: Spot, whole: Box, box: Box) -> Spot:
+    """The spot of ``box``, which lies inside ``whole``, whose spot is given."""
+    if box == whole:
+        return spot
+    offset = spot.offset
+    for stride, (base, _), (start, _) in zip(spot.strides, whole, box, strict=True):
+        offset += stride * (start - base)
+    return Spot(spot.slab, offset, spot.strides)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box common to both, None where they do not meet."""
+    box = tuple([(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)])
+    return box if all(start < stop for start, stop in box) else None
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Disjoint boxes that cover ``box`` without ``hole``, which lies inside it."""
+    pieces, rest = [], list(box)
+    for d, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
+        for piece in ((start, first), (last, stop)):
+            if piece[0] < piece[1]:
+                pieces.append((*rest[:d], piece, *rest[d + 1 :]))
+        rest[d] = (first, last)
+    return pieces

@@ -1,0 +1,96 @@
+"""A fragment on its way from one rank to the next: a move before anybody asks where its elements lie."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from fusion.ep_switch.fragments import Fragment, Spot
+from fusion.ep_switch.layout import Place
+from fusion.ep_switch.moves import Move, UnitId
+from fusion.model.table import Box
+
+
+class Hop(NamedTuple):
+    """Elements [start, stop) of a fragment, in its row-major order, from one rank to another. ``source`` is one of its
+    givers; if ``relayed``, the taker of the source rank."""
+
+    source_rank: int
+    target_rank: int
+    source: Spot
+    target: Spot
+    relayed: bool
+    fragment: Fragment
+    start: int
+    stop: int
+
+    @property
+    def local(self) -> bool:
+        return self.source_rank == self.target_rank
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def reads(self) -> UnitId:
+        return self.source_rank, self.source.slab.owners[self.source_rank]
+
+    @property
+    def writes(self) -> UnitId:
+        return self.target_rank, self.target.slab.owners[self.target_rank]
+
+    def move(self) -> Move:
+        """The move. [start, stop) must be as `legal_stop` cuts it."""
+        regions, shape, _, _ = self.fragment
+        source = Place(self.reads[1], self.source.offset, self.source.strides)
+        target = Place(self.writes[1], self.target.offset, self.target.strides)
+        if self.stop - self.start < self.fragment.numel:
+            first: tuple[int, ...]
+            boxes = tuple(_boxes(self.fragment, self.start, self.stop))
+            if len(shape) == 1:
+                shape, first = (self.stop - self.start,), (self.start,)
+            else:
+                ((_, whole),), ((_, box),) = regions, boxes
+                shape = tuple([stop - start for start, stop in box])
+                first = tuple([start - base for (start, _), (base, _) in zip(box, whole, strict=True)])
+            regions, source, target = boxes, _shifted(source, first), _shifted(target, first)
+        return Move(self.source_rank, self.target_rank, regions, shape, source, target, self.relayed)
+
+
+def legal_stop(fragment: Fragment, start: int, wish: int) -> int:
+    """How far elements from ``start`` on may go, at most to ``wish``, and be whole rows or lie within one row."""
+    base, wish = 0, min(wish, fragment.numel)
+    for _, box in fragment.regions:
+        row = prod([last - first for first, last in box[1:]])
+        end = base + row * (box[0][1] - box[0][0])
+        if base < start < end and (start - base) % row:
+            return min(wish, start + row - (start - base) % row)
+        if wish <= end:
+            stop = base + (wish - base) // row * row
+            return stop if stop > start else wish
+        base = end
+    raise AssertionError(f"{start} is not in the fragment")
+
+
+def _shifted(place: Place, first: tuple[int, ...]) -> Place:
+    return place._replace(offset=place.offset + sum([i * step for i, step in zip(first, place.strides, strict=True)]))
+
+
+def _boxes(fragment: Fragment, start: int, stop: int) -> list[tuple[str, Box]]:
+    found: list[tuple[str, Box]] = []
+    base = 0
+    for name, box in fragment.regions:
+        (first, last), columns = box[0], box[1:]
+        row = prod([b - a for a, b in columns])
+        a, b = max(start - base, 0), min(stop - base, row * (last - first))
+        base += row * (last - first)
+        if a >= b:
+            continue
+        if a % row or b % row:
+            assert a // row == (b - 1) // row and len(columns) == 1, "neither whole rows nor a piece of one"
+            line, begin = first + a // row, columns[0][0] - a // row * row
+            found.append((name, ((line, line + 1), (begin + a, begin + b))))
+        else:
+            found.append((name, ((first + a // row, first + b // row), *columns)))
+    return found

@@ -1,0 +1,72 @@
+"""What comes of a switch: a report on every rank, or an error that names every rank's failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SwitchReport:
+    """What a switch did on this rank."""
+
+    bytes_moved: int
+    """Received from other ranks; over all ranks, what travelled. Checksums are not counted."""
+    bytes_local: int
+    """Copied inside the rank, in bytes of the target. What both layouts share is not copied."""
+    seconds: float
+    rounds: int
+    peak_bytes: int
+    """The most bytes of weights, send and receive buffers at once, by the device's allocator."""
+    peak_reserved: int
+    """The most bytes the allocator had reserved at once, less what others than the two models had allocated at the
+    start: rounding and cached blocks are counted."""
+    bytes_hosted: int = 0
+    """Filled from this rank's host memory, in bytes of the target."""
+    exchange: str = "none"
+    """How bytes got from rank to rank: `shared`, `collective`, or `none` on a single rank."""
+    received_bytes: dict[str, int] = field(default_factory=dict)
+    """`bytes_moved` by the level of the link (`topology.LEVELS`)."""
+    parts_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by part (`PARTS`); they add up to `seconds`. What overlaps on a card's streams counts where the stream
+    waits for it."""
+
+
+PARTS = ("prepare", "memory", "pack", "exchange", "unpack", "finish")
+"""prepare: buffers and the agreement to start. memory: storage taken and given back. pack: sources into send buffers,
+and local copies. exchange: waiting for other ranks. unpack: received bytes into the target. finish: the agreement that
+all are done."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank left a switch. ``round`` is -1 before the first; ``parameter`` is empty where none was at hand."""
+
+    rank: int
+    round: int
+    parameter: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = "before the first round" if self.round < 0 else f"in round {self.round}"
+        at = f" at {self.parameter}" if self.parameter else ""
+        return f"rank {self.rank} {where}{at}: {self.reason}"
+
+
+class SwitchError(RuntimeError):
+    """A switch that broke off; raised on every rank of the group with the failures of all ranks."""
+
+    def __init__(self, failures: list[Failure]):
+        super().__init__(failures)
+        self.failures = failures
+
+    def __str__(self) -> str:
+        return "the switch of weights failed on " + "; ".join(str(failure) for failure in self.failures)
+
+
+def earliest(failures: Iterable[Failure]) -> list[Failure]:
+    """One failure a rank, the earliest, in the order of ranks. Several ranks may tell of one that cannot itself."""
+    first: dict[int, Failure] = {}
+    for failure in sorted(failures, key=lambda one: (one.rank, one.round, not one.parameter, one.parameter)):
+        first.setdefault(failure.rank, failure)
+    return list(first.values())

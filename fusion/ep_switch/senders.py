@@ -1,0 +1,237 @@
+"""Who sends what: every fragment that a rank lacks comes to it once, over as few slow links as can be.
+
+    holder ──slow──► one of a group that needs it ──fast──► the others of the group
+
+Links are as fast as their class (`Topology.classes`); class c joins groups of ranks that faster links join. A rank
+takes a fragment from a holder that it reaches by the fastest class there is. A group without a holder takes each
+element in once; the member that receives it passes it on. Members take turns, so that passing on is shared.
+
+Pure. Invariants, in this order:
+1. An element that a rank holds in the source layout is copied there; every other element of its target is received
+   exactly once.
+2. Over the links of a class, each element enters a group joined by faster links at most once, and never if somebody in
+   the group holds it in the source layout.
+3. In each class the busiest sender sends at most 1.1 times the fractional optimum: the least that any division of what
+   has to be sent over this class, element by element among those who may send it, leaves to the busiest. (Of three
+   classes or more, the slower ones settle who takes in; a faster one shares what is left to share.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fusion.ep_switch.balance import Deal, Ranks, shares
+from fusion.ep_switch.fragments import Family, Fragment, Spot
+from fusion.ep_switch.hops import Hop, legal_stop
+from fusion.ep_switch.moves import UnitId
+from fusion.ep_switch.topology import Topology
+
+BUSIEST = 1.08
+"""Times the optimum that the busiest sender may send before fragments are cut finer."""
+
+GRAINS = (float("inf"), 1 / 4, 1 / 16, 1 / 64, 1 / 512)
+"""Shares of the busiest sender's load above which a fragment is cut among senders: at first none is."""
+
+COPY = -1
+"""The class of a rank's link to itself."""
+
+
+@dataclass
+class Job:
+    """All that fills one family of slabs. ``hosted``: units of them that somebody else fills. ``hops`` are in an order
+    in which they can be done."""
+
+    family: Family
+    hosted: frozenset[UnitId]
+    hops: list[Hop] = field(default_factory=list)
+
+    def takes(self) -> dict[UnitId, int]:
+        """The units of the target that it is about → their elements."""
+        return {unit: slab.numel for slab in self.family.slabs for unit in slab.owners.items()}
+
+    def reads(self) -> dict[UnitId, int]:
+        """The units of the source that it is filled from → elements read."""
+        found: dict[UnitId, int] = defaultdict(int)
+        for hop in self.hops:
+            if not hop.relayed:
+                found[hop.reads] += hop.numel
+        return found
+
+
+class Action(NamedTuple):
+    """One of ``have`` sends, over links of a class, to one of ``need``, who passes it on to the rest of them."""
+
+    speed: int
+    have: Ranks
+    need: Ranks
+
+
+def choose_senders(jobs: list[Job], topology: Topology, ranks: Ranks) -> None:
+    """Fills the hops of every job. ``ranks``: all that take part."""
+    ways = _Ways(topology, ranks)
+    work = [(job, fragment, ways.of(fragment, job.hosted)) for job in jobs for fragment in job.family.fragments]
+    demands = ways.demands((fragment.numel, way.actions) for _, fragment, way in work)
+    parts, optimum = zip(*map(shares, demands), strict=True)
+    for grain in GRAINS:
+        deals = [Deal(part, grain * best if best else 1.0) for part, best in zip(parts, optimum, strict=True)]
+        for job in jobs:
+            job.hops = []
+        for job, fragment, way in work:
+            _Delivery(job, fragment, way, ways, deals).run()
+        if all(max(deal.load.values(), default=0.0) <= BUSIEST * b for deal, b in zip(deals, optimum, strict=True)):
+            break
+
+
+class Way(NamedTuple):
+    """How a fragment goes. ``givers``, ``takers``: rank → index of its spot among the fragment's."""
+
+    givers: dict[int, int]
+    takers: dict[int, int]
+    actions: tuple[Action, ...]
+
+
+class _Ways:
+    """How fragments can go, by who holds them and who needs them."""
+
+    def __init__(self, topology: Topology, ranks: Ranks):
+        self.levels: list[dict[int, int]] = []
+        """Class of links → rank → number of the group that links of this class or faster join."""
+        for speed in range(len(topology.classes)):
+            numbers: dict[int, int] = {}
+            level = {rank: numbers.setdefault(topology.group(rank, speed), len(numbers)) for rank in ranks}
+            if not self.levels or level != self.levels[-1]:
+                self.levels.append(level)
+        self._ways: dict[tuple[tuple[int, ...], tuple[int, ...], frozenset[UnitId]], Way] = {}
+        self._partings: dict[Ranks, tuple[int, list[Ranks]]] = {}
+
+    def of(self, fragment: Fragment, hosted: frozenset[UnitId]) -> Way:
+        """The way of a fragment to everybody who needs it; those that hold it copy it first."""
+        key = tuple([id(s.slab) for s in fragment.givers]), tuple([id(s.slab) for s in fragment.takers]), hosted
+        if key not in self._ways:
+            givers = _first_spots(fragment.givers, frozenset())
+            takers = _first_spots(fragment.takers, hosted)
+            copies = [Action(COPY, (rank,), (rank,)) for rank in takers if rank in givers]
+            lacking = tuple(rank for rank in takers if rank not in givers)
+            actions = (*copies, *self._reach(tuple(givers), lacking, len(self.levels) - 1))
+            self._ways[key] = Way(givers, takers, actions)
+        return self._ways[key]
+
+    def _reach(self, have: Ranks, need: Ranks, speed: int) -> Iterator[Action]:
+        if speed == 0:
+            yield from (Action(0, have, (rank,)) for rank in need)
+            return
+        level = self.levels[speed - 1]
+        for inside in self._split(need, speed):
+            near = tuple(rank for rank in have if level[rank] == level[inside[0]])
+            if near:
+                yield from self._reach(near, inside, speed - 1)
+            else:
+                yield Action(speed, have, inside)
+
+    def _split(self, ranks: Ranks, speed: int) -> list[Ranks]:
+        """The ranks by the groups that links of a class join."""
+        if speed == 0:
+            return [(rank,) for rank in ranks]
+        found: dict[int, list[int]] = defaultdict(list)
+        for rank in ranks:
+            found[self.levels[speed - 1][rank]].append(rank)
+        return [tuple(group) for group in found.values()]
+
+    def parting(self, ranks: Ranks) -> tuple[int, list[Ranks]]:
+        """The slowest class that several ranks need among themselves, and the groups of them that it joins."""
+        if ranks not in self._partings:
+            speeds = range(len(self.levels) - 1, -1, -1)
+            self._partings[ranks] = next((c, groups) for c in speeds if len(groups := self._split(ranks, c)) > 1)
+        return self._partings[ranks]
+
+    def demands(self, work: Iterable[tuple[int, tuple[Action, ...]]]) -> list[dict[Ranks, float]]:
+        """By class: who may send, and how many elements in all."""
+        totals: dict[tuple[Action, ...], int] = defaultdict(int)
+        for numel, actions in work:
+            totals[actions] += numel
+        found: list[dict[Ranks, float]] = [defaultdict(float) for _ in self.levels]
+        for actions, numel in totals.items():
+            for speed, have, need in actions:
+                if speed != COPY:
+                    found[speed][have] += numel
+                    self._passed_on(found, need, numel)
+        return found
+
+    def _passed_on(self, found: list[dict[Ranks, float]], ranks: Ranks, numel: int) -> None:
+        if len(ranks) > 1:
+            speed, groups = self.parting(ranks)
+            found[speed][ranks] += numel * (len(groups) - 1)
+            for group in groups:
+                self._passed_on(found, group, numel)
+
+
+def _first_spots(spots: tuple[Spot, ...], without: frozenset[UnitId]) -> dict[int, int]:
+    """Every rank that owns one of the spots, ascending → index of its first."""
+    found: dict[int, int] = {}
+    for index, spot in enumerate(spots):
+        for rank, unit in spot.slab.owners.items():
+            if (rank, unit) not in without:
+                found.setdefault(rank, index)
+    return dict(sorted(found.items()))
+
+
+class _Delivery:
+    """One fragment on its way to all who need it."""
+
+    def __init__(self, job: Job, fragment: Fragment, way: Way, ways: _Ways, deals: list[Deal]):
+        self.hops, self.fragment, self.way, self.ways, self.deals = job.hops, fragment, way, ways, deals
+
+    def run(self) -> None:
+        numel = self.fragment.numel
+        for speed, have, need in self.way.actions:
+            if speed == COPY:
+                self._send(have[0], have[0], 0, numel)
+                continue
+            for entry, start, stop in self._take_in(need, 0, numel):
+                for sender, first, last in self._deal(speed, have, start, stop, 1):
+                    self._send(sender, entry, first, last)
+                if len(need) > 1:
+                    self._pass_on(need, entry, start, stop)
+
+    def _send(self, sender: int, receiver: int, start: int, stop: int, relayed: bool = False) -> None:
+        _, _, givers, takers = self.fragment
+        source = takers[self.way.takers[sender]] if relayed else givers[self.way.givers[sender]]
+        target = takers[self.way.takers[receiver]]
+        self.hops.append(Hop(sender, receiver, source, target, relayed, self.fragment, start, stop))
+
+    def _take_in(self, need: Ranks, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Who of a group takes which elements from outside, for the others too."""
+        if len(need) == 1:
+            return iter([(need[0], start, stop)])
+        speed, groups = self.ways.parting(need)
+        return self._deal(speed, need, start, stop, len(groups) - 1)
+
+    def _pass_on(self, need: Ranks, holder: int, start: int, stop: int) -> None:
+        """``holder`` has elements that all of ``need``, of which it is one, are to have."""
+        _, groups = self.ways.parting(need)
+        for group in groups:
+            if holder not in group:
+                for entry, first, last in self._take_in(group, start, stop):
+                    self._send(holder, entry, first, last, relayed=True)
+                    if len(group) > 1:
+                        self._pass_on(group, entry, first, last)
+            elif len(group) > 1:
+                speed, parts = self.ways.parting(group)
+                self.deals[speed].charge(group, holder, (stop - start) * (len(parts) - 1))
+                self._pass_on(group, holder, start, stop)
+
+    def _deal(self, speed: int, ranks: Ranks, start: int, stop: int, times: int) -> Iterator[tuple[int, int, int]]:
+        """Deals elements out to ranks that have to send each of theirs several times."""
+        deal = self.deals[speed]
+        portions = deal.take(ranks, (stop - start) * times)
+        for index, (rank, amount) in enumerate(portions, start=1):
+            end = stop
+            if index < len(portions):
+                end = legal_stop(self.fragment, start, min(stop, start + round(amount / times)))
+            if end > start:
+                deal.charge(ranks, rank, (end - start) * times)
+                yield rank, start, end
+                start = end

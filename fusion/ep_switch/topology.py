@@ -1,0 +1,95 @@
+"""Where ranks live, and how fast the links between them are.
+
+    rank  0   1 | 2   3 | … | 14  15 || 16 …      |  card (two dies of one package)
+         └─card─┘                                 || node, then supernode
+    link of two ranks: the innermost of card, node, supernode that holds both, else the network between supernodes
+
+Ranks are numbered as workers are placed: card by card, node by node, supernode by supernode. A link counts as *slow*
+beside another only if it is: levels within a tenth of each other's bandwidth are one class (`classes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+LEVELS = ("card", "node", "supernode", "network")
+"""Levels of links, innermost first."""
+
+ALIKE = 0.9
+"""A link of at least this share of another's bandwidth is not slower for a plan's purposes."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The machine as a plan sees it.
+
+    Args:
+        ranks_per_card, ranks_per_node, ranks_per_supernode: each divides the next.
+        bytes_per_s: bandwidth that one rank can send with, by level as in `LEVELS`.
+        host_bytes_per_s: from pinned host memory into one rank, all ranks of a node at once.
+        source: where the bandwidths come from.
+    """
+
+    ranks_per_card: int = 1
+    ranks_per_node: int = 1 << 30
+    ranks_per_supernode: int = 1 << 30
+    bytes_per_s: tuple[float, float, float, float] = (1e9, 1e9, 1e9, 1e9)
+    source: str = "no bandwidths: all links count the same"
+    host_bytes_per_s: float = 1e9
+
+    def __post_init__(self) -> None:
+        sizes = (1, self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)
+        assert all(inner > 0 and outer % inner == 0 for inner, outer in zip(sizes, sizes[1:], strict=False)), sizes
+        assert len(self.bytes_per_s) == len(LEVELS) and all(speed > 0 for speed in self.bytes_per_s)
+        assert self.host_bytes_per_s > 0
+
+    @classmethod
+    def single_node(cls) -> Topology:
+        """All ranks in one node with links of one kind."""
+        return cls()
+
+    @classmethod
+    def cloudmatrix384(cls) -> Topology:
+        """Supernodes of 384 Ascend 910C, two dies each; a rank is a die. Figures published for the CloudMatrix384:
+        48 nodes of 8 packages; UB over 392 GB/s a package one way, so 196 a die, and less than 3 % lost between nodes;
+        RDMA 400 Gb/s a package between supernodes, so 25 GB/s a die; 160 GB/s of each of a node's 4 CPUs, so 40 a die.
+        """
+        ub = 392e9 / 2
+        return cls(
+            ranks_per_card=2,
+            ranks_per_node=16,
+            ranks_per_supernode=768,
+            bytes_per_s=(ub, ub, 0.97 * ub, 400e9 / 8 / 2),
+            source="CloudMatrix384 as published: UB 392 GB/s and RDMA 400 Gb/s a package, UB across nodes -3 %",
+            host_bytes_per_s=4 * 160e9 / 16,
+        )
+
+    def level(self, one: int, other: int) -> int:
+        """Index in `LEVELS` of the link between two ranks."""
+        for level, size in enumerate((self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)):
+            if one // size == other // size:
+                return level
+        return len(LEVELS) - 1
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Levels by speed, fastest first: a level joins the one inside it unless it is slower by more than a tenth."""
+        found: list[list[int]] = [[0]]
+        for level in range(1, len(LEVELS)):
+            if self.bytes_per_s[level] >= ALIKE * self.bytes_per_s[found[-1][0]]:
+                found[-1].append(level)
+            else:
+                found.append([level])
+        return tuple(map(tuple, found))
+
+    def speed_class(self, one: int, other: int) -> int:
+        """Index in `classes` of the link between two ranks; 0 is the fastest."""
+        level = self.level(one, other)
+        return next(index for index, levels in enumerate(self.classes) if level in levels)
+
+    def group(self, rank: int, speed_class: int) -> int:
+        """Number of the group in which ``rank`` reaches everybody by links of ``speed_class`` or faster."""
+        sizes = (self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)
+        outermost = self.classes[speed_class][-1]
+        return rank // sizes[outermost] if outermost < len(sizes) else 0

@@ -1,0 +1,59 @@
+"""The bound of memory in the allocator's own figures: a switch fits on a card that has no more, its mutants do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.switch_pair import BOUND_BUCKETS, Pair
+from fusion.ep_switch import Plan
+from fusion.model import Parallel
+from tests.ep_switch.mutants import frees_nothing, in_layer_order
+from tests.helpers import run_ranks, tiny_config
+
+CONFIG = tiny_config(
+    vocab_size=2048,
+    hidden_size=256,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    moe_intermediate_size=128,
+    tie_word_embeddings=False,
+)
+"""A shard of about 17 MB, so that the allocator's segments are small beside a bucket."""
+
+PP2, EP4 = Parallel(4, tp=2, pp=2), Parallel(4, ep=4)
+
+
+def whole_plan(plan: Plan) -> Plan:
+    return plan
+
+
+def both_ways(rank, device, one, other, mutate):
+    """For each direction: whether it gets by with the bound as the card's capacity, which is one of reserved bytes; and
+    the extra bytes the plan as it is has allocated, in buckets."""
+    pair, found = Pair(CONFIG, device, one, other), []
+    for source in (0, 1):
+        pair.refill(source)
+        fits = pair.fits_the_bound(source, mutate(pair.plans[source]))
+        pair.refill(source)
+        found.append((fits, pair.switch(source)[1].allocated / pair.bucket_bytes))
+    return found
+
+
+@pytest.mark.parametrize("other", [PP2, Parallel(4, tp=2, ep=2), Parallel(4, tp=4, etp=4)], ids=str)
+def test_a_switch_fits_the_bound(other):
+    results = run_ranks(both_ways, 4, other, EP4, whole_plan)
+    for fits, allocated in results[0]:
+        assert fits
+        assert allocated <= BOUND_BUCKETS
+
+
+def test_a_plan_that_frees_nothing_runs_out_of_memory():
+    results = run_ranks(both_ways, 4, PP2, EP4, frees_nothing)
+    assert [fits for fits, *_ in results[0]] == [False, False]
+
+
+def test_a_plan_in_layer_order_runs_out_of_memory():
+    results = run_ranks(both_ways, 4, PP2, EP4, in_layer_order)
+    assert [fits for fits, *_ in results[0]] == [False, False]

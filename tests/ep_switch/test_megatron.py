@@ -1,0 +1,153 @@
+"""Our slices against Megatron-Core's own sharding of the same model, element by element.
+
+Each global tensor is filled with numbers that name tensor and element. Megatron's local tensors are cut from them where
+its own sharded state dict says they lie, ours where our table says; then both must hold the same numbers on each rank.
+That its fused tensors mean what our table of them says, Megatron's own forward pass tells.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from fusion.model import Mesh, PackedAttention, Parallel, Transformer, global_params, local_params
+from fusion.training.backends import megatron
+from fusion.training.backends.megatron_model import build_gpt, megatron_layout, megatron_on
+from tests.helpers import run_ranks, tiny_config
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason="megatron-core is not installed (pip install --no-deps -r requirements/megatron.txt)",
+    ),
+]
+
+UNTIED = tiny_config(tie_word_embeddings=False, num_hidden_layers=4)
+TIED = tiny_config(num_hidden_layers=4)
+LAYOUTS = {
+    "TP2EP2": Parallel(4, tp=2, ep=2),
+    "TP2PP2": Parallel(4, tp=2, pp=2),
+    "TP2ETP2EP2": Parallel(4, tp=2, ep=2, etp=2),
+    "TP2PP2ETP2": Parallel(4, tp=2, pp=2, etp=2),
+    "EP4": Parallel(4, ep=4),
+}
+
+
+def numbered(config) -> dict[str, torch.Tensor]:
+    """Every global tensor with elements that occur nowhere else in the model, exact in float32."""
+    tensors, count = {}, 0
+    for name, shape in global_params(config).items():
+        numel = int(torch.Size(shape).numel())
+        tensors[name] = torch.arange(count, count + numel, dtype=torch.float32).view(shape)
+        count += numel
+    assert count < 1 << 24
+    return tensors
+
+
+def assemble(table, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Local tensors by name, cut from global ones by a table."""
+    locals_ = {}
+    for param in table:
+        local = torch.full(param.shape, torch.nan)
+        for part in param.parts:
+            part.view(local).copy_(values[part.name][tuple(slice(*span) for span in part.region)])
+        locals_[param.name] = local
+    return locals_
+
+
+def spread(table, locals_: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
+    """Global tensors that hold what a rank holds, and NaN elsewhere."""
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in global_params(config).items()}
+    for param in table:
+        for part in param.parts:
+            box = tensors[part.name][tuple(slice(*span) for span in part.region)]
+            piece = part.view(locals_[param.name])
+            assert bool((box.isnan() | (box == piece)).all()), f"{param.name} contradicts itself"
+            box.copy_(piece)
+    return tensors
+
+
+def fill_by_megatron(model, whole: dict[str, torch.Tensor]) -> int:
+    """Writes every local tensor from the global ones where Megatron's sharded state dict says it lies."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    written = 0
+    for name, entry in model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp}).items():
+        shards = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        for shard in shards:
+            if not isinstance(shard, ShardedTensor):
+                continue
+            stacked, words = list(shard.global_offset[: shard.prepend_axis_num]), name.split(".")
+            numbers = [i for i, word in enumerate(words) if word.isdigit()]
+            for place, number in zip(numbers, stacked, strict=True):  # layer, then expert
+                words[place] = str(number)
+            source = whole[".".join(words)]
+            assert tuple(source.shape) == tuple(shard.global_shape[len(stacked) :]), name
+            starts = shard.global_offset[len(stacked) :]
+            window = tuple(slice(at, at + size) for at, size in zip(starts, shard.local_shape, strict=True))
+            shard.data.data.copy_(source[window])
+            written += shard.data.numel()
+    return written
+
+
+def compare(rank, device, config, parallel):
+    values = numbered(config)
+    whole = assemble(megatron.local_params(config, Parallel(), 0), values)
+    if config.tie_embeddings:
+        whole["output_layer.weight"] = whole["embedding.word_embeddings.weight"]
+    with megatron_on(device), megatron_layout(parallel), torch.no_grad():
+        model = build_gpt(config, parallel, rank)
+        for param in model.parameters():
+            param.fill_(torch.nan)
+        fill_by_megatron(model, whole)
+        theirs = {name: param.detach().cpu() for name, param in model.named_parameters()}
+    their_table = megatron.local_params(config, parallel, rank)
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == {p.name: p.shape for p in their_table}
+    ours_table = local_params(config, parallel, rank)
+    ours = spread(ours_table, assemble(ours_table, values), config)
+    for name, held in spread(their_table, theirs, config).items():
+        same = torch.equal(held.nan_to_num(-1), ours[name].nan_to_num(-1))
+        assert same, f"rank {rank} holds other elements of {name} than Megatron gives it"
+    return sum(int((~tensor.isnan()).sum()) for tensor in ours.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
+def test_every_rank_holds_the_elements_that_megatron_gives_it(layout, config):
+    held = run_ranks(compare, 4, config, LAYOUTS[layout])
+    total = sum(tensor.numel() for tensor in numbered(config).values())
+    assert all(0 < count < total for count in held) and sum(held) >= total
+
+
+def both_logits(rank, device):
+    mesh = Mesh.single()
+    config = tiny_config(tie_word_embeddings=False, num_key_value_heads=2, norm_topk_prob=True)
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        name: torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)
+        for name, shape in global_params(config).items()
+    }
+    ours = Transformer(config, mesh, device)
+    for name, local in assemble(ours.table, values).items():
+        ours.weights.views[name].copy_(local)
+    ids = torch.randint(config.vocab_size, (11,), generator=generator).to(device.torch_device)
+    positions = torch.arange(11, device=device.torch_device)
+    with torch.no_grad():
+        logits = ours.logits(ours(ids, positions, PackedAttention([11]))).cpu()
+        with megatron_on(device), megatron_layout(Parallel()):
+            model = build_gpt(config, Parallel(), rank)
+            table = megatron.local_params(config, Parallel(), 0)
+            for name, local in assemble(table, values).items():
+                model.get_parameter(name).copy_(local)
+            future = torch.ones(1, 1, 11, 11, dtype=torch.bool, device=device.torch_device).triu(1)
+            theirs = model(ids[None], positions[None], future).cpu()
+    return logits, theirs[0]
+
+
+def test_megatron_computes_the_same_logits_from_the_same_tensors():
+    ((ours, theirs),) = run_ranks(both_logits, 1)
+    assert ours.std() > 0.5
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
