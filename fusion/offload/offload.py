@@ -1,105 +1,227 @@
 """Tensors leave HBM for the host and come back, bit for bit, under every view that was made of them.
 
-    resident ──out──► copied to the pool, storage of 0 bytes ──back──► resident, the same tensor objects
+    resident ──out──► leaving ──poll, wait: copy done──► out ──back──► returning ──wait──► resident
+        │   HBM and host      │                  host only     HBM taken, host kept      host given up
+        └────────drop, no copy, content dead─────► out ──back──► resident, content undefined
 
-What moves is the storage: parameters, flat buckets and their views all keep working after `back`, and none of them may
-be read in between. Gradients are not for here: their content is dead once the optimizer has stepped, so their storage
-is released without a copy (`Buckets.release`).
+What moves is the storage: parameters, flat buckets and their views keep working once `wait` was called after `back`,
+and none of them may be read or written from `out` until then.
+
+Copies go straight between a tensor's own storage and the pinned pool, so there is no staging buffer in HBM and nothing
+to double-buffer: all pieces are queued at once and the copy engine takes one after the other, without the host. Pieces
+are at most `bucket_bytes`, so that other streams' copies (token ids, a switch's own) get in between. One stream a
+direction: the link carries both at once.
+
+Order, and who keeps it. A copy starts behind what the current stream had queued when it was asked for. Memory of a
+storage is given up only after the host saw the event behind its copy, so no other stream can meet a copy in it, and
+`record_stream` is not needed. Memory to come back is taken from, and belongs to, the current stream, whose earlier work
+may still use it: the copy in waits for that work. A host region is reused only after the host saw the copy out of it
+end. Nothing here waits for the whole card or empties the allocator's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fusion.npu import Device
 from fusion.offload.pool import HostPool
 
+BUCKET_BYTES = 64 << 20
 
-@dataclass
-class _Away:
-    """One storage on the host and the names of the tensors that lie in it."""
+
+@dataclass(eq=False)
+class _Trip:
+    """One storage that is leaving, out or returning, and the names of the tensors that lie in it."""
 
     content: torch.Tensor
     """The whole storage on the device as uint8."""
-    host: torch.Tensor
-    names: list[str]
+    names: list[str] = field(default_factory=list)
+    host: torch.Tensor | None = None
+    """Where the content is; None: it was dropped."""
+    copied: Any = None
+    """The event behind the copy under way; None: no copy is."""
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.content.untyped_storage()
+
+    @property
+    def key(self) -> int:
+        """Of the storage, with memory or without."""
+        return self.storage._cdata
 
 
 class Offloader:
-    """Moves the storage of named tensors between the card and a `HostPool`.
+    """Moves the storage of named tensors between the card and a `HostPool`, asynchronously; `wait` makes it blocking.
 
-    Copies run on a stream of their own, after what the current stream has queued. Both directions return when the
-    copies are done: nothing else may happen to the memory before.
+    Args:
+        bucket_bytes: of the largest piece that is copied at once.
     """
 
-    def __init__(self, device: Device, pool: HostPool | None = None):
-        self._device = device
+    def __init__(self, device: Device, pool: HostPool | None = None, bucket_bytes: int = BUCKET_BYTES):
+        self._device, self._bucket_bytes = device, bucket_bytes
         self.pool = pool if pool is not None else HostPool(device)
-        self._stream = device.new_stream()
-        self._away: dict[str, _Away] = {}
+        self._stream_out, self._stream_back = device.new_stream(), device.new_stream()
+        self._away: dict[str, _Trip] = {}
+        self._returning: dict[int, _Trip] = {}  # by key; the host region is still being read
 
     def out(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies the storage of each tensor to the host and frees it on the card.
+        """Starts copying the storage of each tensor to the host; `poll` or `wait` frees it on the card.
 
-        Several tensors may share a storage: it travels once, and they go and come together. The pool knows a storage by
-        the first of its names. Nothing is freed unless everything could be copied.
+        Several tensors may share a storage: it travels once, and they go and come together. Either all leave or none.
+
+        Raises:
+            RuntimeError: the host has no memory for them; all of them are still resident.
         """
-        leaving: dict[int, _Away] = {}
+        leaving = self._storages(tensors)
+        regions = self._regions([trip.content.numel() for trip in leaving])
+        self._stream_out.wait_stream(self._device.current_stream())
+        try:
+            for trip, region in zip(leaving, regions, strict=True):
+                if trip.key in self._returning:
+                    self._stream_out.wait_event(self._returning[trip.key].copied)
+                trip.host, trip.copied = region, self._copy(self._stream_out, region, trip.content)
+        except BaseException:
+            self._stream_out.synchronize()
+            self.pool.give(regions)
+            raise
+        self._away.update({name: trip for trip in leaving for name in trip.names})
+
+    def drop(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Frees the storage of tensors whose content is dead, without a copy; `back` takes memory for them again.
+
+        For gradients: `out` where a partial accumulation is alive in them, `drop` where the optimizer has stepped.
+        """
+        for trip in self._storages(tensors):
+            if trip.key in self._returning:
+                self._returning[trip.key].copied.wait(self._device.current_stream())
+            trip.storage.resize_(0)
+            self._away.update(dict.fromkeys(trip.names, trip))
+
+    def back(self, names: Iterable[str] | None = None) -> None:
+        """Takes memory for the named tensors (default: all that are not resident) and starts copying their content in.
+
+        Those that had not left yet stay. The memory belongs to the owner it belonged to.
+
+        Raises:
+            torch.OutOfMemoryError: no room; what is out stays out, and none of the memory was kept.
+        """
+        self.poll()
+        coming = list(self._trips(names))
+        absent = [trip for trip in coming if trip.copied is None]
+        try:
+            for trip in absent:
+                trip.storage.resize_(trip.content.numel())
+            self._stream_back.wait_stream(self._device.current_stream())
+            events = [self._copy(self._stream_back, trip.content, trip.host) for trip in absent]
+        except BaseException:
+            self._stream_back.synchronize()
+            for trip in absent:
+                trip.storage.resize_(0)
+            raise
+        for trip, event in zip(absent, events, strict=True):
+            trip.copied = event
+        for trip in coming:
+            if trip.key in self._returning:
+                self._settle(self._returning[trip.key])
+            if trip.copied is not None:
+                self._returning[trip.key] = trip
+            for name in trip.names:
+                del self._away[name]
+
+    def wait(self, names: Iterable[str] | None = None) -> None:
+        """Ends the trips of the named tensors (default: of all) as far as the caller can notice.
+
+        What comes back may be used by everything that is queued on the current stream from now on; the host does not
+        block. What leaves is on the host and off the card; the host blocks until its own copy is done, no longer.
+        """
+        wanted = None if names is None else set(names)
+        for trip in self._returning.values():
+            if wanted is None or not wanted.isdisjoint(trip.names):
+                trip.copied.wait(self._device.current_stream())
+        for trip in self._trips(name for name in self._away if wanted is None or name in wanted):
+            if trip.copied is not None:
+                trip.copied.synchronize()
+                self._arrived(trip)
+
+    def poll(self) -> None:
+        """Frees, on the card and on the host, what copies that are done by now have left behind. Never blocks."""
+        for trip in self._trips(None):
+            if trip.copied is not None and trip.copied.query():
+                self._arrived(trip)
+        for trip in list(self._returning.values()):
+            if trip.copied.query():
+                self._settle(trip)
+
+    def host(self, name: str) -> torch.Tensor:
+        """The content of a tensor that is out, where it waits: its whole storage, uint8 [bytes], pinned where the card
+        can pin. To be read only, and not after `back` was called for it."""
+        trip = self._away.get(name)
+        assert trip is not None and trip.host is not None and trip.copied is None, f"{name} is not on the host"
+        return trip.host
+
+    def resident(self, name: str) -> bool:
+        """Whether the tensor has memory that will stay: it never left, or `back` was called for it."""
+        return name not in self._away
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that are out or leaving at present (`pool.nbytes`: what the pool holds)."""
+        return sum(trip.host.numel() for trip in self._trips(None) if trip.host is not None)
+
+    def _storages(self, tensors: Mapping[str, torch.Tensor]) -> list[_Trip]:
+        """The storages under some tensors, each once, in order."""
+        trips: dict[int, _Trip] = {}
         for name, tensor in tensors.items():
             assert name not in self._away, f"{name} is out already"
             storage = tensor.untyped_storage()
             assert tensor.device == self._device.torch_device, f"{name} lies on {tensor.device}, not on the card"
             assert tensor.numel() == 0 or storage.nbytes() > 0, f"{name} holds no storage: it was released or is out"
-            if storage.nbytes() == 0:
-                continue
-            if storage.data_ptr() not in leaving:
-                content = _bytes_of(name, tensor)
-                leaving[storage.data_ptr()] = _Away(content, self.pool.buffer(name, content.numel()), [])
-            leaving[storage.data_ptr()].names.append(name)
-        self._copy([(away.host, away.content) for away in leaving.values()])
-        for away in leaving.values():
-            away.content.untyped_storage().resize_(0)
-            self._away.update(dict.fromkeys(away.names, away))
+            if storage.nbytes() > 0:
+                trips.setdefault(storage._cdata, _Trip(_bytes_of(name, tensor))).names.append(name)
+        for other in self._trips(None):
+            trip = trips.get(other.key)
+            assert trip is None, f"{trip and trip.names[0]} shares its storage with {other.names[0]}, which is leaving"
+        return list(trips.values())
 
-    def back(self, names: Iterable[str] | None = None, owner: str = "optimizer") -> None:
-        """Takes memory for the named tensors (default: all that are out) again and copies their content in.
-
-        Args:
-            owner: of `fusion.npu`'s OWNERS, to whom the memory is attributed.
-
-        Raises:
-            torch.OutOfMemoryError: no room; what is out stays out and can be asked for again.
-        """
+    def _trips(self, names: Iterable[str] | None) -> Iterator[_Trip]:
+        """What is under way or out under some names, each storage once."""
         names = list(self._away) if names is None else list(names)
         for name in names:
             assert name in self._away, f"{name} is not out"
-        returning = list({id(self._away[name]): self._away[name] for name in names}.values())
-        with self._device.owner(owner):
-            for away in returning:
-                away.content.untyped_storage().resize_(away.content.numel())
-        self._copy([(away.content, away.host) for away in returning])
-        for away in returning:
-            for name in away.names:
-                del self._away[name]
+        yield from {id(self._away[name]): self._away[name] for name in names}.values()
 
-    def resident(self, name: str) -> bool:
-        """Whether the tensor is not out."""
-        return name not in self._away
+    def _regions(self, sizes: list[int]) -> list[torch.Tensor]:
+        # Pinning more memory takes longer than the copies that still read what is held.
+        if self._returning and not self.pool.fits(sizes):
+            for trip in list(self._returning.values()):
+                self._settle(trip)
+        return self.pool.take(sizes)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that are out at present (`pool.nbytes`: what the pool holds)."""
-        return sum(away.host.numel() for away in {id(away): away for away in self._away.values()}.values())
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor | None) -> Any:
+        """Queues one copy in pieces; returns the event behind it, None if there was nothing to copy."""
+        if source is None:
+            return None
+        with self._device.on_stream(stream):
+            for into, part in zip(target.split(self._bucket_bytes), source.split(self._bucket_bytes), strict=True):
+                into.copy_(part, non_blocking=True)
+        event = self._device.event()
+        event.record(stream)
+        return event
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._stream.wait_stream(self._device.current_stream())
-        with self._device.on_stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+    def _arrived(self, trip: _Trip) -> None:
+        trip.storage.resize_(0)
+        trip.copied = None
+
+    def _settle(self, trip: _Trip) -> None:
+        trip.copied.synchronize()
+        region = self._returning.pop(trip.key).host
+        assert region is not None
+        self.pool.give([region])
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:

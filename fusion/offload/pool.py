@@ -1,31 +1,110 @@
-"""Host memory that is taken once and kept: pinning pages costs more than copying them."""
+"""Host memory that is taken once and kept: pinning pages costs more than copying them.
+
+    arena 0, 8 MiB   | exp_avg.0 | exp_avg_sq.0 | master.0 | ░ free ░ |
+    arena 1, 2 MiB   | exp_avg.1 | ░ free ░ |
+
+Invariants (property-tested in tests/offload/test_pool.py): regions that are out at the same time share no byte; an
+arena is a power of two of bytes, which is what PyTorch's pinning allocators round up to, so `nbytes` is what the host
+really lost; the arenas of one batch are less than twice its bytes; regions given back merge with their free
+neighbours, so a batch that was given back and is taken again lies where it lay; the pool never shrinks.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from fusion.npu import Device
 
+ALIGN = 512
+"""Bytes: regions start at multiples of it, as copy engines like it, and any dtype may view them."""
+
 
 class HostPool:
-    """Host buffers by name, pinned where the card can pin.
-
-    Invariants: a name keeps its buffer, the same memory every time, until it asks for more bytes than it has; the pool
-    never shrinks; `nbytes` is the sum of its buffers.
-    """
+    """Regions of host memory, pinned where the card can pin, for everything of a process that leaves the card."""
 
     def __init__(self, device: Device):
         self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._arenas: list[torch.Tensor] = []
+        self._free: list[list[tuple[int, int]]] = []  # by arena: (start, stop) in bytes, ascending, never adjacent
+        self._taken: dict[int, tuple[int, int, int]] = {}  # address -> arena, start, stop
 
-    def buffer(self, name: str, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] on the host; the content is what ``name`` left there, or undefined."""
-        held = self._buffers.get(name)
-        if held is None or held.numel() < nbytes:
-            held = self._buffers[name] = self._device.host_empty((nbytes,), torch.uint8)
-        return held[:nbytes]
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Regions uint8 [size] on the host, each contiguous, of undefined content; ``sizes`` in bytes, all > 0.
+
+        What goes out together is best taken together: the largest are placed first, each into the first gap that holds
+        it, and where there is none an arena is made for all that are left.
+
+        Raises:
+            RuntimeError: the host has no more memory to pin. Nothing was taken.
+        """
+        assert all(size > 0 for size in sizes), f"regions of {list(sizes)} bytes: expected sizes > 0"
+        regions: dict[int, torch.Tensor] = {}
+        left = sum(map(_aligned, sizes))
+        try:
+            for index in _largest_first(sizes):
+                region = self._place(sizes[index])
+                if region is None:
+                    self._grow(_aligned(sizes[index]), left)
+                    region = self._place(sizes[index])
+                    assert region is not None
+                regions[index] = region
+                left -= _aligned(sizes[index])
+        except BaseException:
+            self.give(regions.values())
+            raise
+        return [regions[index] for index in range(len(sizes))]
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether `take` would do with the memory the pool has."""
+        regions = [self._place(sizes[index]) for index in _largest_first(sizes)]
+        self.give(region for region in regions if region is not None)
+        return all(region is not None for region in regions)
+
+    def give(self, regions: Iterable[torch.Tensor]) -> None:
+        """Takes regions back, which no copy may be reading or writing any more."""
+        for region in regions:
+            arena, start, stop = self._taken.pop(region.data_ptr())
+            gaps = self._free[arena]
+            for gap in [gap for gap in gaps if gap[1] == start or gap[0] == stop]:
+                gaps.remove(gap)
+                start, stop = min(start, gap[0]), max(stop, gap[1])
+            gaps.append((start, stop))
+            gaps.sort()
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory the pool holds, in use or not."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
+        return sum(arena.numel() for arena in self._arenas)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of it that nobody has."""
+        return sum(stop - start for gaps in self._free for start, stop in gaps)
+
+    def _place(self, nbytes: int) -> torch.Tensor | None:
+        """A region in the first gap that holds it; None: there is no such gap."""
+        size = _aligned(nbytes)
+        for arena, gaps in enumerate(self._free):
+            for position, (start, stop) in enumerate(gaps):
+                if stop - start >= size:
+                    gaps[position : position + 1] = [(start + size, stop)] if stop - start > size else []
+                    region = self._arenas[arena][start : start + nbytes]
+                    self._taken[region.data_ptr()] = arena, start, start + size
+                    return region
+        return None
+
+    def _grow(self, size: int, left: int) -> None:
+        # No larger than what is left fills, unless one region alone needs it.
+        nbytes = max(1 << (size - 1).bit_length(), 1 << (left.bit_length() - 1))
+        self._arenas.append(self._device.host_empty((nbytes,), torch.uint8))
+        self._free.append([(0, nbytes)])
+
+
+def _largest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda index: -sizes[index])
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGN

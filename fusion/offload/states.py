@@ -1,0 +1,138 @@
+"""The optimizer's states in groups, one group a gradient bucket, of which at most two are in HBM.
+
+    for index, states in groups:                      # the loop of states that stay in HBM, too
+        update(states["master"], gradients[index], states["exp_avg"], …)
+
+    host      │ 0 │ 1 │ 2 │ 3 │ …        pinned, where the states live
+    fetch ▼     0   1   2   3            a stream of its own: slot 0, slot 1, slot 0, …
+    current         0   1   2   3        the caller's update, in place in the slot
+    store ▲             0   1   2   3    a stream of its own
+
+The fetch of group i + 1 is queued before the caller updates group i. Into the slot of group i - 1 it may go state by
+state as the store of that state out of it ends, so that both directions of the link are busy with two slots only. All
+waits are of streams for events: the host runs ahead. The idea is ZeRO-Infinity's (arXiv 2104.07857, section 6.2), with
+a card instead of a processor doing the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusion.npu import Device
+from fusion.offload.pool import HostPool
+
+States = dict[str, torch.Tensor]
+
+
+class StreamedStates:
+    """States in pinned host memory, zeros at first; HBM holds two slots of the largest group while a loop runs.
+
+    One loop at a time, each to its end or left for good; a group that was left in the middle keeps what it held before.
+    The loop's body works on the stream that was current when the loop began.
+
+    Args:
+        groups: by group, name → elements of a flat float32 tensor.
+    """
+
+    def __init__(self, device: Device, groups: Sequence[Mapping[str, int]], pool: HostPool | None = None):
+        self._device = device
+        nbytes = [numel * torch.float32.itemsize for sizes in groups for numel in sizes.values()]
+        regions = iter((pool if pool is not None else HostPool(device)).take(nbytes))
+        self._host = [{name: next(regions).view(torch.float32).zero_() for name in sizes} for sizes in groups]
+        self._fetching, self._storing = device.new_stream(), device.new_stream()
+
+    def __iter__(self) -> Iterator[tuple[int, States]]:
+        """Every group in order, on the card, to be read and written until the next is asked for."""
+        return self._pass(dict(enumerate(self._host)), store=True)
+
+    def reading(self, *names: str, groups: Iterable[int] | None = None) -> Iterator[tuple[int, States]]:
+        """Some groups (default: all), in the order given, with the states of these names; writing to them is lost."""
+        chosen = range(len(self._host)) if groups is None else groups
+        wanted = {
+            index: {name: self._host[index][name] for name in names if name in self._host[index]} for index in chosen
+        }
+        return self._pass(wanted, store=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`name.index` → the live tensor in host memory. Ask anew before every use: blocks until copies are done."""
+        self._fetching.synchronize()
+        self._storing.synchronize()
+        return {f"{name}.{index}": state for index, host in enumerate(self._host) for name, state in host.items()}
+
+    def _pass(self, groups: dict[int, States], store: bool) -> Iterator[tuple[int, States]]:
+        current = self._device.current_stream()
+        slots = [_Slot(self._device, groups.values()) for _ in list(groups)[:2]]
+        # Until then the slots' memory may be in use by what is queued; and behind it are the stores of the last loop.
+        self._fetching.wait_stream(current)
+        try:
+            order = list(groups.items())
+            for turn, (index, host) in enumerate(order):
+                slot = slots[turn % 2]
+                if turn == 0:
+                    slot.fetch(host, self._fetching)
+                if turn + 1 < len(order):
+                    slots[(turn + 1) % 2].fetch(order[turn + 1][1], self._fetching)
+                slot.fetched.wait(current)
+                yield index, slot.states(host)
+                slot.leave(current)
+                if store:
+                    slot.store(host, self._storing)
+        finally:
+            for stream in (self._fetching, self._storing):
+                current.wait_stream(stream)
+            for slot in slots:
+                slot.free()
+
+
+class _Slot:
+    """Room in HBM for any one group. `vacant`: by state, the event after which its room may be written again."""
+
+    def __init__(self, device: Device, groups: Iterable[States]):
+        self._device = device
+        largest: dict[str, int] = {}
+        for host in groups:
+            for name, state in host.items():
+                largest[name] = max(largest.get(name, 0), state.numel())
+        with device.owner("optimizer"):
+            self._room = {
+                name: torch.empty(numel, dtype=torch.float32, device=device.torch_device)
+                for name, numel in largest.items()
+            }
+        self._vacant: dict[str, Any] = {}
+        self.fetched: Any = None
+        self._left: Any = None
+
+    def states(self, host: States) -> States:
+        return {name: self._room[name][: state.numel()] for name, state in host.items()}
+
+    def fetch(self, host: States, stream: Any) -> None:
+        with self._device.on_stream(stream):
+            for name, state in self.states(host).items():
+                if name in self._vacant:
+                    stream.wait_event(self._vacant[name])
+                state.copy_(host[name], non_blocking=True)
+        self.fetched = self._event(stream)
+
+    def leave(self, stream: Any) -> None:
+        """The caller has queued its last use of the group."""
+        self._left = self._event(stream)
+        self._vacant = dict.fromkeys(self._room, self._left)
+
+    def store(self, host: States, stream: Any) -> None:
+        stream.wait_event(self._left)
+        for name, state in self.states(host).items():
+            with self._device.on_stream(stream):
+                host[name].copy_(state, non_blocking=True)
+            self._vacant[name] = self._event(stream)
+
+    def free(self) -> None:
+        for room in self._room.values():
+            room.untyped_storage().resize_(0)
+
+    def _event(self, stream: Any) -> Any:
+        event = self._device.event()
+        event.record(stream)
+        return event
