@@ -4,6 +4,8 @@ config       Config: every room's dataclass, composed; the checks that span room
 prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
 staleness    which groups may start and which may be trained: the bound as a state machine
 controller   the loop: prompts → generate → reward → advantages → reference → train
+scoring      from finished samples to rewards: by a rule, or by the reward model on its cards
+control      a run is told to generate otherwise while it goes on
 cards        the workers as Ray actors, called stage by stage
 launch       from a config to a finished run and its report
 base_model   a small base model to start from, by supervised warm-up with the same trainer

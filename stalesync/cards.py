@@ -8,6 +8,7 @@ may wait for it in a collective, are ended with it.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +35,20 @@ class CardFailed(RuntimeError):
 
 
 class Card(Worker):
-    """`Worker` as an actor: stages run one after the other, control calls are answered meanwhile."""
+    """`Worker` as an actor: stages run one after the other, control calls are answered meanwhile. It gets its rank once
+    Ray has placed it."""
+
+    def __init__(self, spec: WorkerSpec, queue: DistQueue | None):
+        self._given = spec, queue
+
+    def place(self) -> tuple[str, list[str]]:
+        """The node and the card Ray has put this actor on."""
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return ray.util.get_node_ip_address(), [card for cards in ids.values() for card in cards]
+
+    def take_rank(self, rank: int) -> None:
+        spec, queue = self._given
+        super().__init__(spec, rank, queue)
 
     @ray.method(concurrency_group="control")
     def control(self, request: str, *args: Any) -> Any:
@@ -44,14 +58,21 @@ class Card(Worker):
 class Cards:
     """All workers of a run. Use it as a context manager: however the block ends, the workers end with it."""
 
-    def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
+    def __init__(self, spec: WorkerSpec, queue: DistQueue | None, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
         actor = remote(concurrency_groups={"control": 2}, **resources)(Card)
-        self.actors = [actor.remote(spec, rank, queue) for rank in range(spec.world)]
+        self.actors = [actor.remote(spec, queue) for _ in range(spec.world)]
+        try:
+            order = order_by_place(self.call("place"))
+            self.actors = [self.actors[index] for index in order]
+            self.call("take_rank", each=[(rank,) for rank in range(self.world)])
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Cards:
         return self
@@ -116,8 +137,22 @@ class Cards:
                 except Exception as error:
                     failures[left[ref]] = error
                 del left[ref]
-        rank = min(failures, key=lambda rank: (_consequence(failures[rank]), rank))
+        rank = min(failures, key=lambda rank: (_consequence(rank, failures[rank]), rank))
         raise CardFailed(_say(rank, stage, failures[rank])) from None
+
+
+def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
+    """Which card gets rank 0, 1, …: node by node, card by card, so that neighbours by rank are neighbours by link.
+
+    Args:
+        places: of each card, its node's address and the names of its accelerators (none: in the order they came).
+    """
+
+    def natural(text: str) -> list[tuple[int, int, str]]:
+        words = re.findall(r"\d+|\D+", text)
+        return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in words]
+
+    return sorted(range(len(places)), key=lambda i: (natural(places[i][0]), [natural(n) for n in places[i][1]], i))
 
 
 def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
@@ -132,10 +167,14 @@ def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
         )
 
 
-def _consequence(error: Exception) -> int:
-    """How likely an error is the echo of another card's: 0 a death, 1 one of its own, 2 a broken connection."""
+def _consequence(rank: int, error: Exception) -> int:
+    """How likely an error is the echo of another card's: 0 a death, 1 one of its own, 2 a broken connection or a
+    failure that a card was told of by another."""
     if isinstance(error, ray.exceptions.RayActorError):
         return 0
+    told = getattr(getattr(error, "cause", None), "failures", None)
+    if told is not None and rank not in [failure.rank for failure in told]:
+        return 2
     text = str(error)
     return 2 if "gloo" in text or "onnection" in text or "DistNetworkError" in text else 1
 

@@ -10,12 +10,16 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_type_hints
 
+from fusion.colocate.deployment import Deployment, deploy
+from fusion.colocate.hardware import hardware_named
+from fusion.colocate.spec import engine_size
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
-from fusion.model.options import ModelOptions, ParallelOptions
+from fusion.model.options import LayoutOptions, ModelOptions, ParallelOptions
 from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
 from fusion.training.config import AlgorithmConfig, TrainingConfig
@@ -25,15 +29,19 @@ from stalesync.prompts.config import DataConfig
 @dataclass
 class ClusterConfig:
     npus: int = 1
-    """Cards of the run; one worker each."""
+    """Cards of the run, those that only generate or score included; one worker each."""
     address: str | None = None
     """Ray cluster to join ("auto" on a head node); null starts Ray on this machine."""
+    hardware: str | None = None
+    """What the cards are, a name in `fusion/colocate/hardware.py`: which links are fast; null: all alike."""
     stage_timeout_s: float = 1800.0
     """A stage that takes longer than this ends the run with a message naming the ranks that are still at it."""
 
     def validate(self) -> None:
         if self.npus < 1:
             raise ValueError(f"cluster.npus={self.npus}: expected at least 1")
+        if self.hardware is not None:
+            hardware_named(self.hardware)
         if self.stage_timeout_s <= 0:
             raise ValueError(f"cluster.stage_timeout_s={self.stage_timeout_s}: expected seconds > 0")
 
@@ -89,12 +97,33 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
 
     @property
+    def deployment(self) -> Deployment:
+        needs = {"reference": self.algorithm.kl_coef > 0, "reward_model": self.reward.kind == "model"}
+        return deploy(self.fusion, self.cluster.npus, **needs)
+
+    @property
     def train_layout(self) -> Parallel:
-        return _layout("parallel.train", self.cluster.npus, self.parallel.train.tp, self.parallel.train.ep)
+        return self._layout("parallel.train", self.deployment.train, self.parallel.train)
 
     @property
     def infer_layout(self) -> Parallel:
-        return _layout("parallel.infer", self.cluster.npus, self.parallel.infer.tp, self.parallel.infer.ep)
+        return self._layout("parallel.infer", self.deployment.generate, self.parallel.infer)
+
+    def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
+        """Of reference or reward model, of this shape, over the cards that host it."""
+        shape = self.parallel.score
+        if shape.pp != 1:
+            raise ValueError(f"parallel.score.pp={shape.pp}: expected 1; reference and reward model have no stages")
+        if not model.num_experts:
+            shape = dataclasses.replace(shape, ep=1, etp=1)
+        layout = self._layout("parallel.score", cards, shape)
+        layout.check(model, "parallel.score")
+        return layout
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
 
     def validate(self) -> ModelConfig:
         """Checks every key and the arithmetic between them; returns the shape of the model they were checked against.
@@ -112,13 +141,34 @@ class Config:
         check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
         self.infer_layout.check(model, "parallel.infer")
-        if self.parallel.train.tp > model.num_kv_heads:
-            raise ValueError(
-                f"parallel.train.tp={self.parallel.train.tp} exceeds the model's "
-                f"num_key_value_heads={model.num_kv_heads}"
-            )
+        self.deployment.engines(engine_size(self.infer_layout))
+        if self.fusion.score_cards and self.deployment.reference:
+            self.score_layout(model, self.deployment.reference)
+        if self.reward.model:
+            self._check_reward_model(self.reward.model)
         self._check_batches(model)
         return model
+
+    def _check_reward_model(self, path: str) -> None:
+        try:
+            model = ModelConfig.from_hf(path)
+            check_folder(path, model)
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.path", "reward.model", 1)) from None
+        if model.num_labels != 1:
+            found = f"a head of {model.num_labels} labels" if model.num_labels else "no such head"
+            raise ValueError(
+                f"reward.model: {path} has {found}; expected a Qwen3ForSequenceClassification folder with num_labels=1"
+            )
+        self.score_layout(model, self.deployment.reward_model)
+
+    def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutOptions) -> Parallel:
+        world, npus = len(cards), self.cluster.npus
+        try:
+            return Parallel(world, shape.tp, shape.ep, shape.pp, shape.etp)
+        except ValueError as error:
+            some = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
+            raise ValueError(f"{key}: {error} (cluster.npus={npus}{some})") from None
 
     def _check_batches(self, model: ModelConfig) -> None:
         prompts, minibatches, group = self.data.prompts_per_step, self.algorithm.minibatches, self.algorithm.group_size
@@ -131,7 +181,7 @@ class Config:
                 f"{minibatches} x algorithm.group_size={group}), fewer than the {replicas} data-parallel replicas of "
                 f"parallel.train on cluster.npus={self.cluster.npus}"
             )
-        longest = self.data.max_prompt_length + self.rollout.max_response_length
+        longest = self.longest_sample
         if longest > model.max_positions:
             raise ValueError(
                 f"data.max_prompt_length={self.data.max_prompt_length} + rollout.max_response_length="
@@ -144,18 +194,28 @@ class Config:
             )
 
 
-def _layout(key: str, world: int, tp: int, ep: int) -> Parallel:
-    try:
-        return Parallel(world, tp, ep)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error} (cluster.npus={world})") from None
-
-
 def register() -> None:
     """Makes the dataclasses the schema of `recipes/conf/config.yaml`."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(path: Path) -> Config:
+    """The config of a run, from the config.yaml it left.
+
+    Raises:
+        ValueError: a key that this version does not know, or a value of another type.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {error}") from None
+    assert isinstance(found, Config)
+    return found
 
 
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:

@@ -1,11 +1,12 @@
 """The loop. It handles metadata only: ids, lengths, rewards; tensors pass from card to card through the queue.
 
-    prompts ─admit─► generate ─► reward ─► advantages ─► [switch] ─► reference ─► train ─► publish ─► [switch] ─► …
-                        │           ▲                                   │           │
-                        └── queue ──┘────────── queue ─────────────────►└── queue ──┘
+    prompts ─admit─► [switch] ─► generate ─► [switch] ─► reward ─► advantages ─► reference ─► train ─► publish ─► …
+                                    │                      ▲                        │           │
+                                    └──────── queue ───────┘──────── queue ────────►└── queue ──┘
 
-One loop for every staleness: what may start and what may be trained is the ledger's to say (`staleness.py`), and at
-staleness 0 it says: this version's batch, all of it.
+One loop for every staleness and every deployment: what may start and what may be trained is the ledger's to say
+(`staleness.py`), which cards a stage concerns is the deployment's. At staleness 0 the ledger says: this version's
+batch, all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,22 @@ from typing import Any
 from distqueue import DistQueue, PackedBatch
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.inference import Output, Request
-from fusion.rewards import RewardOutcome, RewardPool, RewardSample, reward_metrics
+from fusion.rewards import reward_metrics
 from fusion.rollout import assign_groups
 from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, compare, throughput
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import make_advantages
 from stalesync.cards import Cards
 from stalesync.config import Config
+from stalesync.control import ControlDesk
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.scoring import Scored, Scorer
 from stalesync.staleness import StalenessLedger
 
 log = logging.getLogger(__name__)
 
 TASKS = ("reward", "train")
 """Who must acknowledge a sample before the queue frees it."""
-
-REWARD_BATCH = 64
-"""Samples scored at a time, while others are still being generated."""
-
-
-@dataclass
-class Scored:
-    """What the controller keeps of a sample: never its tensors."""
-
-    id: str
-    prompt: Prompt
-    response: str
-    prompt_tokens: int
-    response_tokens: int
-    outcome: RewardOutcome
 
 
 @dataclass
@@ -62,8 +49,7 @@ class Controller:
     cards: Cards
     queue: DistQueue
     source: PromptSource
-    rewards: RewardPool
-    tokenizer: Any
+    scorer: Scorer
     folder: RunFolder
     view: LiveView
     step: int = 0
@@ -76,7 +62,9 @@ class Controller:
         self.ledger = StalenessLedger(self.config.stalesync.max_staleness, self.config.data.prompts_per_step)
         self.sampling = self.config.rollout.sampling()
         self.compute_advantages = make_advantages(self.config.algorithm)
-        self._scorer = ThreadPoolExecutor(1, "rewards")
+        self.deployment = self.spec.deployment
+        self.desk = ControlDesk(self.folder.path, self.config)
+        self._kv_tokens: float | None = None
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -100,19 +88,23 @@ class Controller:
 
     def train_step(self) -> dict[str, float]:
         metrics, start = Metrics(), time.perf_counter()
+        if told := self.desk.read(self.step + 1, self._kv_tokens):
+            self.view.note(told)
         with metrics.timer("switch"):
             self._switch("infer", metrics)
         prompts = {prompt.id: prompt for prompt in self.source.next(self.ledger.may_admit())}
         self.ledger.admit(prompts)
-        scoring = self._scorer.submit(self._score, prompts)
+        self.scorer.start(prompts)
         with metrics.timer("gen"):
             self._generate(list(prompts.values()), metrics)
-        with metrics.timer("reward"):
-            scored = scoring.result()
-        with metrics.timer("adv"):
-            kept = self._advantages(scored, metrics)
         with metrics.timer("switch"):
             self._switch("train", metrics)
+        self.view.phase("reward")
+        with metrics.timer("reward"):
+            scored, reports = self.scorer.finish()
+        self._take(reports, metrics)
+        with metrics.timer("adv"):
+            kept = self._advantages(scored, metrics)
         self._update(kept, metrics)
         self.ledger.advance()
         seconds = time.perf_counter() - start
@@ -131,14 +123,14 @@ class Controller:
             return {}, []
         self._switch("infer", Metrics())
         requests = {prompt.id: [self._request(prompt, prompt.id)] for prompt in prompts}
-        answers = {output.request_id: self._text(output.tokens) for output in self._engines(requests, keep=True)}
+        outputs = {output.request_id: output for output in self._engines(requests, keep=True)}
         self._switch("train", Metrics())
-        outcomes = self.rewards.score([_sample(prompt, answers[prompt.id]) for prompt in prompts])
+        outcomes = self.scorer.answers(prompts, outputs)
         rows = [
-            {"prompt": prompt.text, "response": answers[prompt.id], "reward": outcome.reward}
-            for prompt, outcome in zip(prompts, outcomes, strict=True)
+            {"prompt": prompt.text, "response": text, "reward": outcome.reward}
+            for prompt, (text, outcome) in zip(prompts, outcomes, strict=True)
         ]
-        known = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        known = [outcome.reward for _, outcome in outcomes if outcome.reward is not None]
         if known:
             self.held_out[when] = sum(known) / len(known)
         return ({f"val/rewards/{when}": self.held_out[when]} if known else {}), rows
@@ -158,8 +150,9 @@ class Controller:
         """A checkpoint from which a run of the same name goes on, and the Hugging Face export beside it."""
         self.view.phase("save")
         target = self.folder.checkpoints / f"step-{self.step}"
-        self.cards.call("save", str(target), str(self.folder.hf))
+        self.cards.call("save", str(target), str(self.folder.hf), ranks=self.deployment.train)
         state = {"step": self.step, "prompts": self.source.state_dict(), "ended": dict(self.ledger.ended)}
+        state["share"] = self.desk.changed
         (target / "controller.json.partial").write_text(json.dumps(state))
         (target / "controller.json.partial").rename(target / "controller.json")
 
@@ -168,11 +161,13 @@ class Controller:
         self.step = self.ledger.version = state["step"]
         self.source.load_state_dict(state["prompts"])
         self.ledger.ended.update(state["ended"])
-        self.cards.call("restore", str(checkpoint))
+        self.desk.restore(state.get("share"))
+        self.cards.call("restore", str(checkpoint), ranks=self.deployment.train)
 
     def _switch(self, phase: str, metrics: Metrics) -> None:
         self.view.phase(f"switch to {phase}")
-        self._take(self.cards.call("switch", phase, self.ledger.version), metrics)
+        ranks = self.deployment.actor if phase == "infer" else self.deployment.train
+        self._take(self.cards.call("switch", phase, self.ledger.version, self.desk.share, ranks=ranks), metrics)
 
     def _generate(self, prompts: Sequence[Prompt], metrics: Metrics) -> None:
         """Every sample of every group; the cards put them to the queue as they finish."""
@@ -183,30 +178,17 @@ class Controller:
 
     def _engines(self, requests: dict[str, list[Request]], keep: bool, metrics: Metrics | None = None) -> list[Output]:
         """Deals groups of requests out to the engines and runs them to the end; with ``keep`` the outputs come back."""
-        engines = self.spec.engines
+        engines = [self.spec.engines[number] for number in self.desk.share.engines]
         load = {group: sum(len(request.prompt) for request in members) for group, members in requests.items()}
-        each: list[tuple] = [([], keep)] * self.config.cluster.npus
+        each: list[tuple] = [([], keep)] * self.spec.world
         for ranks, groups in zip(engines, assign_groups(load, len(engines)), strict=True):
             each[ranks[0]] = ([request for group in groups for request in requests[group]], keep)
-        reports = self.cards.call("generate", each=each)
+        reports = self.cards.call("generate", each=each, ranks=[rank for ranks in engines for rank in ranks])
         if metrics is not None:
             self._take(reports, metrics)
+            metrics.add("rollout/engines", len(engines))
+            self._kv_tokens = metrics.result()["rollout/kv_tokens_min"]
         return [output for report in reports for output in report.outputs]
-
-    def _score(self, prompts: dict[str, Prompt]) -> list[Scored]:
-        """Scores samples as they arrive, in a thread beside the generation."""
-        left, scored = len(prompts) * self.config.algorithm.group_size, []
-        while left:
-            batch = self.queue.get("reward", ["prompt", "response"], count=min(REWARD_BATCH, left))
-            texts = [self._text(batch["response"][row].tolist()) for row in range(len(batch))]
-            owners = [prompts[group] for group in batch.groups]
-            outcomes = self.rewards.score([_sample(p, text) for p, text in zip(owners, texts, strict=True)])
-            for row, (prompt, text, outcome) in enumerate(zip(owners, texts, outcomes, strict=True)):
-                lengths = len(batch["prompt"][row]), len(batch["response"][row])
-                scored.append(Scored(batch.ids[row], prompt, text, *lengths, outcome))
-            self.queue.ack("reward", batch.ids)
-            left -= len(batch)
-        return sorted(scored, key=lambda sample: sample.id)
 
     def _advantages(self, scored: list[Scored], metrics: Metrics) -> list[Scored]:
         """Puts advantages to the queue; returns what is trained. What could not be scored is dropped, by name."""
@@ -236,7 +218,7 @@ class Controller:
         trained = self.ledger.ready()
         members = {group: [sample for sample in kept if sample.prompt.id == group] for group in trained}
         minibatches = [
-            self._deal([sample for group in groups for sample in members[group]])
+            _deal([sample for group in groups for sample in members[group]], self.spec.train.dp)
             for groups in _chunks(trained, self.config.algorithm.minibatches)
         ]
         if not minibatches:
@@ -245,21 +227,24 @@ class Controller:
         if self.config.algorithm.kl_coef > 0:
             self.view.phase("reference")
             with metrics.timer("ref"):
-                self._take(self.cards.call("reference", minibatches), metrics)
+                shares = self._shares_of_reference(minibatches, members)
+                self._take(self.cards.call("reference", shares, ranks=self.deployment.reference), metrics)
         self.view.phase("train")
         ids = [sample.id for group in trained for sample in members[group]]
         leased = self.queue.get("train", ["advantage"], count=len(ids))
         assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
         with metrics.timer("train"):
-            self._take(self.cards.call("train", minibatches), metrics)
+            self._take(self.cards.call("train", minibatches, ranks=self.deployment.train), metrics)
         self.queue.ack("train", ids)
         self.ledger.train(trained)
 
-    def _deal(self, samples: list[Scored]) -> list[list[str]]:
-        """Sample ids of one minibatch for each data-parallel rank, balanced by tokens."""
-        lengths = [sample.prompt_tokens + sample.response_tokens for sample in samples]
-        shares = split_over_ranks(lengths, self.config.train_layout.dp)
-        return [[samples[index].id for index in share] for share in shares]
+    def _shares_of_reference(
+        self, minibatches: list[list[list[str]]], members: dict[str, list[Scored]]
+    ) -> list[list[str]]:
+        """Ids by replica of the reference: as they are trained where it computes in the training layout."""
+        if self.spec.reference is None:
+            return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
+        return _deal([sample for group in members.values() for sample in group], self.spec.reference.dp)
 
     def _say(self, scored: list[Scored], metrics: Metrics) -> None:
         metrics.update(reward_metrics([sample.outcome for sample in scored]))
@@ -279,14 +264,11 @@ class Controller:
     def _request(self, prompt: Prompt, id: str) -> Request:
         return Request(id=id, group=prompt.id, prompt=prompt.ids, params=self.sampling)
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        """The response as the reward sees it: without the end token that stopped it, with every other token."""
-        ended = bool(tokens) and tokens[-1] == self.tokenizer.eos_token_id
-        return self.tokenizer.decode(list(tokens[:-1] if ended else tokens))
 
-
-def _sample(prompt: Prompt, response: str) -> RewardSample:
-    return RewardSample(prompt.text, response, prompt.answer, prompt.fields)
+def _deal(samples: list[Scored], replicas: int) -> list[list[str]]:
+    """Sample ids for each data-parallel replica, balanced by tokens."""
+    shares = split_over_ranks([sample.prompt_tokens + sample.response_tokens for sample in samples], replicas)
+    return [[samples[index].id for index in share] for share in shares]
 
 
 def _chunks(groups: list[str], count: int) -> list[list[str]]:

@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fusion.colocate import WorkerSpec
+from fusion.colocate import RewardModelSpec, WorkerSpec
+from fusion.colocate.hardware import hardware_named
+from fusion.colocate.translate import speaks_alike
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool
 from fusion.telemetry import LiveView, RunFolder, RunReport
@@ -33,7 +35,7 @@ def launch(config: Config) -> Path:
     model = config.validate()
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
-    spec = worker_spec(config)
+    spec = worker_spec(config, model, tokenizer)
     with ExitStack() as stack:
         folder = stack.enter_context(
             RunFolder(config.run.dir, config.run.name, "resume" if config.run.resume else "suffix")
@@ -43,9 +45,9 @@ def launch(config: Config) -> Path:
         report: dict[str, Any] = {"outcome": "failed"}
         stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
         stack.enter_context(_terminable())
-        rewards = stack.enter_context(RewardPool(config.reward))
+        rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
         try:
-            _run(config, spec, source, tokenizer, rewards, folder, report)
+            _run(config, spec, source, tokenizer, rule, folder, report)
             report["outcome"] = "finished"
         except KeyboardInterrupt:
             report["outcome"] = "stopped"
@@ -58,13 +60,14 @@ def _run(
     spec: WorkerSpec,
     source: PromptSource,
     tokenizer: Any,
-    rewards: RewardPool,
+    rule: RewardPool | None,
     folder: RunFolder,
     report: dict[str, Any],
 ) -> None:
     from distqueue import DistQueue
     from stalesync.cards import Cards
     from stalesync.controller import TASKS, Controller
+    from stalesync.scoring import ModelJudge, RuleJudge, Scorer
 
     with ExitStack() as stack:
         view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
@@ -75,7 +78,10 @@ def _run(
         cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
         cards_found = cards.prepare()
         view.note(f"{spec.world} x {cards_found[0]}; trains in {spec.train}, generates in {spec.infer}")
-        controller = Controller(config, spec, cards, queue, source, rewards, tokenizer, folder, view)
+        view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
+        judge = RuleJudge(rule) if rule is not None else ModelJudge(cards, spec)
+        scorer = Scorer(judge, queue, tokenizer, config.algorithm.group_size)
+        controller = Controller(config, spec, cards, queue, source, scorer, folder, view)
         checkpoint = newest_checkpoint(folder.path) if folder.resumed else None
         if checkpoint is not None:
             controller.restore(checkpoint)
@@ -85,21 +91,44 @@ def _run(
         report["next_steps"] = next_steps(config, folder)
 
 
-def worker_spec(config: Config) -> WorkerSpec:
-    """What every card needs of the config."""
+def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
+    """What every card needs of the config.
+
+    Raises:
+        ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it is to read.
+    """
+    deployment, fusion = config.deployment, config.fusion
+    reference = deployment.reference if fusion.score_cards else ()
     return WorkerSpec(
         seed=config.run.seed,
         steps=config.run.steps * config.algorithm.minibatches,
         model=config.model,
+        deployment=deployment,
         train=config.train_layout,
         infer=config.infer_layout,
-        fusion=config.fusion,
+        fusion=fusion,
         rollout=config.rollout,
         training=config.training,
         algorithm=config.algorithm,
         device=config.device,
+        reference=config.score_layout(model, reference) if reference else None,
+        reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
+        topology=hardware_named(config.cluster.hardware).topology if config.cluster.hardware else None,
         across_nodes=config.cluster.address is not None,
     )
+
+
+def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
+    path = config.reward.model
+    assert path is not None
+    model = ModelConfig.from_hf(path)
+    translate = not speaks_alike(config.model.path, path)
+    if not translate and model.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer of its own; the policy's has "
+            f"{len(tokenizer)} tokens"
+        )
+    return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), translate)
 
 
 def load_tokenizer(folder: str, model: ModelConfig) -> Any:

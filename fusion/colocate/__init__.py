@@ -1,16 +1,39 @@
-"""Trainer and engine on one card.
+"""Roles that share cards: the actor's training and generation, reference, reward model.
 
-    spec      WorkerSpec: what every card is told
-    phases    the phase machine: allowed transitions, what each phase serves
-    weights   the policy in its two layouts, the reference on the host
-    samples   columns of the queue ↔ engine outputs and trainer batches
-    worker    Worker: one card; its stages are switch, generate, reference, train, save
+    deployment   which roles live on which cards                            ┐
+    phases       the phases of a card: what leads where, what each serves   │ pure
+    route        where the actor's weights go when the phase changes        │
+    residency    whose weights are in HBM while frozen models compute       │
+    share        what the inference phase may use                           ┘
+    spec, meshes       what every card is told; its process groups
+    weights, frozen    the actor's weights in two layouts; weights that wait on the host
+    switching, roles   a card changes its phase; reference and reward model on a card
+    worker, stages     Worker: switch, generate, reference, score, train, save; what a card tells of each
 
 A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls it in its own process.
 """
 
+from fusion.colocate.deployment import Deployment, Role, deploy
 from fusion.colocate.phases import Phase, PhaseError, PhaseMachine
-from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.worker import StageReport, Worker
+from fusion.colocate.share import InferenceShare
+from fusion.colocate.spec import RewardModelSpec, WorkerSpec, engine_size
+from fusion.colocate.stages import OutOfMemory, StageReport
+from fusion.colocate.together import BrokenOff
+from fusion.colocate.worker import Worker
 
-__all__ = ["Phase", "PhaseError", "PhaseMachine", "StageReport", "Worker", "WorkerSpec"]
+__all__ = [
+    "BrokenOff",
+    "Deployment",
+    "InferenceShare",
+    "OutOfMemory",
+    "Phase",
+    "PhaseError",
+    "PhaseMachine",
+    "RewardModelSpec",
+    "Role",
+    "StageReport",
+    "Worker",
+    "WorkerSpec",
+    "deploy",
+    "engine_size",
+]

@@ -1,34 +1,73 @@
 """The phases of a card as a table of allowed transitions, and what may be asked of it in each.
 
-    EMPTY ──load──► TRAIN ──switch──► INFER
-                      ▲─────switch──────┘
+    cards that train                              other cards
 
-Invariants: a card is in exactly one phase; a transition that is not in the table, and a request that the phase does not
-serve, is refused with the phase and the request; a card whose switch broke off is in BROKEN and serves nothing.
+    EMPTY ──load──► TRAIN ──switch──► INFER       EMPTY ──load──► STANDBY ──weights arrive──► INFER ─┐ newer weights
+                    │ ▲ ▲◄───switch─────┘                          │ ▲ ▲◄──laid off────────────┘ ▲───┘
+           reference│ │ └─► STANDBY: lent its       reference,     │ │
+        reward model▼ │     share to other engines   reward model  ▼ │
+              REFERENCE, REWARD                          REFERENCE, REWARD
+
+Invariants: a card is in exactly one phase; a transition that is not in the table, or not for a card of its roles, and a
+request that the phase does not serve, is refused with the phase and the request; a card whose switch broke off is in
+BROKEN and serves nothing.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
+
+from fusion.colocate.deployment import Role
 
 
 class Phase(str, Enum):
     EMPTY = "empty"
     TRAIN = "train"
     INFER = "infer"
+    STANDBY = "standby"
+    REFERENCE = "reference"
+    REWARD = "reward"
     BROKEN = "broken"
 
 
-TRANSITIONS = {
-    Phase.EMPTY: {Phase.TRAIN},
-    Phase.TRAIN: {Phase.INFER},
-    Phase.INFER: {Phase.TRAIN},
-    Phase.BROKEN: set(),
-}
+class Transition(NamedTuple):
+    """Allowed on cards that host all of ``hosts`` and nothing of ``lacks``."""
+
+    source: Phase
+    target: Phase
+    hosts: frozenset[Role]
+    lacks: frozenset[Role] = frozenset()
+
+
+_TRAIN, _GENERATE = frozenset({Role.ACTOR_TRAIN}), frozenset({Role.ACTOR_GENERATION})
+_BOTH = _TRAIN | _GENERATE
+_SCORE = {Phase.REFERENCE: frozenset({Role.REFERENCE}), Phase.REWARD: frozenset({Role.REWARD_MODEL})}
+
+TRANSITIONS = (
+    Transition(Phase.EMPTY, Phase.TRAIN, _TRAIN),
+    Transition(Phase.EMPTY, Phase.STANDBY, frozenset(), _TRAIN),
+    # In place: the card changes its layout, or lends its share to engines elsewhere.
+    Transition(Phase.TRAIN, Phase.INFER, _BOTH),
+    Transition(Phase.INFER, Phase.TRAIN, _BOTH),
+    Transition(Phase.TRAIN, Phase.STANDBY, _BOTH),
+    Transition(Phase.STANDBY, Phase.TRAIN, _BOTH),
+    # To other cards: the trainer sends and keeps its weights, the engine takes them.
+    Transition(Phase.TRAIN, Phase.TRAIN, _TRAIN),
+    Transition(Phase.STANDBY, Phase.INFER, _GENERATE, _TRAIN),
+    Transition(Phase.INFER, Phase.INFER, _GENERATE, _TRAIN),
+    Transition(Phase.INFER, Phase.STANDBY, _GENERATE, _TRAIN),
+    Transition(Phase.STANDBY, Phase.STANDBY, _GENERATE, _TRAIN),
+    *(Transition(Phase.TRAIN, phase, _TRAIN | role) for phase, role in _SCORE.items()),
+    *(Transition(phase, Phase.TRAIN, _TRAIN | role) for phase, role in _SCORE.items()),
+    *(Transition(Phase.STANDBY, phase, role, _TRAIN) for phase, role in _SCORE.items()),
+    *(Transition(phase, Phase.STANDBY, role, _TRAIN) for phase, role in _SCORE.items()),
+)
 
 SERVES = {
     "generate": {Phase.INFER},
-    "reference": {Phase.TRAIN},
+    "reference": {Phase.REFERENCE},
+    "score": {Phase.REWARD},
     "train": {Phase.TRAIN},
     "save": {Phase.TRAIN},
 }
@@ -39,16 +78,25 @@ class PhaseError(RuntimeError):
 
 
 class PhaseMachine:
-    def __init__(self, rank: int):
-        self.rank, self.phase = rank, Phase.EMPTY
+    def __init__(self, rank: int, roles: frozenset[Role]):
+        self.rank, self.roles, self.phase = rank, roles, Phase.EMPTY
+
+    @property
+    def reachable(self) -> set[Phase]:
+        """Where this card can go from here."""
+        return {
+            step.target
+            for step in TRANSITIONS
+            if step.source is self.phase and step.hosts <= self.roles and not step.lacks & self.roles
+        }
 
     def begin(self, target: Phase) -> None:
-        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it idle."""
-        if target not in TRANSITIONS[self.phase]:
-            allowed = sorted(phase.value for phase in TRANSITIONS[self.phase])
+        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it so."""
+        if target not in self.reachable:
+            allowed = sorted(phase.value for phase in self.reachable)
             raise PhaseError(
-                f"rank {self.rank} is in phase {self.phase.value} and was asked to switch to {target.value}; "
-                f"from here it can go to {allowed or 'nowhere'}"
+                f"rank {self.rank} ({self._roles()}) is in phase {self.phase.value} and was asked to switch to "
+                f"{target.value}; from here it can go to {allowed or 'nowhere'}"
             )
         self.phase = Phase.BROKEN
 
@@ -59,5 +107,9 @@ class PhaseMachine:
         if self.phase not in SERVES[request]:
             serving = sorted(phase.value for phase in SERVES[request])
             raise PhaseError(
-                f"rank {self.rank} is in phase {self.phase.value} and was asked to {request}, which needs {serving}"
+                f"rank {self.rank} ({self._roles()}) is in phase {self.phase.value} and was asked to {request}, "
+                f"which needs {serving}"
             )
+
+    def _roles(self) -> str:
+        return ", ".join(role.value for role in Role if role in self.roles)

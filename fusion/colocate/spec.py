@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+import torch
+
+from fusion.colocate.deployment import Deployment
 from fusion.ep_switch.config import FusionConfig
+from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.model.options import ModelOptions
@@ -14,12 +18,28 @@ from fusion.training.config import AlgorithmConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
+class RewardModelSpec:
+    """The reward model and its layout over the cards that host it. ``translate``: its tokens are not the policy's, so
+    samples are taken apart into text and tokenised again."""
+
+    path: str
+    layout: Parallel
+    translate: bool = False
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
-    """The same on every card; a worker's rank comes beside it. ``steps``: optimizer steps of the run."""
+    """The same on every card; a worker's rank comes beside it. ``steps``: optimizer steps of the run.
+
+    ``train`` spans the cards that train, ``infer`` those that generate, ``reference`` those of the reference where it
+    has cards of its own (None: there is none, or it computes in the training layout). ``topology``: which links are
+    fast; None: all alike.
+    """
 
     seed: int
     steps: int
     model: ModelOptions
+    deployment: Deployment
     train: Parallel
     infer: Parallel
     fusion: FusionConfig
@@ -27,27 +47,41 @@ class WorkerSpec:
     training: TrainingConfig
     algorithm: AlgorithmConfig
     device: DeviceConfig
+    reference: Parallel | None = None
+    reward_model: RewardModelSpec | None = None
+    topology: Topology | None = None
     across_nodes: bool = False
 
     @property
     def world(self) -> int:
-        return self.train.world
+        return self.deployment.world
 
     @property
     def engine_size(self) -> int:
-        """Cards of one engine: the smallest set of neighbours that closes both its TP and its EP groups."""
-        return lcm(self.infer.tp, self.infer.ep)
+        return engine_size(self.infer)
 
     @property
     def engines(self) -> list[tuple[int, ...]]:
         """The ranks of every engine."""
-        size = self.engine_size
-        return [tuple(range(first, first + size)) for first in range(0, self.world, size)]
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.algorithm.kl_coef > 0
+        return self.deployment.engines(self.engine_size)
 
     @property
     def infer_of_one_engine(self) -> Parallel:
-        return Parallel(self.engine_size, self.infer.tp, self.infer.ep)
+        shape = self.infer
+        return Parallel(self.engine_size, shape.tp, shape.ep, shape.pp, shape.etp)
+
+    @property
+    def masters_away(self) -> bool:
+        """Whether cards that train and generate have float32 masters of their weights, and those on the host while
+        they generate."""
+        return self.fusion.offload != "none" and self.model.torch_dtype != torch.float32
+
+    @property
+    def temperature(self) -> float:
+        """Of the distribution whose log-probabilities are trained: the one that was sampled from."""
+        return self.rollout.temperature or 1.0
+
+
+def engine_size(infer: Parallel) -> int:
+    """Cards of one engine: the smallest set of neighbours that closes its TP, expert and pipeline groups."""
+    return infer.pp * lcm(infer.tp, infer.ep * infer.etp)

@@ -1,17 +1,23 @@
-"""The weights of a card: the two layouts of the policy, one in memory at a time, and the reference on the host."""
+"""The actor's weights on a card: in the training layout, in an engine's, or in each in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from fusion.colocate.masters import MasterRun, host_parts, master_runs
+from fusion.colocate.meshes import Meshes
+from fusion.colocate.route import Route, plan_route
 from fusion.colocate.spec import WorkerSpec
-from fusion.ep_switch import Layout, Plan, SwitchReport, execute, plan_switch, weights_checksum
-from fusion.model import Buckets, Mesh, ModelConfig, Transformer, load_weights
+from fusion.colocate.together import together
+from fusion.ep_switch import Plan, SwitchReport, weights_checksum
+from fusion.ep_switch.fill import HostParts
+from fusion.ep_switch.transfer import Switcher
+from fusion.model import ModelConfig, Transformer, load_weights
 from fusion.npu import Device
-from fusion.offload import HostPool, Offloader
 
 
 class WeightsDiffer(RuntimeError):
@@ -19,81 +25,97 @@ class WeightsDiffer(RuntimeError):
 
 
 class PolicyWeights:
-    """The policy as two models over the same weights, one in each layout; `to_infer` and `to_train` move them.
+    """The policy as up to two models over the same weights: ``train`` where the card trains, ``infer`` where it
+    generates, else None. Slices that both layouts hold alike are stored once.
 
-    Invariant: outside a switch exactly one of the two models has memory.
+    Collective over the deployment's actor cards: `to_infer`; over those that train: `to_train`.
+
+    Invariant: outside a switch a card that trains and generates holds one of its two models in memory, or neither.
     """
 
-    def __init__(self, spec: WorkerSpec, config: ModelConfig, rank: int, device: Device):
-        self.spec, self.config, self.device = spec, config, device
-        bucket_bytes, dtype = spec.fusion.bucket_bytes, spec.model.torch_dtype
-        self.train_mesh = Mesh.create(spec.train)
-        self.train = Transformer(config, self.train_mesh, device, dtype, bucket_bytes=bucket_bytes)
-        load_weights(self.train, spec.model.path)
-        self.engine_mesh = self._engine_mesh(rank)
-        self.infer = Transformer(
-            config,
-            self.engine_mesh,
-            device,
-            dtype,
-            bucket_bytes=bucket_bytes,
-            batch_invariant=spec.rollout.batch_invariant,
-        )
-        self.infer.weights.release()
-        self.infer.requires_grad_(False)
-        ranks = tuple(range(spec.world))
-        source = Layout(config, spec.train, ranks, dtype, bucket_bytes)
-        target = Layout(config, spec.infer_of_one_engine, ranks, dtype, bucket_bytes)
-        self._to_infer = plan_switch(source, target, bucket_bytes)
-        self._to_train = plan_switch(target, source, bucket_bytes)
+    def __init__(self, spec: WorkerSpec, config: ModelConfig, rank: int, device: Device, meshes: Meshes):
+        self.spec, self.config, self.device, self.rank, self.meshes = spec, config, device, rank, meshes
+        dtype, bucket_bytes = spec.model.torch_dtype, spec.fusion.bucket_bytes
+        self.train: Transformer | None = None
+        self.infer: Transformer | None = None
+        if meshes.train is not None:
+            self.train = Transformer(config, meshes.train, device, dtype, bucket_bytes=bucket_bytes)
+            load_weights(self.train, spec.model.path)
+        if meshes.engine is not None:
+            self.infer = Transformer(
+                config,
+                meshes.engine,
+                device,
+                dtype,
+                bucket_bytes=bucket_bytes,
+                batch_invariant=spec.rollout.batch_invariant,
+                share=self.train.weights if self.train is not None else None,
+                resident=False,
+            )
+            self.infer.requires_grad_(False)
+        self._routes: dict[tuple[int, ...], Route] = {}
+        self._switchers: dict[Plan, Switcher] = {}
+        self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
 
-    def to_infer(self) -> SwitchReport:
-        return self._switch(self._to_infer, self.train, self.infer)
+    def route(self, engines: Sequence[int]) -> Route:
+        """The route to these engines, planned once."""
+        engines = tuple(engines)
+        if engines not in self._routes:
+            self._routes[engines] = plan_route(self.spec, self.config, engines)
+        return self._routes[engines]
 
-    def to_train(self) -> SwitchReport:
-        return self._switch(self._to_train, self.infer, self.train)
+    def to_infer(self, route: Route) -> SwitchReport:
+        """Carries the weights to the engines of the route. What an engine elsewhere held before is released here."""
+        if self.train is None and self.infer is not None:
+            self.infer.weights.release()
+        return self._switch(route.to_infer, self.train, self.infer, self.meshes.actor, {})
 
-    def _engine_mesh(self, rank: int) -> Mesh:
-        size = self.spec.engine_size
-        shape = self.spec.infer_of_one_engine
-        meshes = [Mesh.create(shape, ranks) for ranks in self.spec.engines]
-        return meshes[rank // size]
+    def to_train(
+        self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
+    ) -> SwitchReport | None:
+        """Carries the weights back; None where the trainer has kept them.
 
-    def _switch(self, plan: Plan, source: Transformer, target: Transformer) -> SwitchReport:
-        checksum = self.spec.fusion.checksum
-        before = weights_checksum(source) if checksum else None
-        group = dist.group.WORLD if self.spec.world > 1 else None
-        report = execute(plan, source, target, self.device, group, checksum=checksum)
-        if checksum and (after := weights_checksum(target)) != before:
-            raise WeightsDiffer(f"weights sum to {after:#x} after the switch, to {before:#x} before it")
+        Args:
+            masters: of which shards of the optimizer → their masters on the host, flat float32; asked for what the plan
+                takes from there.
+        """
+        plan = route.to_train
+        if plan is None:
+            return None
+        if plan not in self._runs:
+            hosted = plan.hosted_units(self.rank)
+            found = master_runs(plan.target, self.rank) if hosted else {}
+            self._runs[plan] = {unit: found[unit] for unit in hosted}
+        runs = self._runs[plan]
+        parts = host_parts(runs, masters({run.shard for unit in runs.values() for run in unit}))
+        return self._switch(plan, self.infer, self.train, self.meshes.trainers, parts)
+
+    def _switch(
+        self, plan: Plan, source: Any, target: Any, group: dist.ProcessGroup | None, host: HostParts
+    ) -> SwitchReport:
+        source = source if self.rank in plan.source.ranks else None
+        target = target if self.rank in plan.target.ranks else None
+        if plan not in self._switchers:
+            self._switchers[plan] = Switcher(plan, source, target, self.device, group)
+        before = self._checksum(source, group)
+        report = self._switchers[plan].run(self.spec.fusion.checksum, host)
+        self._compare({"before": before, "after": self._checksum(target, group)}, group)
         return report
 
+    def _checksum(self, model: Transformer | None, group: dist.ProcessGroup | None) -> int | None:
+        if not self.spec.fusion.checksum:
+            return None
+        return together(group, self.rank, "checksum", lambda: weights_checksum(model) if model is not None else None)
 
-class ReferenceWeights:
-    """The weights the run started from, on the host in the training layout; in HBM only inside `in_place`."""
-
-    def __init__(self, model: Transformer, device: Device):
-        self.model = model
-        self.buckets = Buckets(model.weights.plans, device, model.weights.dtype, owner="weights")
-        for (_, copy), (_, flat) in zip(self.buckets, model.weights, strict=True):
-            copy.copy_(flat)
-        self.offloader = Offloader(device, HostPool(device))
-        self.names = [f"reference.{index}" for index in range(len(self.buckets.flats))]
-        self._leave()
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model computes with the reference's weights; the policy's stay in HBM untouched."""
-        self.offloader.back(self.names)
-        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
-        try:
-            for name, parameter in self.model.named_parameters():
-                parameter.data = self.buckets.views[name]
-            yield
-        finally:
-            for name, parameter in self.model.named_parameters():
-                parameter.data = own[name]
-            self._leave()
-
-    def _leave(self) -> None:
-        self.offloader.out(dict(zip(self.names, self.buckets.flats, strict=True)))
+    def _compare(self, mine: dict[str, int | None], group: dist.ProcessGroup | None) -> None:
+        """Every layout and every engine holds the same policy: one sum on all cards of the group."""
+        if not self.spec.fusion.checksum:
+            return
+        everyone: list[Any] = [mine]
+        if group is not None:
+            everyone = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, mine, group=group)
+        sums = {value for one in everyone for value in one.values() if value is not None}
+        if len(sums) > 1:
+            cards = dict(zip(self.spec.deployment.actor, everyone, strict=False))
+            raise WeightsDiffer(f"weights sum to other numbers before and after the switch, by rank: {cards}")

@@ -1,21 +1,20 @@
-"""The worker: one card that trains and generates.
+"""The worker: one card with the roles its deployment gives it. One class for all deployments.
 
-    prepare ─► TRAIN ──switch──► INFER ──switch──► TRAIN …
+    prepare ─► TRAIN ──switch──► INFER ──switch──► TRAIN …          cards that only generate or score: STANDBY ─► …
                 │                  │
-                reference, train   generate (control: status, submit, abort meanwhile)
-                save, export
+                reference, score   generate (control: status, submit, abort meanwhile)
+                train, save, export
 
-A switch to INFER releases the gradients, sends the optimizer to the host, reshards the weights bucket by bucket into
-the inference layout and gives what is left of the card to the KV cache; a switch to TRAIN goes the same way back. The
-optimizer returns only when training needs it, so reference log-probabilities are computed in the room it leaves.
+A stage is a method that all cards concerned run at once; between two stages a card only copies (the optimizer, to and
+from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen models say `FrozenRoles`'.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,17 +22,22 @@ import torch.distributed as dist
 
 from distqueue import PackedBatch
 from distqueue.hierarchy import read_once
+from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
+from fusion.colocate.roles import FrozenRoles
 from fusion.colocate.samples import READ, REFERENCE, TRAIN, pack_outputs, split_responses, to_sequences
+from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.weights import PolicyWeights, ReferenceWeights
+from fusion.colocate.stages import StageLog, StageReport
+from fusion.colocate.switching import PhaseSwitcher
+from fusion.colocate.weights import PolicyWeights
 from fusion.inference import Engine, Output, Request
-from fusion.model import ModelConfig, save_folder
-from fusion.npu import open_device
-from fusion.offload import HostPool, Offloader
-from fusion.telemetry import MemoryLedger, Metrics, Span, Timeline
-from fusion.training import Sequences, TrainEngine, load_checkpoint, save_checkpoint
+from fusion.model import Mesh, ModelConfig, save_folder
+from fusion.npu import Device, open_device
+from fusion.offload import HostPool, StreamedStates
+from fusion.training import TrainEngine, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import make_loss
+from fusion.training.states import ResidentStates
 
 PUT_EVERY = 64
 """Finished samples a card gathers before it puts them to the queue: one message for many short ones."""
@@ -47,25 +51,14 @@ class Samples(Protocol):
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch: ...
 
 
-@dataclass
-class StageReport:
-    """What one card tells the controller of a stage."""
-
-    metrics: dict[str, Any]
-    spans: list[Span]
-    memory: MemoryLedger
-    outputs: list[Output] = field(default_factory=list)
-    """Only where the controller asked to keep them."""
-
-
 class Worker:
-    """Stages are methods; all cards run the same stage at once. Arguments and results are plain data."""
+    """Stages are methods; all cards they concern run the same stage at once. Arguments and results are plain data."""
 
     def __init__(self, spec: WorkerSpec, rank: int, queue: Samples | None):
         self.spec, self.rank, self.queue = spec, rank, queue
-        self.phases = PhaseMachine(rank)
-        self.timeline = Timeline(f"card {rank}")
-        self.stage = "start"
+        self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
+        self.trainer: TrainEngine | None = None
+        self.engine: Engine | None = None
 
     def rendezvous(self) -> str:
         """An address at which the other cards can reach this one."""
@@ -74,183 +67,216 @@ class Worker:
             free.bind((host, 0))
             return f"tcp://{host}:{free.getsockname()[1]}"
 
-    def prepare(self, address: str) -> str:
-        """Opens the card, joins the other workers, loads the model in the training layout; says what card it is."""
+    def prepare(self, address: str, device: Device | None = None) -> str:
+        """Opens the card (unless it is handed in), joins the other workers (unless they have joined), loads what its
+        roles need, and says what card it is."""
         spec = self.spec
-        self.phases.begin(Phase.TRAIN)
+        home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
+        self.phases.begin(home)
         # Ray shows a worker only its own card, under index 0; an emulated one is this process's own.
-        self.device = open_device(spec.device.kind, capacity_bytes=spec.device.capacity_bytes)
-        self.metrics = Metrics(self.device.synchronize)
+        self.device = device or open_device(
+            spec.device.kind, capacity_bytes=spec.device.capacity_bytes, streams=spec.device.streams
+        )
+        self.log = StageLog(self.rank, self.device)
         torch.set_num_threads(1)
-        if spec.world > 1:
+        if spec.world > 1 and not dist.is_initialized():
             backend = self.device.process_group_backend
             dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=spec.world)
-        self.weights = PolicyWeights(spec, ModelConfig.from_hf(spec.model.path), self.rank, self.device)
-        train, infer = self.weights.train, self.weights.infer
-        self.reference_weights = ReferenceWeights(train, self.device) if spec.needs_reference else None
-        self.trainer = TrainEngine(
-            train,
-            self.weights.train_mesh,
-            self.device,
-            spec.training,
-            temperature=spec.rollout.temperature or 1.0,
-            total_steps=spec.steps,
-        )
-        self.engine = Engine(infer, self.weights.engine_mesh, self.device, spec.rollout, spec.seed)
-        self.offloader = Offloader(self.device, HostPool(self.device))
-        self.optimizer_names = list(self.trainer.optimizer.tensors())
-        self.loss = make_loss(spec.algorithm)
-        self.phases.arrive(Phase.TRAIN)
+        with self.log.told("prepare"):
+            self._load()
+        self.phases.arrive(home)
         return self.device.describe()
 
-    def switch(self, phase: str, version: int) -> StageReport:
-        """Moves the card to the phase ``train`` or ``infer``; ``version`` is that of the weights."""
+    def _load(self) -> None:
+        spec, device, pool = self.spec, self.device, HostPool(self.device)
+        config = ModelConfig.from_hf(spec.model.path)
+        self.meshes = meshes = Meshes.create(spec, self.rank)
+        self.weights = PolicyWeights(spec, config, self.rank, device, meshes)
+        self.roles = FrozenRoles(spec, self.rank, device, meshes, self.weights, pool)
+        if self.weights.train is not None:
+            assert meshes.train is not None
+            streamed = partial(StreamedStates, pool=pool)
+            self.trainer = TrainEngine(
+                self.weights.train,
+                meshes.train,
+                device,
+                spec.training,
+                temperature=spec.temperature,
+                total_steps=spec.steps,
+                states=streamed if spec.fusion.offload == "stream" else ResidentStates,
+            )
+            self.loss = make_loss(spec.algorithm)
+            self.roles.settle(self._least(device.memory().free))
+        if self.weights.infer is not None:
+            assert meshes.engine is not None
+            self.engine = Engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed)
+        models = self.weights, meshes, self.trainer, self.engine
+        self.switcher = PhaseSwitcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
+
+    def switch(self, phase: str, version: int = 0, share: InferenceShare | None = None) -> StageReport:
+        """Moves the card to the phase ``infer``, whose weights are policy ``version`` and whose engines and memory are
+        those of ``share`` (None: all), or to ``train``."""
         target = Phase(phase)
-        self.phases.begin(target)
-        with self._stage(f"switch to {phase}", "switch"):
-            self._to_infer(version) if target is Phase.INFER else self._to_train()
-        self.phases.arrive(target)
-        return self._report()
-
-    def _to_infer(self, version: int) -> None:
-        with self.metrics.timer("switch/offload"):
-            self.trainer.release_gradients()
-            if self.spec.fusion.offload and self._optimizer_resident:
-                self.offloader.out(self.trainer.optimizer.tensors())
-        with self.metrics.timer("switch/reshard"):
-            moved = self.weights.to_infer()
-        self.metrics.add("switch/bytes_moved_total", moved.bytes_moved, rule="sum")
-        with self.metrics.timer("switch/kv"):
-            self.engine.policy_version = version
-            self.engine.allocate_kv()
-
-    def _to_train(self) -> None:
-        self.engine.release_kv()
-        with self.metrics.timer("switch/reshard"):
-            moved = self.weights.to_train()
-        self.metrics.add("switch/bytes_moved_total", moved.bytes_moved, rule="sum")
+        with self.log.stage(f"switch to {phase}", "switch"):
+            if target is Phase.INFER:
+                share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
+                self.switcher.to_infer(version, share)
+            else:
+                self.switcher.to_train()
+        if target is Phase.TRAIN and not self.roles.needs_room:
+            self.switcher.load_optimizer()
+        return self.log.report()
 
     def generate(self, requests: Sequence[Request], keep: bool = False) -> StageReport:
         """Runs this card's engine until all its requests have ended. Every card of an engine calls it; the requests
         are the first one's. Finished samples go to the queue as they come, or back to the caller with ``keep``."""
         self.phases.require("generate")
-        kept: list[Output] = []
-        with self._stage("generate", "gen"):
-            before = self.engine.status()
+        engine, kept = self.engine, []
+        assert engine is not None
+        with self.log.stage("generate", "gen"):
+            before = engine.status()
             if requests:
-                self.engine.submit(requests)
-            pending = self.engine.step()
-            while not self.engine.idle:
+                engine.submit(requests)
+            pending = engine.step()
+            while not engine.idle:
                 if not keep and len(pending) >= PUT_EVERY:
                     pending = self._put(pending)
-                pending += self.engine.step()
+                pending += engine.step()
             if keep:
                 kept = pending
             else:
                 self._put(pending)
-                self._count_generation(before)
-            self._remember_memory("infer")
-        return self._report(kept)
+                self._count_generation(engine, before)
+            self.log.remember("infer")
+        return self.log.report(kept)
 
-    def reference(self, minibatches: list[list[list[str]]]) -> StageReport:
-        """Adds the column `ref_logprobs` to the samples of every minibatch ``[minibatch][dp rank]`` of sample ids."""
-        self.phases.require("reference")
-        assert self.reference_weights is not None, "no reference: algorithm.kl_coef is 0"
-        with self._stage("reference", "ref"), self.reference_weights.in_place():
-            ids = [id for shares in minibatches for id in shares[self._mesh.dp_rank]]
-            batch = self._read(ids, READ)
-            logprobs, _ = self.trainer.logprobs(to_sequences(batch))
-            if self._mesh.tp_rank == 0 and ids:
-                columns = {REFERENCE: split_responses(logprobs.cpu(), batch)}
+    def reference(self, shares: list[list[str]]) -> StageReport:
+        """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it."""
+        mesh = self.meshes.reference or self.meshes.train
+        group = self.meshes.replica if self.meshes.reference is None else self.meshes.reference.tp_group
+        with self.log.stage("reference", "ref"), self._as(Phase.REFERENCE, self.roles.reference_in_hbm()):
+            assert mesh is not None
+            self.phases.require("reference")
+            batch = self._read(shares[mesh.dp_rank], READ, group)
+            logprobs = self.roles.logprobs(to_sequences(batch), self.trainer)
+            if _first_of_replica(mesh) and batch.ids:
+                columns = {REFERENCE: split_responses(logprobs, batch)}
                 self._samples.put(PackedBatch.from_samples(batch.ids, columns))
-        return self._report()
+            self.log.remember("reference")
+        return self.log.report()
+
+    def score(
+        self, shares: list[list[str]], kept: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None
+    ) -> StageReport:
+        """The reward model's outcomes of samples, ``shares`` of ids by DP rank of its mesh; the first card of a replica
+        reports them. Samples that are not in the queue come along as ``kept``: id → (prompt, response)."""
+        mesh = self.meshes.reward_model
+        with self.log.stage("score", "score"), self._as(Phase.REWARD, self.roles.reward_model_in_hbm()):
+            assert mesh is not None
+            self.phases.require("score")
+            ids = shares[mesh.dp_rank]
+            if kept is None:
+                batch = self._read(ids, READ, mesh.tp_group)
+                rows = range(len(batch))
+                samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
+            else:
+                samples = [(list(kept[id][0]), list(kept[id][1])) for id in ids]
+            outcomes = self.roles.scores(samples)
+            self.log.remember("reward")
+        return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
     def train(self, minibatches: list[list[list[str]]]) -> StageReport:
         """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids."""
         self.phases.require("train")
-        with self._stage("train", "train"):
-            self._load_optimizer()
-            columns = (*TRAIN, REFERENCE) if self.reference_weights is not None else TRAIN
-            for shares in minibatches:
-                batch = self._read(shares[self._mesh.dp_rank], columns)
-                self._learn(to_sequences(batch))
-            self._remember_memory("train")
-        return self._report()
-
-    def _learn(self, sequences: Sequences) -> None:
-        self.metrics.update(self.trainer.forward_backward(sequences, self.loss))
-        self.metrics.update(self.trainer.optimizer_step())
+        trainer, mesh = self.trainer, self.meshes.train
+        assert trainer is not None and mesh is not None
+        columns = (*TRAIN, REFERENCE) if self.spec.deployment.reference else TRAIN
+        with self.log.stage("train", "train"):
+            self.switcher.load_optimizer()
+            trainer.allocate_gradients()
+            for number, shares in enumerate(minibatches):
+                batch = self._read(shares[mesh.dp_rank], columns, self.meshes.replica)
+                self.log.metrics.update(trainer.forward_backward(to_sequences(batch), self.loss))
+                arrived = self.switcher.await_optimizer if number == 0 else None
+                self.log.metrics.update(trainer.optimizer_step(arrived))
+            self.log.remember("train")
+        self.switcher.unload_optimizer()
+        return self.log.report()
 
     def save(self, checkpoint: str, export: str) -> None:
         """Writes the trainer's state and, as a Hugging Face folder, the weights."""
-        self.phases.require("save")
-        self._load_optimizer()
-        save_checkpoint(self.trainer, checkpoint)
-        save_folder(self.weights.train, export, tokenizer_from=self.spec.model.path)
+        trainer = self._resident_trainer()
+        save_checkpoint(trainer, checkpoint)
+        save_folder(trainer.model, export, tokenizer_from=self.spec.model.path)
 
     def restore(self, checkpoint: str) -> None:
-        self.phases.require("save")
-        self._load_optimizer()
-        load_checkpoint(self.trainer, checkpoint)
+        load_checkpoint(self._resident_trainer(), checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
         """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids)."""
         match request:
             case "status":
-                return {"rank": self.rank, "phase": self.phases.phase.value, "stage": self.stage} | (
-                    self.engine.status() if hasattr(self, "engine") else {}
-                )
-            case "submit":
-                return self.engine.submit(*args)
-            case "abort":
-                return self.engine.abort(*args)
+                stage = self.log.stage_name if hasattr(self, "log") else "start"
+                figures = self.engine.status() if self.engine is not None else {}
+                return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
+            case "submit" | "abort":
+                assert self.engine is not None, f"rank {self.rank} generates nothing"
+                return self.engine.submit(*args) if request == "submit" else self.engine.abort(*args)
         raise ValueError(f"control request {request!r}: expected status, submit or abort")
-
-    @property
-    def _mesh(self):
-        return self.weights.train_mesh
 
     @property
     def _samples(self) -> Samples:
         assert self.queue is not None, "this worker was started without a queue"
         return self.queue
 
-    @property
-    def _optimizer_resident(self) -> bool:
-        return all(self.offloader.resident(name) for name in self.optimizer_names)
+    def _resident_trainer(self) -> TrainEngine:
+        self.phases.require("save")
+        assert self.trainer is not None
+        self.switcher.load_optimizer()
+        self.switcher.await_optimizer()
+        return self.trainer
 
-    def _load_optimizer(self) -> None:
-        with self.metrics.timer("switch/onload"):
-            if not self._optimizer_resident:
-                self.offloader.back(self.optimizer_names)
-            self.trainer.allocate_gradients()
+    def _least(self, nbytes: int) -> int:
+        """The smallest of a number of all cards that train, so that they decide alike."""
+        least = torch.tensor([nbytes])
+        if self.meshes.trainers is not None:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
+        return int(least)
 
-    def _read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
-        return read_once(self._samples, ids, columns, self._mesh.tp_group)
+    def _read(self, ids: Sequence[str], columns: Sequence[str], group: dist.ProcessGroup | None) -> PackedBatch:
+        if not ids:
+            return PackedBatch.from_samples([], {name: [] for name in columns})
+        return read_once(self._samples, ids, columns, group)
 
     def _put(self, outputs: list[Output]) -> list[Output]:
         if outputs:
             self._samples.put(pack_outputs(outputs))
         return []
 
-    def _count_generation(self, before: dict[str, float]) -> None:
-        if self.engine.mesh.rank != 0:
+    def _count_generation(self, engine: Engine, before: dict[str, float]) -> None:
+        if engine.mesh.rank != 0:
             return  # the engine's figures are those of all its cards
-        after = self.engine.status()
+        after = engine.status()
         for name in ("generated_tokens", "dummy_steps", "preemptions", "prefix_hit_tokens"):
-            self.metrics.add(f"rollout/{name}", after[name] - before[name], rule="sum")
-
-    def _remember_memory(self, phase: str) -> None:
-        self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
+            self.log.metrics.add(f"rollout/{name}", after[name] - before[name], rule="sum")
+        self.log.metrics.add("rollout/kv_tokens_min", after["kv_tokens"])
 
     @contextmanager
-    def _stage(self, name: str, kind: str) -> Iterator[None]:
-        self.stage, self._ledger = name, MemoryLedger()
-        self.device.reset_peak()
-        with self.timeline.span(name, kind=kind):
-            yield
-            self.device.synchronize()
-        self.stage = "idle"
+    def _as(self, phase: Phase, weights: AbstractContextManager[None]) -> Iterator[None]:
+        """Inside, the card is in ``phase`` with these weights in HBM; then it is back where it was."""
+        home = self.phases.phase
+        self.phases.begin(phase)
+        try:
+            with weights:
+                self.phases.arrive(phase)
+                yield
+                self.phases.begin(home)
+            self.phases.arrive(home)
+        except BaseException:
+            self.phases.arrive(Phase.BROKEN)
+            raise
 
-    def _report(self, outputs: Sequence[Output] = ()) -> StageReport:
-        return StageReport(self.metrics.take(), self.timeline.drain(), self._ledger, list(outputs))
+
+def _first_of_replica(mesh: Mesh) -> bool:
+    """Whether this rank speaks for all that compute the same samples."""
+    return mesh.tp_rank == 0 and mesh.first_stage

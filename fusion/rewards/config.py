@@ -22,6 +22,10 @@ class RewardConfig:
     """`file.py:function` of your own reward, `fn(prompt, response, answer, **fields) -> float`; setting it implies
     `custom`."""
 
+    model: str | None = None
+    """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE sibling), whose score of
+    prompt and response is the reward, in place of a rule; a role of the cards, see `fusion`."""
+
     time_limit_s: float = 5.0
     """Seconds of wall time one sample may take; past them its process is replaced and the sample counts as failed."""
 
@@ -30,12 +34,14 @@ class RewardConfig:
 
     @property
     def kind(self) -> str:
-        """The reward in force: `custom` where a path is given, else `name`."""
-        return "custom" if self.path else self.name
+        """The reward in force: `model` or `custom` where `reward.model` or `reward.path` is given, else `name`."""
+        return "model" if self.model else "custom" if self.path else self.name
 
     def validate(self) -> None:
         if self.name not in NAMES:
             raise ValueError(f"reward.name={self.name!r}: expected one of {', '.join(NAMES)}")
+        if self.model and self.path:
+            raise ValueError(f"reward.model={self.model!r} and reward.path={self.path!r}: expected one of them")
         if self.kind == "custom":
             split_path(self.path)
         limit = self.time_limit_s

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ERRORS = ("raised", "timeout", "bad_type", "died")
+ERRORS = ("raised", "timeout", "bad_type", "died", "too_long")
+"""Of rules: the function raised, ran out of time, killed its process. Of either: the reward is no finite number. Of a
+reward model: the sample has more tokens than it has positions."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class RewardOutcome:
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
     """`critic/rewards/{mean,max,min,std}` over what was scored (absent where nothing was; std is the population's), and
-    counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_bad_type`, `…_died`."""
+    counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_bad_type`, `…_died`, `…_too_long`."""
     rewards = [o.reward for o in outcomes if o.reward is not None]
     figures: dict[str, float] = {"reward/failed": float(len(outcomes) - len(rewards))}
     for error in ERRORS:

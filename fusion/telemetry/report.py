@@ -52,6 +52,8 @@ class RunReport:
     answers: Sequence[Answer] = ()
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase over the whole run."""
+    switch_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of the switch in one step, of the slowest card, over the whole run; `a/b` is part of `a`."""
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     cards: Sequence[CardSummary] = ()
     """Of `summarize(spans)`."""
@@ -66,6 +68,7 @@ class RunReport:
         told: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
         told |= _rewards(rows)
         told["phase_s"] = _phases(rows)
+        told["switch_s"] = _parts(rows, "switch")
         told["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
         told["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
         told["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
@@ -75,6 +78,7 @@ class RunReport:
         """For a rich console; print it with `crop=False`, so that paths stay whole."""
         tables = [_answers(self.answers)] if self.answers else []
         tables += [_phase_table(self.phase_s)] if self.phase_s else []
+        tables += [_part_table(self.switch_s, self.steps)] if self.switch_s and self.steps else []
         tables += [_table(self.ledger.rows())] if self.ledger.phases else []
         tables += [_table(_card_rows(self.cards))] if self.cards else []
         parts: list[RenderableType] = [Text(self._headline(), style="bold", overflow="ignore", no_wrap=True)]
@@ -147,6 +151,16 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return phases
 
 
+def _parts(rows: Sequence[Mapping[str, Any]], phase: str) -> dict[str, float]:
+    prefix, parts = f"timing_s/{phase}/", dict[str, float]()
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(prefix) and value is not None:
+                part = name.removeprefix(prefix)
+                parts[part] = parts.get(part, 0.0) + value
+    return parts
+
+
 def _answers(answers: Sequence[Answer]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for title in ("prompt", "before", "after"):
@@ -175,6 +189,15 @@ def _phase_table(phase_s: Mapping[str, float]) -> Table:
     rows = [["time by phase", "seconds", "share"]]
     for phase, value in sorted(phase_s.items(), key=lambda item: -item[1]):
         rows.append([phase, seconds(value), f"{value / whole:.0%}" if whole else ""])
+    return _table(rows)
+
+
+def _part_table(part_s: Mapping[str, float], steps: int) -> Table:
+    """Milliseconds a step; parts of a part stand below it."""
+    rows = [["switch by part, there and back", "ms a step"]]
+    for part in sorted(part_s):
+        above, _, name = part.rpartition("/")
+        rows.append([f"  {name}" if above else name, f"{1000 * part_s[part] / steps:.2f}"])
     return _table(rows)
 
 

@@ -4,6 +4,7 @@ runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object a step
             tensorboard/      the same figures as TensorBoard events
             samples.jsonl     a few samples of every step: step, prompt, response, reward
+            control.jsonl     how generation was changed while the run went on, and what was refused
             timeline.json     what every card did, opens in https://ui.perfetto.dev
             checkpoints/      what a run resumes from
             hf/               the model as a Hugging Face folder
@@ -143,6 +144,7 @@ def describe(path: Path | str) -> list[str]:
         ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
         ("samples.jsonl", (path / "samples.jsonl").exists(), "samples of every step with their rewards"),
+        ("control.jsonl", (path / "control.jsonl").exists(), "how generation was changed while the run went on"),
         ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
         ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),
         ("hf/", exports, f"AutoModelForCausalLM.from_pretrained({str(path / 'hf')!r})"),

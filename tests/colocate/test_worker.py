@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distqueue import LocalQueue, PackedBatch
-from fusion.colocate import PhaseError, Worker, WorkerSpec
+from fusion.colocate import Deployment, OutOfMemory, PhaseError, Worker, WorkerSpec
 from fusion.ep_switch import FusionConfig, weights_checksum
 from fusion.inference import Request, RolloutConfig
 from fusion.model import Mesh, Parallel, Transformer, load_weights
@@ -18,13 +18,18 @@ GROUP = 4
 
 @pytest.fixture
 def worker(tmp_path):
+    return _worker(tiny_checkpoint(tmp_path))
+
+
+def _worker(path, dtype="float32", **fusion):
     spec = WorkerSpec(
         seed=5,
         steps=10,
-        model=ModelOptions(path=tiny_checkpoint(tmp_path)),
+        model=ModelOptions(path=path, dtype=dtype),
+        deployment=Deployment((0,), (0,), reference=(0,)),
         train=Parallel(),
         infer=Parallel(),
-        fusion=FusionConfig(bucket_bytes=1 << 14, checksum=True),
+        fusion=FusionConfig(bucket_bytes=1 << 14, checksum=True, **fusion),
         rollout=RolloutConfig(max_response_length=6, max_length=64),
         training=TrainingConfig(lr=1e-3),
         algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP),
@@ -51,7 +56,7 @@ def _one_step(worker, version):
     ids = _generate(worker, version)
     worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))
     worker.switch("train", version)
-    worker.reference([[ids]])
+    worker.reference([ids])
     report = worker.train([[ids]])
     return ids, report
 
@@ -61,7 +66,8 @@ def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
     worker.switch("infer", 0)
     held = worker.device.memory_by_owner()
     assert held["optimizer"] == held["gradients"] == 0 and held["kv"] > 0, "generation has the card to itself"
-    assert not worker.weights.train.weights.resident and worker.weights.infer.weights.resident
+    assert worker.weights.infer.weights.resident
+    assert held["weights"] < 1.1 * worker.weights.train.weights.nbytes, "one card, equal layouts: stored once"
     worker.switch("train", 0)
     assert worker.device.memory_by_owner()["kv"] == 0
     assert weights_checksum(worker.weights.train) == before, "there and back, bit for bit"
@@ -117,3 +123,47 @@ def test_control_is_answered(worker):
     assert status["rank"] == 0 and status["phase"] == "infer" and status["running"] == 0
     with pytest.raises(ValueError, match="'sing': expected status, submit or abort"):
         worker.control("sing")
+
+
+def _fill(worker, leave):
+    """Takes all of the card but so many bytes, for as long as the result lives."""
+    return torch.empty(worker.device.memory().free - leave, dtype=torch.uint8, device=worker.device.torch_device)
+
+
+def test_who_runs_out_of_memory_says_in_which_stage_and_who_held_it(worker):
+    worker.switch("infer", 0)
+    hog = _fill(worker, 1 << 10)
+    with pytest.raises(OutOfMemory, match=r"in stage 'generate'; HBM by owner: weights 2\d\dK .*kv \d+\.?\dM"):
+        _generate(worker, 0)
+    del hog
+
+
+def test_a_switch_that_runs_out_of_memory_leaves_the_card_broken(worker):
+    ids, _ = _one_step(worker, 0)
+    worker.switch("infer", 1)
+    hog = _fill(worker, 1 << 10)
+    worker.switch("train", 1)
+    del hog
+    hog = _fill(worker, 1 << 10)
+    with pytest.raises(OutOfMemory, match="in stage 'reference'; HBM by owner: weights"):
+        worker.reference([ids])
+    assert worker.phases.phase.value == "broken"
+    with pytest.raises(PhaseError, match="in phase broken and was asked to train"):
+        worker.train([[ids]])
+    del hog
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_the_optimizer_lives_changes_no_bit(tmp_path, dtype):
+    path, found = tiny_checkpoint(tmp_path), {}
+    for offload in ("none", "switch", "stream"):
+        worker = _worker(path, dtype, offload=offload)
+        held = []
+        for version in range(2):
+            _, report = _one_step(worker, version)
+            held.append(report.memory.by_owner["train"]["optimizer"])
+        worker.switch("infer", 2)
+        generating = worker.device.memory_by_owner()["optimizer"]
+        assert (generating > 0) == (offload == "none") and (min(held) > 0) == (offload != "stream")
+        found[offload] = weights_checksum(worker.weights.infer)
+    assert len(set(found.values())) == 1, found

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import ray
 
 from distqueue import DistQueue
-from fusion.colocate import WorkerSpec
+from fusion.colocate import Deployment, InferenceShare, WorkerSpec
 from fusion.ep_switch import FusionConfig
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.model import Parallel
@@ -15,16 +16,17 @@ from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
-from stalesync.cards import CardFailed, Cards, check_cards
+from stalesync.cards import CardFailed, Cards, check_cards, order_by_place
 from tests.helpers import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def cards(tmp_path_factory):
-    spec = WorkerSpec(
+def spec(tmp_path_factory):
+    return WorkerSpec(
         seed=5,
         steps=1,
         model=ModelOptions(path=tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)),
+        deployment=Deployment.colocated(2),
         train=Parallel(2),
         infer=Parallel(2, ep=2),
         fusion=FusionConfig(),
@@ -33,6 +35,10 @@ def cards(tmp_path_factory):
         algorithm=AlgorithmConfig(),
         device=DeviceConfig("emulated", capacity_bytes=256 << 20),
     )
+
+
+@pytest.fixture(scope="module")
+def cards(spec):
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     with Cards(spec, DistQueue.create(["train"]), timeout_s=120) as running:
         assert all("npu:0" in found for found in running.prepare())
@@ -68,9 +74,23 @@ def test_what_a_card_raises_names_its_rank_and_stage(cards):
         cards.call("generate", [])
 
 
-def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(cards):
-    with pytest.raises(CardFailed, match="rank 1 failed in stage 'switch'.*nowhere"):
-        cards.call("switch", each=[("infer", 0), ("nowhere", 0)])
+def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(spec, cards):
+    with Cards(spec, None, timeout_s=60) as others:
+        address = others.call("rendezvous", ranks=[0])[0]
+        with pytest.raises(CardFailed, match="rank 1 failed in stage 'prepare'.*nowhere"):
+            others.call("prepare", each=[(address,), ("nowhere://",)])
+
+
+def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
+    share = InferenceShare.of(RolloutConfig(), 1)
+    with pytest.raises(
+        CardFailed, match="rank 1 failed in stage 'switch': .* failed on rank 1, settings: ValueError: r"
+    ):
+        cards.call("switch", each=[("infer", 1, share), ("infer", 1, replace(share, max_seqs=0))])
+    for rank in range(2):
+        assert cards.control(rank, "status")["phase"] == "broken", "no half-switched model serves"
+    with pytest.raises(CardFailed, match="in phase broken and was asked to generate"):
+        cards.call("generate", [])
 
 
 @pytest.mark.parametrize(
@@ -84,6 +104,12 @@ def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(cards)
 )
 def test_auto_takes_what_the_cluster_counts(kind, cluster, found):
     assert claim(kind, cluster)[0] == found
+
+
+def test_ranks_go_node_by_node_and_card_by_card():
+    places = [("10.0.0.10", ["1"]), ("10.0.0.9", ["10"]), ("10.0.0.10", ["0"]), ("10.0.0.9", ["9"])]
+    assert order_by_place(places) == [3, 1, 2, 0]
+    assert order_by_place([("here", [])] * 3) == [0, 1, 2]
 
 
 def test_cards_that_are_not_there_are_refused_instead_of_awaited():

@@ -13,6 +13,7 @@ import pytest
 
 from fusion.model.options import LayoutOptions
 from stalesync.config import Config, check_overrides, known_keys
+from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,8 @@ def test_the_default_job_is_valid(checkpoint):
         ({"parallel__train": LayoutOptions(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
         ({"parallel__infer": LayoutOptions(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
         ({"parallel__infer": LayoutOptions(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
-        ({"parallel__train": LayoutOptions(tp=4)}, "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
+        ({"parallel__train": LayoutOptions(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
+        ({"parallel__infer": LayoutOptions(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
         ({"algorithm__minibatches": 3}, "algorithm.minibatches=3 does not divide data.prompts_per_step=64"),
         (
             {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},
@@ -64,12 +66,49 @@ def test_the_default_job_is_valid(checkpoint):
         ({"device__kind": "tpu"}, "device.kind=.*tpu.*: expected one of"),
         ({"reward__name": "vibes"}, "reward.name='vibes'"),
         ({"cluster__npus": 0}, "cluster.npus=0: expected at least 1"),
+        ({"fusion__deployment": "shared"}, "fusion.deployment='shared': expected one of separate, colocated, full, hy"),
+        (
+            {"fusion__deployment": "separate", "parallel__train": LayoutOptions(ep=4)},
+            r"parallel.train: ep=4 does not divide the 2 ranks .* \(cluster.npus=4; 2 of them in fusion.deployment=sep",
+        ),
+        (
+            {"fusion__deployment": "hybrid", "fusion__infer_cards": 1, "parallel__infer": LayoutOptions(tp=2)},
+            "parallel.infer: an engine takes 2 cards, which does not divide the 3 cards that train and generate",
+        ),
+        ({"fusion__score_cards": 2}, "fusion.score_cards=2: nothing would run on them, as algorithm.kl_coef is 0"),
+        (
+            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutOptions(tp=4)},
+            "parallel.score: tp=4 does not divide the 2 ranks of the layout",
+        ),
+        (
+            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutOptions(pp=2)},
+            "parallel.score.pp=2: expected 1",
+        ),
+        ({"reward__model": "nowhere"}, "reward.model: nowhere.* does not exist"),
+        (
+            {"reward__model": "judge", "reward__path": "judge.py:score"},
+            "reward.model='judge' and reward.path='judge.py",
+        ),
         ({"run__steps": 0}, "run.steps=0: expected at least 1"),
     ],
 )
 def test_what_does_not_fit_is_said_with_its_key(checkpoint, changes, message):
     with pytest.raises(ValueError, match=message):
         _config(checkpoint, **changes).validate()
+
+
+def test_a_reward_model_has_one_score(checkpoint, tmp_path):
+    with pytest.raises(
+        ValueError, match="reward.model: .* has no such head; expected a Qwen3ForSequenceClassification"
+    ):
+        _config(checkpoint, reward__model=checkpoint).validate()
+    two = tiny_reward_model(tmp_path / "two", num_labels=2)
+    with pytest.raises(ValueError, match="has a head of 2 labels; expected .* with num_labels=1"):
+        _config(checkpoint, reward__model=two).validate()
+    one = tiny_reward_model(tmp_path / "one")
+    config = _config(checkpoint, reward__model=one, fusion__deployment="full")
+    config.validate()
+    assert config.deployment.reward_model == (0, 1, 2, 3)
 
 
 def _undocumented(node, prefix=""):

@@ -13,6 +13,7 @@ import yaml
 
 from fusion.npu import open_device
 from stalesync.base_model import make_base_model
+from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,12 @@ def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
     assert rows[0]["memory/infer/optimizer_mib"] == rows[0]["memory/infer/gradients_mib"] == 0
     assert rows[0]["memory/train/kv_mib"] == 0
     assert 0 <= rows[0]["val/rewards/before"] <= 1 and 0 <= rows[1]["val/rewards/after"] <= 1
-    assert yaml.safe_load((run / "config.yaml").read_text())["parallel"]["train"] == {"tp": 2, "ep": 2}
+    assert yaml.safe_load((run / "config.yaml").read_text())["parallel"]["train"] == {
+        "tp": 2,
+        "ep": 2,
+        "pp": 1,
+        "etp": 1,
+    }
     assert json.loads((run / "timeline.json").read_text())
     assert {"prompt", "response", "reward"} <= set(json.loads((run / "samples.jsonl").read_text().splitlines()[0]))
     _, info = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
@@ -79,13 +85,45 @@ def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
     assert "going on from" in again.stdout
 
 
-def test_a_run_that_goes_on_is_bitwise_the_one_that_was_never_stopped(base, tmp_path):
-    for steps, name, *more in (("3", "whole"), ("2", "cut"), ("3", "cut", "run.resume=true")):
-        done = _train(base, tmp_path, f"run.steps={steps}", f"run.name={name}", "run.eval_prompts=0", *more)
-        assert done.returncode == 0, done.stdout + done.stderr
-    whole, cut = _rows(tmp_path / "whole"), _rows(tmp_path / "cut")
-    for name in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean"):
-        assert [row[name] for row in whole] == [row[name] for row in cut], name
+def test_a_run_that_goes_on_or_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, tmp_path):
+    kinds = {
+        "whole": [["run.steps=3"]],
+        "cut": [["run.steps=2"], ["run.steps=3", "run.resume=true"]],
+        "separate": [["run.steps=3", "fusion=separate", "cluster.npus=2", "fusion.checksum=true"]],
+    }
+    for name, starts in kinds.items():
+        for start in starts:
+            done = _train(base, tmp_path, f"run.name={name}", "run.eval_prompts=0", "algorithm.kl_coef=0.01", *start)
+            assert done.returncode == 0, done.stdout + done.stderr
+    for figure in ("critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "response_length/mean"):
+        curves = {name: [row[figure] for row in _rows(tmp_path / name)] for name in kinds}
+        assert curves["whole"] == curves["cut"] == curves["separate"], figure
+
+
+def test_four_roles_on_four_cards_and_a_request_that_changes_who_generates(base, tmp_path):
+    reward = tiny_reward_model(tmp_path / "judge")
+    full = [*FOUR, "parallel=tp2ep2_ep2", "fusion=full", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
+    run = _start(base, tmp_path, *full, "run.steps=1000")
+    folder = tmp_path / "run"
+    command = [sys.executable, "scripts/control.py", str(folder)]
+    asked = subprocess.run([*command, "engines=1", "rollout.max_seqs=2"], cwd=ROOT, capture_output=True, text=True)
+    assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
+    deadline = time.monotonic() + 60
+    while not (rows := [row for row in _rows(folder) if row["rollout/engines"] == 1]):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    first = _rows(folder)[0]
+    assert first["rollout/engines"] == 2 and first["rollout/kv_tokens_min"] > rows[0]["rollout/kv_tokens_min"]
+    assert first["memory/reward/weights_mib"] > 0 and first["memory/reference/weights_mib"] > 0
+    assert first["reward/failed"] == 0 and first["critic/rewards/std"] > 0
+    (record,) = [json.loads(line) for line in (folder / "control.jsonl").read_text().splitlines()]
+    assert record["outcome"] == "applied" and record["step"] == rows[0]["step"]
+    assert "actor_train 0-3, actor_generation 0-3, reference 0-3, reward_model 0-3" in out
+    for promise in ("switch by part", "reshard", "exchange", "offload", "onload", "kv"):
+        assert promise in out, promise
 
 
 REWARDS = {
@@ -112,6 +150,21 @@ def test_a_reward_that_fails_is_counted_and_shown_and_the_loop_goes_on(base, tmp
     assert 0 < failed < 64 and failed == sum(row["reward/failed"] for row in rows)
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr, "shown once, with where it came from"
     assert "could not be scored" in done.stdout
+
+
+def test_reference_and_reward_model_score_on_a_card_of_their_own(base, tmp_path):
+    reward = tiny_reward_model(tmp_path / "judge", max_position_embeddings=6)
+    score = ["cluster.npus=2", "fusion.score_cards=1", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
+    done = _train(base, tmp_path, *score, "run.steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "actor_train 0, actor_generation 0, reference 1, reward_model 1" in done.stdout
+    rows = _rows(tmp_path / "run")
+    failed = sum(row["reward/failed_too_long"] for row in rows)
+    assert 0 < failed < 64 and failed == sum(row["reward/failed"] for row in rows), "counted by name, not trained"
+    spans = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    stages = [{span["name"] for span in spans if span["pid"] == pid and "dur" in span} for pid in (1, 2)]
+    assert {"generate", "train"} <= stages[0] - stages[1] and stages[1] == {"score", "reference"}
+    assert rows[0]["critic/rewards/std"] > 0 and rows[0]["actor/kl_loss"] < 1e-6
 
 
 def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):

@@ -1,0 +1,90 @@
+"""The weights of a model that is never trained, on a card that others need too: reference and reward model.
+
+    host, pinned, taken once ──come──► HBM, beside the actor or in its place ──leave──► nothing to copy: they are frozen
+
+Which of the two is `residency`'s to say. In the actor's place the two sides change unit by unit, in an order that needs
+no more room than the larger of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fusion.colocate.residency import Residency, exchange_order
+from fusion.model import Buckets, Transformer
+from fusion.npu import Device
+from fusion.offload import HostPool, Offloader
+
+
+class FrozenWeights:
+    """``weights`` and their copy on the host. They are in HBM when this is made and leave it at once.
+
+    Invariant: outside `in_hbm` they are in HBM if and only if the residency is `all`.
+    """
+
+    def __init__(self, weights: Buckets, device: Device, pool: HostPool):
+        self.weights, self._device, self._stream = weights, device, device.new_stream()
+        self._host = pool.take([flat.nbytes for flat in weights.flats])
+        self._stream.wait_stream(device.current_stream())
+        with device.on_stream(self._stream):
+            for host, flat in zip(self._host, weights.flats, strict=True):
+                host.copy_(flat.view(torch.uint8), non_blocking=True)
+        self._stream.synchronize()
+        self.weights.release()
+        self._stays = False
+
+    def stay(self) -> None:
+        """They come, and do not leave any more."""
+        for index in range(len(self._host)):
+            self._come(index)
+        self._arrive()
+        self._stays = True
+
+    @contextmanager
+    def in_hbm(self, residency: Residency, actor: Buckets, offloader: Offloader) -> Iterator[None]:
+        """Inside, the weights are there to compute with; with ``one``, the actor's are not."""
+        if residency == "all":
+            assert self._stays
+            yield
+            return
+        leaving = {f"actor.{index}": flat for index, flat in enumerate(actor.flats)} if residency == "one" else {}
+        names = list(leaving)
+        offloader.out(leaving)
+        sizes = [flat.nbytes for flat in leaving.values()]
+        for way, index in exchange_order(sizes, [host.numel() for host in self._host]):
+            if way == "in":
+                self._come(index)
+            else:
+                offloader.wait([names[index]])
+        self._arrive()
+        try:
+            yield
+        finally:
+            self.weights.release()
+            offloader.back(names)
+            offloader.wait(names)
+
+    def _come(self, index: int) -> None:
+        self.weights.allocate(index)
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on_stream(self._stream):
+            self.weights.flats[index].view(torch.uint8).copy_(self._host[index], non_blocking=True)
+
+    def _arrive(self) -> None:
+        self._device.current_stream().wait_stream(self._stream)
+
+
+@contextmanager
+def wearing(model: Transformer, weights: Buckets) -> Iterator[None]:
+    """Inside, the model computes with these weights of its own shape; its own stay untouched."""
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.data = weights.views[name]
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.data = own[name]

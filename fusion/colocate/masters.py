@@ -1,0 +1,118 @@
+"""The way back to TRAIN with masters on the host: which units of the weights a rank rounds from its own. Pure.
+
+    fp32 masters of a rank     │ master.0: its share of bucket 0 │ master.1: … │      sharded over replicas
+    units of its weights       │ layer 0, norms ▓▓│ layer 0, qkv … ░░│ expert 0 ▓▓│ expert 1 ░▓│
+                                 ▓ all of it is in own masters: it can come from the host
+
+Weights are published by rounding masters, so both ways give the same bits. A unit comes from the host whole or not at
+all, and each rank chooses by `plan_return`: the wire, at the speed of its slowest link to the nearest engine, and the
+host link work at the same time. With expert parallelism most units are experts, whose masters are seldom divided.
+Units whose masters are divided between replicas come over the wire.
+
+Invariants: every element of a hosted unit is in exactly one run; a hosted unit is one that the rank's masters cover,
+that it lacks in the source layout, wholly or in part, and that `plan_return` sends to the host. All ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from fusion.ep_switch import Layout, Topology, shared_units
+from fusion.ep_switch.fill import HostPart
+from fusion.ep_switch.fragments import intersect
+from fusion.ep_switch.moves import UnitId
+from fusion.model import local_params
+from fusion.model.table import Box
+from fusion.offload import Part, plan_return
+from fusion.training.shards import gradient_buckets, own_range, shard_pieces
+
+
+class MasterRun(NamedTuple):
+    """``numel`` elements of the parameter ``name``: in a unit of the weights from ``start`` on, and in the master of
+    the optimizer's shard number ``shard`` from ``at`` on."""
+
+    name: str
+    start: int
+    shard: int
+    at: int
+    numel: int
+
+
+def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
+    """The units of a rank of the training layout that its own masters cover → what of which master lies where."""
+    parallel, place = layout.parallel, layout.ranks.index(rank) % layout.parallel.world
+    most = layout.bucket_bytes // layout.dtype.itemsize
+    table = local_params(layout.config, parallel, place, layout.placement, most)
+    buckets, _ = gradient_buckets(layout.config, parallel, table, layout.bucket_bytes)
+    by_name: dict[str, list[MasterRun]] = defaultdict(list)
+    for shard, bucket in enumerate(buckets):
+        for piece in shard_pieces(bucket, *own_range(bucket, parallel, place)):
+            by_name[piece.param.name].append(MasterRun(piece.param.name, piece.start, shard, piece.at, piece.numel))
+    found = {}
+    for index, unit in enumerate(layout.units(rank)):
+        runs = [run._replace(start=run.start + at) for param, at in unit.entries for run in by_name[param.name]]
+        if sum(run.numel for run in runs) == sum(param.numel for param, _ in unit.entries):
+            found[index] = tuple(runs)
+    return found
+
+
+def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology: Topology) -> tuple[UnitId, ...]:
+    """The units of the training layout that come from the hosts of those of its ``ranks`` that have masters there."""
+    hosted: list[UnitId] = []
+    for rank in ranks:
+        runs, shared, held = master_runs(train, rank), shared_units(source, train, rank), _boxes(source, rank)
+        units = [index for index in range(len(train.units(rank))) if index not in shared]
+        lacking = _lacking(train, rank, held)
+        parts = [
+            Part(
+                lacking[index] * train.dtype.itemsize,
+                sum(run.numel for run in runs[index]) * torch.float32.itemsize if index in runs else None,
+            )
+            for index in units
+        ]
+        wire = topology.bytes_per_s[_level_to_nearest_engine(source, rank, topology)]
+        plan = plan_return(parts, wire, topology.host_bytes_per_s, masters_return=False)
+        hosted += [(rank, index) for index, way in zip(units, plan.sources, strict=True) if way == "host"]
+    return tuple(sorted(hosted))
+
+
+def host_parts(
+    runs: Mapping[int, Iterable[MasterRun]], masters: Mapping[int, torch.Tensor]
+) -> dict[int, list[HostPart]]:
+    """The runs as views of the masters, flat float32 host tensors by shard."""
+    return {
+        unit: [HostPart(run.name, run.start, masters[run.shard][run.at : run.at + run.numel]) for run in found]
+        for unit, found in runs.items()
+    }
+
+
+def _boxes(layout: Layout, rank: int) -> dict[str, set[Box]]:
+    found: dict[str, set[Box]] = defaultdict(set)
+    for name, region, _ in layout.places(rank):
+        found[name].add(region)
+    return found
+
+
+def _lacking(layout: Layout, rank: int, held: Mapping[str, set[Box]]) -> dict[int, int]:
+    """Unit → its elements that the rank does not hold already. What is held of a tensor are disjoint boxes."""
+    lacking: dict[int, int] = defaultdict(int)
+    for name, region, place in layout.places(rank):
+        hits = [hit for box in held.get(name, ()) if (hit := intersect(region, box))]
+        lacking[place.unit] += _numel(region) - sum(map(_numel, hits))
+    return lacking
+
+
+def _numel(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def _level_to_nearest_engine(source: Layout, rank: int, topology: Topology) -> int:
+    """Level of the slowest link to the ranks of one engine, which together hold all weights, of the nearest engine."""
+    size = source.parallel.world
+    engines = [source.ranks[first : first + size] for first in range(0, len(source.ranks), size)]
+    return min(max(topology.level(rank, other) for other in engine) for engine in engines)

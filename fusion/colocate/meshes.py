@@ -1,0 +1,67 @@
+"""The process groups of a card: one mesh a role, and the groups that switch and read together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from fusion.colocate.spec import WorkerSpec
+from fusion.model import Mesh, Parallel
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """A mesh is None where the card has no part in it, a group where it has one member.
+
+    ``actor`` and ``trainers``: the cards of a switch to INFER, and to TRAIN. ``replica``: the cards that train on the
+    same samples.
+    """
+
+    train: Mesh | None
+    engine: Mesh | None
+    reference: Mesh | None
+    reward_model: Mesh | None
+    actor: dist.ProcessGroup | None
+    trainers: dist.ProcessGroup | None
+    replica: dist.ProcessGroup | None
+
+    @classmethod
+    def create(cls, spec: WorkerSpec, rank: int) -> Meshes:
+        """Collective over the whole world: every card makes all groups in the same order."""
+        deployment = spec.deployment
+
+        def mesh(parallel: Parallel | None, ranks: tuple[int, ...]) -> Mesh | None:
+            made = Mesh.create(parallel, ranks) if parallel is not None and ranks else None
+            return made if made is not None and made.rank >= 0 else None
+
+        train = mesh(spec.train, deployment.train)
+        engines = [mesh(spec.infer_of_one_engine, ranks) for ranks in spec.engines]
+        reward = spec.reward_model
+        return cls(
+            train,
+            next((engine for engine in engines if engine is not None), None),
+            mesh(spec.reference, deployment.reference),
+            mesh(reward.layout if reward else None, deployment.reward_model),
+            group_of(deployment.actor, rank),
+            group_of(deployment.train, rank),
+            _replicas(spec, rank) if spec.train.pp > 1 else train.tp_group if train else None,
+        )
+
+
+def group_of(ranks: Sequence[int], rank: int) -> dist.ProcessGroup | None:
+    """The process group of these ranks, None for one alone or a rank that is not in it. Collective over the world."""
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(list(ranks))
+    return group if rank in ranks else None
+
+
+def _replicas(spec: WorkerSpec, rank: int) -> dist.ProcessGroup | None:
+    """Every TP rank of every stage with the same DP coordinate, the first of the first stage in front."""
+    members: dict[int, list[int]] = {}
+    for place, card in enumerate(spec.deployment.train):
+        members.setdefault(spec.train.coordinate("dp", place), []).append(card)
+    groups = [group_of(cards, rank) for cards in members.values()]
+    return next((group for group in groups if group is not None), None)

@@ -1,0 +1,52 @@
+"""Whose weights are in HBM while reference and reward model compute on cards that train. Pure.
+
+    beside    the role's weights come beside the actor's and leave again        (every deployment but full)
+    one       the actor's leave, the role's come in the room they left, and back: one model in HBM at a time
+    all       the role's weights stay in HBM from the start: nothing is copied, the KV cache is that much smaller
+
+Invariants (property-tested in tests/colocate/test_residency.py): `exchange_order` names every unit once, units of one
+side in order; after every step of it the bytes in HBM are at most those of the larger side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+Residency = Literal["beside", "one", "all"]
+
+ROOM = 0.5
+"""Share of the free memory that resident roles may take: the rest is for activations and the KV cache."""
+
+
+def choose_residency(deployment: str, wish: str, free_bytes: int, role_bytes: int) -> Residency:
+    """How roles live on cards that train.
+
+    Args:
+        wish: `fusion.resident`, which counts in *full* only: one, all or auto.
+        free_bytes: what the allocator says is free once all of training is in HBM.
+        role_bytes: weights of all scoring roles on the card.
+    """
+    if deployment != "full":
+        return "beside"
+    if wish == "auto":
+        return "all" if role_bytes <= ROOM * free_bytes else "one"
+    return "one" if wish == "one" else "all"
+
+
+def exchange_order(leaving: Sequence[int], coming: Sequence[int]) -> Iterator[tuple[Literal["out", "in"], int]]:
+    """In which order units (bytes each) leave and come, so that they never need more than the larger side.
+
+    Yields:
+        ("out", index in ``leaving``) or ("in", index in ``coming``).
+    """
+    freed = taken = done = 0
+    for index, nbytes in enumerate(coming):
+        while done < len(leaving) and taken + nbytes > freed:
+            yield "out", done
+            freed += leaving[done]
+            done += 1
+        yield "in", index
+        taken += nbytes
+    for index in range(done, len(leaving)):
+        yield "out", index

@@ -1,0 +1,137 @@
+"""Reference and reward model on one card: where their weights are, and what they say.
+
+cards that train   the reference wears the trainer's module and computes in its layout; the reward model has a model
+                   of its own; the weights of both wait on the host (`FrozenWeights`)
+their own cards    both have models of their own, which stay in HBM
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fusion.colocate.frozen import FrozenWeights, wearing
+from fusion.colocate.meshes import Meshes
+from fusion.colocate.residency import Residency, choose_residency
+from fusion.colocate.scoring import sequence_scores, token_logprobs
+from fusion.colocate.spec import WorkerSpec
+from fusion.colocate.translate import Translator
+from fusion.colocate.weights import PolicyWeights
+from fusion.model import Buckets, Mesh, ModelConfig, Transformer, load_weights
+from fusion.npu import Device
+from fusion.offload import HostPool, Offloader
+from fusion.rewards import RewardOutcome
+from fusion.training import Sequences, TrainEngine
+
+
+class FrozenRoles:
+    """Made before the trainer, so that its weights can be copied while there is room. ``riding``: the roles' weights
+    that wait on this card's host, by name."""
+
+    def __init__(
+        self, spec: WorkerSpec, rank: int, device: Device, meshes: Meshes, policy: PolicyWeights, pool: HostPool
+    ):
+        self.spec, self.device, self.meshes, self.policy = spec, device, meshes, policy
+        self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
+        self.residency: Residency = "beside"
+        self.riding: dict[str, FrozenWeights] = {}
+        self.reference: Transformer | None = None
+        self.reward_model: Transformer | None = None
+        self.translate: Translator | None = None
+        if meshes.reference is not None:
+            self.reference = self._load(spec.model.path, meshes.reference)
+        elif rank in spec.deployment.reference:
+            self.riding["reference"] = FrozenWeights(self._copy_of_trainer(), device, pool)
+        reward = spec.reward_model
+        if meshes.reward_model is not None and reward is not None:
+            self.reward_model = self._load(reward.path, meshes.reward_model)
+            if policy.train is not None:
+                self.riding["reward_model"] = FrozenWeights(self.reward_model.weights, device, pool)
+            if reward.translate:
+                self.translate = Translator(spec.model.path, reward.path)
+
+    def settle(self, free_bytes: int) -> None:
+        """Decides who stays in HBM, once all of training is there. ``free_bytes``: of the card with least."""
+        needed = sum(frozen.weights.nbytes for frozen in self.riding.values())
+        fusion = self.spec.fusion
+        self.residency = choose_residency(fusion.deployment, fusion.resident, free_bytes, needed)
+        if self.residency == "all":
+            for frozen in self.riding.values():
+                frozen.stay()
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether roles still come into HBM, in the room the optimizer leaves."""
+        return bool(self.riding) and self.residency != "all"
+
+    @contextmanager
+    def reference_in_hbm(self) -> Iterator[None]:
+        with self._in_hbm("reference"):
+            if self.reference is not None:
+                yield
+                return
+            assert self.policy.train is not None
+            with wearing(self.policy.train, self.riding["reference"].weights):
+                yield
+
+    @contextmanager
+    def reward_model_in_hbm(self) -> Iterator[None]:
+        with self._in_hbm("reward_model"):
+            yield
+
+    def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
+        """float32 [N] on the CPU: the reference's log-probability of every response token. In `reference_in_hbm`;
+        collective over the reference's mesh, which is the trainer's where it has no cards of its own."""
+        if self.reference is None:
+            assert trainer is not None
+            return trainer.logprobs(sequences)[0]
+        return token_logprobs(self.reference, sequences, self.spec.training.token_budget, self.spec.temperature)
+
+    def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
+        """One outcome a sample (prompt, response), in order. In `reward_model_in_hbm`; collective over its mesh."""
+        assert self.reward_model is not None
+        tokens = [self.translate(*s) if self.translate else [*s[0], *s[1]] for s in samples]
+        longest = self.reward_model.config.max_positions
+        fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= longest]
+        found = sequence_scores(
+            self.reward_model,
+            [torch.tensor(tokens[index], dtype=torch.int64) for index in fits],
+            self.spec.training.token_budget,
+        )
+        scores = dict(zip(fits, found, strict=True))
+        return [_outcome(scores.get(index), len(ids), longest) for index, ids in enumerate(tokens)]
+
+    @contextmanager
+    def _in_hbm(self, role: str) -> Iterator[None]:
+        if role not in self.riding:
+            yield
+            return
+        assert self.policy.train is not None
+        with self.riding[role].in_hbm(self.residency, self.policy.train.weights, self.offloader):
+            yield
+
+    def _load(self, path: str, mesh: Mesh) -> Transformer:
+        options = self.spec.model
+        config, bucket_bytes = ModelConfig.from_hf(path), self.spec.fusion.bucket_bytes
+        model = Transformer(config, mesh, self.device, options.torch_dtype, bucket_bytes=bucket_bytes)
+        model.requires_grad_(False)
+        load_weights(model, path)
+        return model
+
+    def _copy_of_trainer(self) -> Buckets:
+        assert self.policy.train is not None
+        source = self.policy.train.weights
+        copy = Buckets(source.plans, self.device, source.dtype, owner="weights")
+        for into, flat in zip(copy.flats, source.flats, strict=True):
+            into.copy_(flat)
+        return copy
+
+
+def _outcome(score: float | None, length: int, longest: int) -> RewardOutcome:
+    if score is None:
+        return RewardOutcome(None, "too_long", f"{length} tokens; the reward model has {longest} positions")
+    if score != score or score in (float("inf"), float("-inf")):
+        return RewardOutcome(None, "bad_type", f"the reward model's score is {score}")
+    return RewardOutcome(score)

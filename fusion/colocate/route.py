@@ -1,0 +1,62 @@
+"""Where the actor's weights go when the phase changes, for the engines that generate this time. Pure.
+
+    cards that train and generate   training layout ──► inference layout, and back: the weights change place
+    cards that only generate        receive                                       and keep what they have
+    cards that only train           send and keep                                 nothing to do
+
+Invariants: after `to_infer` every engine of the route holds the whole policy in its layout; the training layout is
+whole somewhere at every time outside a switch: kept where no engine of the route has training cards, else rebuilt by
+`to_train`, which asks only cards that train, and the hosts on which their masters wait (`masters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion.colocate.deployment import Deployment
+from fusion.colocate.masters import choose_hosted
+from fusion.colocate.phases import Phase
+from fusion.colocate.spec import WorkerSpec
+from fusion.ep_switch import Layout, Plan, Topology, plan_switch
+from fusion.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Route:
+    """Both switches of a step. ``generating``: the ranks of the engines that run; ``to_train`` None: the trainer keeps
+    its weights meanwhile."""
+
+    deployment: Deployment
+    generating: tuple[int, ...]
+    to_infer: Plan
+    to_train: Plan | None
+
+    def phase_of(self, rank: int, wish: Phase) -> Phase:
+        """The phase in which the card ``rank`` takes part in the phase ``wish``, TRAIN or INFER, of the run."""
+        trains = rank in self.deployment.train
+        if wish is Phase.TRAIN:
+            return Phase.TRAIN if trains else Phase.STANDBY
+        if trains and self.to_train is None:
+            return Phase.TRAIN
+        return Phase.INFER if rank in self.generating else Phase.STANDBY
+
+
+def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> Route:
+    """The route to the engines of these numbers; the same on every rank."""
+    deployment, dtype, bucket_bytes = spec.deployment, spec.model.torch_dtype, spec.fusion.bucket_bytes
+    generating = tuple(rank for number in engines for rank in spec.engines[number])
+    shared = tuple(rank for rank in generating if rank in deployment.train)
+
+    def inference(ranks: tuple[int, ...]) -> Layout:
+        return Layout(config, spec.infer_of_one_engine, ranks, dtype, bucket_bytes)
+
+    train = Layout(config, spec.train, deployment.train, dtype, bucket_bytes)
+    to_infer = plan_switch(train, inference(generating), bucket_bytes, spec.topology, keep=not shared)
+    to_train = None
+    if shared:
+        topology, both = spec.topology or Topology.single_node(), {rank for ranks in spec.engines for rank in ranks}
+        away = spec.masters_away and [rank for rank in deployment.train if rank in both]
+        hosted = choose_hosted(inference(shared), train, away, topology) if away else ()
+        to_train = plan_switch(inference(shared), train, bucket_bytes, topology, hosted=hosted)
+    return Route(deployment, generating, to_infer, to_train)

@@ -1,0 +1,62 @@
+"""What frozen models say of samples: log-probabilities of the reference, scores of the reward model.
+
+packed sequences ─ micro-batches, as many on every rank ─► hidden_ND ─┬─► log-probability of every response token
+                                                                     └─► score of every last token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fusion.model import PackedAttention, Transformer
+from fusion.training import Sequences
+from fusion.training.batch import plan_micro_batches
+from fusion.training.logprobs import vocab_parallel_logprobs
+
+
+@torch.no_grad()
+def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_budget: int) -> list[float]:
+    """What the head of a reward model says at the last token of each sample, in order.
+
+    Collective over the model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; none is allowed.
+    """
+    sequences = Sequences.from_samples(samples, [()] * len(samples))
+    scores = torch.zeros(len(samples))
+    for indices, batch, hidden_ND in _forward(model, sequences, token_budget):
+        if indices:
+            last = torch.tensor(batch.lengths).cumsum(0) - 1
+            found_n1 = model.scores(hidden_ND.index_select(0, last.to(hidden_ND.device)))
+            scores[indices] = found_n1.squeeze(1).to("cpu", torch.float32)
+    return scores.tolist()
+
+
+@torch.no_grad()
+def token_logprobs(model: Transformer, sequences: Sequences, token_budget: int, temperature: float) -> torch.Tensor:
+    """float32 [N] on the CPU: the log-probability of every response token; 0 elsewhere. Collective over the mesh."""
+    logprobs_N = torch.zeros(len(sequences.tokens))
+    for indices, batch, hidden_ND in _forward(model, sequences, token_budget):
+        rows = batch.loss_mask.nonzero().squeeze(1)
+        logits_nVl = model.logits(hidden_ND.index_select(0, (rows - 1).to(hidden_ND.device)))
+        targets_n = batch.tokens[rows].to(hidden_ND.device)
+        found, _ = vocab_parallel_logprobs(logits_nVl, targets_n, model.mesh, temperature)
+        logprobs_N[sequences.rows_of(indices)[rows]] = found.cpu()
+    return logprobs_N
+
+
+def _forward(
+    model: Transformer, sequences: Sequences, token_budget: int
+) -> Iterator[tuple[list[int], Sequences, torch.Tensor]]:
+    """(indices of the sequences, the micro-batch, its hidden states [N, D]); a rank that has fewer runs empty ones."""
+    assert model.mesh.parallel.pp == 1
+    plan = plan_micro_batches(sequences.lengths, token_budget)
+    most = torch.tensor([len(plan)])
+    if model.mesh.world_group is not None:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=model.mesh.world_group)
+    device = model.device.torch_device
+    for indices in [*plan, *[[]] * (int(most) - len(plan))]:
+        batch = sequences.select(indices)
+        attend = PackedAttention(batch.lengths)
+        yield indices, batch, model(batch.tokens.to(device), batch.positions.to(device), attend)

@@ -1,0 +1,93 @@
+"""What the inference phase may use: which engines run, how much of each card, how many sequences.
+
+A share holds from one switch to INFER to the next, so it may change between two steps of a run that goes on. Pure data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion.inference.config import RolloutConfig
+
+KEYS = ("engines", "rollout.kv_fraction", "rollout.max_kv_tokens", "rollout.max_seqs")
+"""What may be changed while a run goes on; all but the first start as the config says."""
+
+
+@dataclass(frozen=True)
+class InferenceShare:
+    """``engines``: numbers of the engines that generate, ascending; the other fields as in `RolloutConfig`."""
+
+    engines: tuple[int, ...]
+    kv_fraction: float
+    max_seqs: int
+    max_kv_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: RolloutConfig, engines: int) -> InferenceShare:
+        """All engines, as the config says: what a run starts with."""
+        return cls(tuple(range(engines)), config.kv_fraction, config.max_seqs, config.max_kv_tokens)
+
+    def rollout(self, config: RolloutConfig) -> RolloutConfig:
+        """The config of an engine under this share."""
+        tokens = max(config.max_batch_tokens, self.max_seqs)  # every running sequence decodes one token a step
+        mine: dict[str, Any] = {name: getattr(self, name) for name in ("kv_fraction", "max_seqs", "max_kv_tokens")}
+        return replace(config, max_batch_tokens=tokens, **mine)
+
+    def changed(self, wishes: Mapping[str, Any], config: RolloutConfig, engines: int, longest: int) -> InferenceShare:
+        """This share with some of KEYS changed.
+
+        Args:
+            wishes: key → value as a person writes it: numbers, null, engines as `all` or `0,2`.
+            engines: how many the run has. longest: tokens of its longest sample.
+
+        Raises:
+            ValueError: a key that cannot be changed, or a value out of range, naming key and accepted values.
+        """
+        share = self
+        for key, value in wishes.items():
+            if key not in KEYS:
+                raise ValueError(f"{key!r} cannot be changed while a run goes on; expected one of {', '.join(KEYS)}")
+            name = key.removeprefix("rollout.")
+            parsed: Any = _engines(value, engines) if name == "engines" else _number(key, value)
+            share = replace(share, **{name: parsed})
+        share.rollout(config).validate()
+        if share.max_kv_tokens is not None and share.max_kv_tokens // config.block_size * config.block_size < longest:
+            raise ValueError(
+                f"rollout.max_kv_tokens={share.max_kv_tokens}: expected null, or at least the longest sample "
+                f"(data.max_prompt_length + rollout.max_response_length = {longest} tokens) in whole blocks of "
+                f"rollout.block_size={config.block_size}"
+            )
+        return share
+
+    def state(self) -> dict[str, Any]:
+        """The share as `changed` takes it: what a checkpoint and the run's records hold."""
+        return {
+            "engines": ",".join(map(str, self.engines)),
+            "rollout.kv_fraction": self.kv_fraction,
+            "rollout.max_kv_tokens": self.max_kv_tokens,
+            "rollout.max_seqs": self.max_seqs,
+        }
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={'null' if value is None else value}" for key, value in self.state().items())
+
+
+def _engines(value: Any, count: int) -> tuple[int, ...]:
+    if value == "all":
+        return tuple(range(count))
+    words = str(value).split(",")
+    if not all(word.strip().isdigit() and int(word) < count for word in words):
+        raise ValueError(f"engines={value}: expected all, or numbers of engines between 0 and {count - 1} (0,2)")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _number(key: str, value: Any) -> float | int | None:
+    whole = key != "rollout.kv_fraction"
+    if key == "rollout.max_kv_tokens" and value in (None, "null"):
+        return None
+    try:
+        return int(str(value)) if whole else float(str(value))
+    except ValueError:
+        raise ValueError(f"{key}={value}: expected a {'whole number' if whole else 'number in (0, 1]'}") from None

@@ -1,0 +1,80 @@
+"""What a card tells of the stages it runs: figures, spans, who held its memory, and who held it when it ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion.colocate.together import BrokenOff
+from fusion.ep_switch import SwitchError
+from fusion.inference import Output
+from fusion.npu import Device
+from fusion.rewards import RewardOutcome
+from fusion.telemetry import MemoryLedger, Metrics, Span, Timeline
+from fusion.telemetry.memory import human_bytes
+
+
+@dataclass
+class StageReport:
+    """What one card tells the controller of a stage."""
+
+    metrics: dict[str, Any]
+    spans: list[Span]
+    memory: MemoryLedger
+    outputs: list[Output] = field(default_factory=list)
+    """Only where the controller asked to keep them."""
+    scores: dict[str, RewardOutcome] = field(default_factory=dict)
+    """Of the reward model, by sample id."""
+
+
+class OutOfMemory(RuntimeError):
+    """A card ran out of memory; the message says in which stage, and who held what."""
+
+
+class StageLog:
+    """The records of one card. ``stage_name``: what it is doing; ``metrics`` are handed over with every report."""
+
+    def __init__(self, rank: int, device: Device):
+        self.rank, self.device = rank, device
+        self.stage_name = "start"
+        self.metrics = Metrics()
+        self._timeline, self._ledger = Timeline(f"card {rank}"), MemoryLedger()
+
+    @contextmanager
+    def stage(self, name: str, kind: str) -> Iterator[None]:
+        """The block is a stage; it ends when the card has done its work."""
+        self.stage_name, self._ledger = name, MemoryLedger()
+        self.device.reset_peak()
+        with self._timeline.span(name, kind=kind), self.told(name):
+            yield
+            self.device.synchronize()
+        self.stage_name = "idle"
+
+    def remember(self, phase: str) -> None:
+        """Records who holds the memory now, and the stage's peak, as those of a phase."""
+        self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
+
+    def report(self, outputs: Sequence[Output] = (), scores: Mapping[str, RewardOutcome] | None = None) -> StageReport:
+        """The last stage's."""
+        return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, list(outputs), dict(scores or {}))
+
+    @contextmanager
+    def told(self, stage: str) -> Iterator[None]:
+        """Whoever runs out of memory inside says who held it.
+
+        Raises:
+            OutOfMemory: in place of the allocator's error, or of a switch's that this card broke by it.
+        """
+        try:
+            yield
+        except (torch.OutOfMemoryError, SwitchError, BrokenOff) as error:
+            mine = [failure.reason for failure in getattr(error, "failures", ()) if failure.rank == self.rank]
+            if not (isinstance(error, torch.OutOfMemoryError) or any("OutOfMemoryError" in reason for reason in mine)):
+                raise
+            held = self.device.memory_by_owner()
+            table = "  ".join(f"{owner} {human_bytes(count)}" for owner, count in held.items())
+            raise OutOfMemory(f"out of memory in stage {stage!r}; HBM by owner: {table}\n{error}") from error

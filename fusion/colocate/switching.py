@@ -1,0 +1,163 @@
+"""A card changes its phase: what leaves, what moves, what comes, in which order, and who waits for whom.
+
+    to INFER   gradients dropped ─ optimizer starts to leave ─ weights resharded ─ optimizer gone ─ KV from what is free
+    to TRAIN   KV dropped ─ weights resharded ─ optimizer starts to come, waited for by the step that needs it
+
+Where masters of the weights are on the host, some of the weights come from there on the way to TRAIN (`masters`).
+A card that only generates drops KV and old weights, takes the new ones, and sizes its KV; one that only trains sends
+and keeps what it has. Every part ends on all cards before the next begins on any, and fails on all if it fails on one:
+the card is then BROKEN (`PhaseMachine.begin`), so no half-switched model ever serves.
+
+Copies to and from the host run beside the rest, so `timing_s/switch/offload` and `…/onload` count what the host, or
+training, really waited for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from fusion.colocate.meshes import Meshes
+from fusion.colocate.phases import Phase, PhaseMachine
+from fusion.colocate.route import Route
+from fusion.colocate.share import InferenceShare
+from fusion.colocate.spec import WorkerSpec
+from fusion.colocate.together import together
+from fusion.colocate.weights import PolicyWeights
+from fusion.ep_switch import SwitchReport
+from fusion.inference import Engine
+from fusion.npu import Device
+from fusion.offload import HostPool, Offloader
+from fusion.telemetry import Metrics
+from fusion.telemetry.memory import MIB
+from fusion.training import TrainEngine
+
+
+class PhaseSwitcher:
+    """Acts on one card's trainer and engine, either of which may be None. Collective over the deployment's actor cards:
+    `to_infer`; over those that train: `to_train`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rank: int,
+        device: Device,
+        phases: PhaseMachine,
+        weights: PolicyWeights,
+        meshes: Meshes,
+        trainer: TrainEngine | None,
+        engine: Engine | None,
+        pool: HostPool,
+        metrics: Metrics,
+    ):
+        self.spec, self.rank, self.phases, self.weights, self.meshes = spec, rank, phases, weights, meshes
+        self.device, self.trainer, self.engine, self.metrics = device, trainer, engine, metrics
+        self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
+        self.route: Route | None = None
+        """Of the present INFER phase, or the last one."""
+        shares = trainer is not None and engine is not None
+        moves = shares and spec.fusion.offload == "switch"
+        self.optimizer = trainer.optimizer.tensors() if trainer is not None and moves else {}
+        """What leaves the card while it generates."""
+
+    def to_infer(self, version: int, share: InferenceShare) -> None:
+        """The engines of ``share`` hold the trainer's weights, policy ``version``, and the rest of their cards as KV
+        cache.
+
+        Raises:
+            PhaseError: the card cannot go there. BrokenOff, SwitchError: on all cards, if a part failed on any.
+        """
+        self.route = route = self.weights.route(share.engines)
+        target, actor = route.phase_of(self.rank, Phase.INFER), self.meshes.actor
+        self.phases.begin(target)
+        self._part(actor, "offload", self._clear_for_infer)
+        generates = target is Phase.INFER
+        self._part(actor, "settings", lambda: self._configure(version, share) if generates else None)
+        with self._clock("reshard"):
+            self._tell(self.weights.to_infer(route))
+        self._part(actor, "offload", self.offloader.wait)
+        self._part(actor, "kv", lambda: self._engine.allocate_kv() if generates else None)
+        self.phases.arrive(target)
+
+    def to_train(self) -> None:
+        """The trainer holds the weights again.
+
+        Raises:
+            PhaseError: the card cannot go there. BrokenOff, SwitchError: on all cards, if a part failed on any.
+        """
+        assert self.route is not None, "the first switch is to INFER"
+        self.phases.begin(Phase.TRAIN)
+        self._part(self.meshes.trainers, "kv", self._drop_kv)
+        with self._clock("reshard"):
+            self._tell(self.weights.to_train(self.route, self._masters))
+        self.phases.arrive(Phase.TRAIN)
+
+    def load_optimizer(self) -> None:
+        """Starts bringing the optimizer back to the card."""
+        self.offloader.back([name for name in self.optimizer if not self.offloader.resident(name)])
+
+    def await_optimizer(self) -> None:
+        """What is queued from now on may use the optimizer's state."""
+        stream = self.device.current_stream()
+        stream.synchronize()
+        with self._clock("onload"):
+            self.offloader.wait()
+            stream.synchronize()
+
+    def unload_optimizer(self) -> None:
+        """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
+        self.offloader.out({name: tensor for name, tensor in self.optimizer.items() if self.offloader.resident(name)})
+
+    def _masters(self, shards: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Where the masters of these shards of the optimizer wait while the card generates."""
+        assert self.trainer is not None
+        names = {shard: f"master.{shard}" for shard in shards}
+        if self.spec.fusion.offload == "switch":
+            return {shard: self.offloader.host(name).view(torch.float32) for shard, name in names.items()}
+        states = self.trainer.optimizer.tensors() if names else {}
+        return {shard: states[name] for shard, name in names.items()}
+
+    def _clear_for_infer(self) -> None:
+        if self.trainer is not None and self.engine is not None:
+            self.trainer.release_gradients()
+            self.unload_optimizer()
+        elif self.engine is not None:
+            self._drop_kv()
+
+    def _configure(self, version: int, share: InferenceShare) -> None:
+        # Apart from the taking of memory, in which the ranks of an engine meet: who fails here must not be waited for.
+        self._engine.reconfigure(share.rollout(self.spec.rollout))
+        self._engine.policy_version = version
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _drop_kv(self) -> None:
+        if self.engine is not None:
+            self.engine.release_kv()
+
+    def _part(self, group: dist.ProcessGroup | None, name: str, work: Callable[[], None]) -> None:
+        with self._clock(name):
+            together(group, self.rank, name, work)
+
+    def _tell(self, report: SwitchReport | None) -> None:
+        if report is None:
+            return
+        self.metrics.add("switch/bytes_moved_total", report.bytes_moved, rule="sum")
+        self.metrics.add("switch/bytes_hosted_total", report.bytes_hosted, rule="sum")
+        self.metrics.add("switch/peak_mib_max", report.peak_bytes / MIB)
+        for part, seconds in report.parts_s.items():
+            self.metrics.add(f"timing_s/switch/reshard/{part}", seconds)
+
+    @contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        # Not `Metrics.timer`: to synchronise the card would wait for the copies that run beside.
+        start = time.perf_counter()
+        yield
+        self.metrics.add(f"timing_s/switch/{part}", time.perf_counter() - start)

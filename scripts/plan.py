@@ -1,0 +1,38 @@
+"""Plans a model on a cluster from shapes alone: memory, traffic, seconds, and which layouts and deployment to choose.
+
+    python scripts/plan.py model=pangu_718b cluster=cloudmatrix384
+    python scripts/plan.py model=deepseek_r1_671b cluster=a3_128 train=tp4pp8ep32 infer=tp2ep128 --json -
+
+    model=     a shape in recipes/shapes, or a Hugging Face folder
+    cluster=   a file of recipes/conf/cluster that names its hardware; cluster.npus=N takes fewer or more dies
+    train=     layout of training, like tp8pp8ep32 (data parallel is the rest); auto: the best found
+    infer=     layout of generation, likewise
+    training.token_budget= training.recompute= fusion.bucket_bytes= fusion.offload= rollout.max_seqs= …
+               as for scripts/train.py; recompute is on unless it is turned off
+    --json PATH   everything as JSON; - prints it instead of the tables
+
+Exits with 1 if what was asked for does not fit. Needs no device and no checkpoint.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
+    sys.path.insert(0, str(ROOT))
+    from fusion.colocate.estimate.ask import answer
+
+    try:
+        return answer(sys.argv[1:], ROOT / "recipes")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""A run is told to generate otherwise while it goes on: a request file in its folder, read between two steps.
+
+scripts/control.py runs/NAME engines=0 rollout.kv_fraction=0.5
+    │ checked against the run's config.yaml
+    ▼
+runs/NAME/control.json ──next switch to INFER──► applied, or refused with the reason; either way a line in
+                                                 runs/NAME/control.jsonl: step, share, what became of it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion.colocate import Deployment, InferenceShare, engine_size
+from fusion.telemetry.files import JsonLines, read_jsonl, write_atomic
+from stalesync.config import Config, load
+
+REQUEST = "control.json"
+RECORD = "control.jsonl"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a share is checked against."""
+
+    config: Config
+    deployment: Deployment
+
+    @classmethod
+    def of(cls, config: Config) -> Limits:
+        return cls(config, config.deployment)
+
+    @property
+    def engines(self) -> list[tuple[int, ...]]:
+        return self.deployment.engines(engine_size(self.config.infer_layout))
+
+    @property
+    def start(self) -> InferenceShare:
+        return InferenceShare.of(self.config.rollout, len(self.engines))
+
+    def changed(self, share: InferenceShare, wishes: Mapping[str, Any]) -> InferenceShare:
+        """Raises:
+        ValueError: see `InferenceShare.changed`.
+        """
+        return share.changed(wishes, self.config.rollout, len(self.engines), self.config.longest_sample)
+
+
+def submit(folder: Path, wishes: Mapping[str, Any]) -> InferenceShare:
+    """Leaves a request in a run's folder, together with what is asked there already; returns the share that is asked.
+
+    Raises:
+        ValueError: ``folder`` is no run's, or the wishes do not fit its config; nothing is left then.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
+    limits = Limits.of(load(folder / "config.yaml"))
+    waiting = folder / REQUEST
+    asked = (json.loads(waiting.read_text()) if waiting.is_file() else {}) | dict(wishes)
+    share = limits.changed(present_share(folder, limits), asked)
+    write_atomic(waiting, json.dumps(asked) + "\n")
+    return share
+
+
+def present_share(folder: Path, limits: Limits) -> InferenceShare:
+    """The share that the run's record says is in force."""
+    applied = [row["share"] for row in read_jsonl(folder / RECORD) if row["outcome"] == "applied"]
+    return limits.changed(limits.start, applied[-1]) if applied else limits.start
+
+
+class ControlDesk:
+    """The run's end: takes requests and keeps the record."""
+
+    def __init__(self, folder: Path, config: Config):
+        self._folder, self._limits = folder, Limits.of(config)
+        self.share = self._limits.start
+
+    @property
+    def changed(self) -> dict[str, Any] | None:
+        """The share for a checkpoint, None if it is as the config says."""
+        return self.share.state() if self.share != self._limits.start else None
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self.share = self._limits.changed(self._limits.start, state)
+
+    def read(self, step: int, kv_tokens: float | None) -> str | None:
+        """Takes the request that waits, if any; says what became of it.
+
+        Args:
+            kv_tokens: capacity of the smallest KV cache of the last step; None before the first. A request that would
+                leave less than the longest sample needs is refused, as it would end the run.
+        """
+        waiting = self._folder / REQUEST
+        if not waiting.is_file():
+            return None
+        taken = waiting.rename(waiting.with_suffix(".taken"))
+        try:
+            wishes = json.loads(taken.read_text())
+            share = self._limits.changed(self.share, wishes)
+            self._check_room(share, kv_tokens)
+        except ValueError as error:
+            outcome, told = f"refused: {error}", f"request refused, generation goes on as before: {error}"
+        else:
+            self.share = share
+            outcome, told = "applied", f"from step {step} generation has {share}"
+        record = JsonLines(self._folder / RECORD)
+        record.write({"step": step, "share": self.share.state(), "outcome": outcome})
+        record.close()
+        taken.unlink()
+        return told
+
+    def _check_room(self, share: InferenceShare, kv_tokens: float | None) -> None:
+        longest = self._limits.config.longest_sample
+        left = longest if kv_tokens is None else int(kv_tokens * share.kv_fraction / self.share.kv_fraction)
+        if left < longest:
+            raise ValueError(
+                f"rollout.kv_fraction={share.kv_fraction} would leave about {left} tokens of KV cache, less than the "
+                f"longest sample, data.max_prompt_length + rollout.max_response_length = {longest}"
+            )

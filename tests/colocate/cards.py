@@ -1,0 +1,156 @@
+"""Workers of one deployment, each a rank of `tests.helpers.run_ranks`, driven through a step as the controller does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distqueue import LocalQueue, PackedBatch
+from fusion.colocate import InferenceShare, RewardModelSpec, Worker, WorkerSpec, deploy
+from fusion.ep_switch import FusionConfig, weights_checksum
+from fusion.inference import Request, RolloutConfig
+from fusion.model import Parallel
+from fusion.model.options import ModelOptions
+from fusion.npu import DeviceConfig
+from fusion.training import AlgorithmConfig, TrainingConfig, split_over_ranks
+from tests.helpers import TINY, TINY_EXPERTS
+
+GROUPS, GROUP = 4, 2
+
+
+def make_spec(
+    path: str,
+    npus: int,
+    train: dict[str, int],
+    infer: dict[str, int],
+    reward_model: str | None = None,
+    **fusion: Any,
+) -> WorkerSpec:
+    """A tiny run: KL to a reference, checksums at every switch, float32."""
+    config = FusionConfig(bucket_bytes=1 << 14, checksum=True, **fusion)
+    deployment = deploy(config, npus, reference=True, reward_model=reward_model is not None)
+    scoring = Parallel(len(deployment.reward_model or deployment.reference))
+    return WorkerSpec(
+        seed=5,
+        steps=10,
+        model=ModelOptions(path=path),
+        deployment=deployment,
+        train=Parallel(len(deployment.train), **train),
+        infer=Parallel(len(deployment.generate), **infer),
+        fusion=config,
+        rollout=RolloutConfig(max_response_length=6, max_length=64, max_kv_tokens=1024),
+        training=TrainingConfig(lr=1e-2),
+        algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP),
+        device=DeviceConfig("emulated"),
+        reference=scoring if config.score_cards else None,
+        reward_model=RewardModelSpec(reward_model, scoring) if reward_model else None,
+    )
+
+
+def tiny_reward_model(folder: Any, experts: bool = False, **changes: Any) -> str:
+    """A `Qwen3ForSequenceClassification` folder (or its MoE sibling) of a few thousand parameters."""
+    from transformers import (
+        Qwen3Config,
+        Qwen3ForSequenceClassification,
+        Qwen3MoeConfig,
+        Qwen3MoeForSequenceClassification,
+    )
+
+    torch.manual_seed(11)
+    shape = TINY | {"num_labels": 1, "hidden_size": 16} | changes
+    if experts:
+        Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**(shape | TINY_EXPERTS))).save_pretrained(folder)
+    else:
+        Qwen3ForSequenceClassification(Qwen3Config(**shape)).save_pretrained(folder)
+    return str(folder)
+
+
+class Mirror(LocalQueue):
+    """A queue in every rank that holds what all ranks have put, once they have met in `meet`."""
+
+    def __init__(self) -> None:
+        super().__init__(["train"])
+        self._new: list[PackedBatch] = []
+
+    def put(self, batch: PackedBatch, *_: Any) -> None:  # type: ignore[override]
+        self._new.append(batch)
+
+    def meet(self) -> None:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._new)
+        for batches in everyone:
+            for batch in batches:
+                super().put(batch)
+        self._new = []
+
+
+class Card:
+    """One rank: its worker, and what it sees of the run."""
+
+    def __init__(self, rank: int, device: Any, spec: WorkerSpec):
+        self.spec, self.rank, self.deployment = spec, rank, spec.deployment
+        self.worker = Worker(spec, rank, Mirror())
+        self.worker.prepare("", device)
+
+    def step(self, version: int, share: InferenceShare | None = None) -> dict[str, Any]:
+        """Generate, score, reference, train; what is returned is the same on every rank but for `memory`."""
+        worker, deployment, memory = self.worker, self.deployment, {}
+        engines = [self.spec.engines[i] for i in (share.engines if share else range(len(self.spec.engines)))]
+        if self.rank in deployment.actor:
+            worker.switch("infer", version, share)
+            memory["infer"] = worker.device.memory_by_owner()
+        mine = [engine for engine in engines if self.rank in engine]
+        if mine:
+            requests = self.requests(version, engines.index(mine[0]), len(engines))
+            worker.generate(requests if self.rank == mine[0][0] else [])
+        self.meet()
+        ids = [f"{version}-{g}/{k}" for g in range(GROUPS) for k in range(GROUP)]
+        if self.rank in deployment.train:
+            worker.switch("train", version)
+            memory["switched"] = worker.device.memory_by_owner()
+        scores = {}
+        if self.rank in deployment.reward_model:
+            scores = worker.score(self.deal(ids, self.spec.reward_model.layout.dp)).scores
+        shares = self.deal(ids, self.spec.train.dp)
+        if self.rank in deployment.reference:
+            own = self.spec.reference
+            report = worker.reference(self.deal(ids, own.dp) if own else shares)
+            memory["reference"] = report.memory.by_owner["reference"]
+        self.meet()
+        samples = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs"])
+        advantages = torch.linspace(-1, 1, len(ids))
+        LocalQueue.put(worker.queue, PackedBatch.from_samples(ids, {"advantage": advantages}))
+        if self.rank in deployment.train:
+            memory["train"] = worker.train([shares]).memory.by_owner["train"]
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {id: outcome.reward for id, outcome in scores.items()})
+        return {
+            "tokens": samples["response"].buffer.tolist(),
+            "logprobs": samples["behaviour_logprobs"].buffer.tolist(),
+            "reference": samples["ref_logprobs"].buffer.tolist(),
+            "scores": {id: score for one in found for id, score in one.items()},
+            "memory": memory,
+            "weights": self.checksum(),
+        }
+
+    def requests(self, version: int, number: int, engines: int) -> list[Request]:
+        """This engine's part of the groups."""
+        params = self.spec.rollout.sampling()
+        return [
+            Request(f"{version}-{g}/{k}", (3 + g, 4, 5), params, group=f"{version}-{g}")
+            for g in range(number, GROUPS, engines)
+            for k in range(GROUP)
+        ]
+
+    def deal(self, ids: list[str], replicas: int) -> list[list[str]]:
+        return [[ids[index] for index in share] for share in split_over_ranks([9] * len(ids), replicas)]
+
+    def checksum(self) -> int | None:
+        """Of the policy as it is trained, on the cards that train."""
+        weights = self.worker.weights.train
+        return weights_checksum(weights) if weights is not None and weights.weights.resident else None
+
+    def meet(self) -> None:
+        self.worker.queue.meet()

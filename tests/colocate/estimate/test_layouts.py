@@ -1,0 +1,54 @@
+"""Layouts as text."""
+
+from pathlib import Path
+
+import pytest
+
+from fusion.colocate.estimate import layout_text, parse_layout
+from fusion.colocate.estimate.ask import load_shape
+from fusion.model import Parallel
+
+SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return load_shape("qwen3_30b_a3b", SHAPES).shape
+
+
+@pytest.mark.parametrize("text", ["tp1ep1", "tp8pp16ep4", "tp2ep8etp2", "tp4ep128"])
+def test_round_trip(text):
+    pangu = load_shape("pangu_718b", SHAPES).shape
+    assert layout_text(parse_layout("train", text, 2048, pangu)) == text
+
+
+def test_order_and_what_is_left_out(qwen):
+    assert parse_layout("infer", "ep8tp2", 16, qwen) == Parallel(16, tp=2, ep=8)
+    assert parse_layout("infer", "pp4", 16, qwen) == Parallel(16, pp=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "train='': expected sizes of tp, pp, ep and etp"),
+        ("tp8xx", "train='tp8xx': expected .* like tp8pp8ep32"),
+        ("tp2tp4", "train='tp2tp4' states tp twice"),
+        ("tp3", "train='tp3': tp=3 does not divide the 16 ranks"),
+        ("ep3", "ep=3 does not divide"),
+        ("pp16tp2", "tp=2 does not divide the 1 ranks of a stage"),
+        ("etp0", "etp=0: expected at least 1"),
+    ],
+)
+def test_refusals_name_key_and_form(qwen, text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layout("train", text, 16, qwen)
+
+
+def test_what_the_model_does_not_divide(qwen):
+    for text, message in [
+        ("ep256", "ep=256 does not divide the model's 128 experts"),
+        ("pp64", "pp=64 exceeds the model's 48 layers"),
+        ("tp64", "tp=64 does not divide the model's 32 attention heads"),
+    ]:
+        with pytest.raises(ValueError, match=f"train='{text}': {message}"):
+            parse_layout("train", text, 256, qwen)

@@ -1,0 +1,81 @@
+"""Bytes by owner and phase: what is stored is what the model's own storage says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fusion.colocate.estimate import Setup, Shape, memory
+from fusion.colocate.estimate.ask import load_shape
+from fusion.colocate.estimate.memory import held
+from fusion.colocate.hardware import ASCEND_910C
+from fusion.ep_switch.config import FusionConfig
+from fusion.inference.config import RolloutConfig
+from fusion.model import Parallel, local_params, plan_units
+from fusion.training.config import TrainingConfig
+from tests.helpers import tiny_config
+
+SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+PANGU = Setup(load_shape("pangu_718b", SHAPES).shape, ASCEND_910C, Parallel(768, 8, 8, 16), Parallel(768, 8, 256))
+
+
+@pytest.mark.parametrize("grid", [Parallel(8, 2, 2, 2), Parallel(8, 4, 2, 1, 2), Parallel(4, 1, 4)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_storage_units(grid, tied):
+    config = tiny_config(num_hidden_layers=3, num_attention_heads=8, tie_word_embeddings=tied)
+    shape = Shape.from_config("tiny", config)
+    for rank in range(grid.world):
+        params = local_params(config, grid, rank)
+        expected = sum(unit.numel for unit in plan_units(params, 2, 1 << 20))
+        mine = held(shape, grid, grid.coordinate("pp", rank))
+        assert sum(param.numel for param in params) == mine.numel <= expected
+        assert mine.expert == sum(param.numel for param in params if param.expert)
+
+
+def test_optimizer_of_all_dies_is_twelve_bytes_a_parameter():
+    shape, train = PANGU.shape, Parallel(768, 1, 16, 16)
+    together = sum(held(shape, train, stage).states_bytes(train) * train.stage_world for stage in range(train.pp))
+    assert together == pytest.approx(12 * shape.numel, rel=1e-6)
+    assert together / 1e12 == pytest.approx(8.6, rel=0.01), "as published for 718B"
+
+
+def test_phases_and_owners():
+    size = memory(PANGU)
+    train, switch, infer = (size.phases[phase] for phase in ("train", "switch", "infer"))
+    assert train["gradients"] == 2 * train["weights"] and not switch["gradients"] and not infer["gradients"]
+    assert switch["weights"] == max(train["weights"], infer["weights"]) and switch["buckets"] == 4 * (64 << 20)
+    assert switch["optimizer"] == size.states_bytes and not infer["optimizer"]
+    usable = ASCEND_910C.usable_bytes
+    assert infer["kv"] == pytest.approx(0.9 * (usable - infer["weights"] - infer["activations"]))
+    assert size.kv_tokens == int(infer["kv"] // PANGU.shape.kv_bytes(8))
+
+
+def test_offload_decides_who_holds_the_states():
+    sizes = {kind: memory(replace(PANGU, fusion=FusionConfig(offload=kind))) for kind in ("none", "switch", "stream")}
+    assert sizes["none"].phases["infer"]["optimizer"] == sizes["none"].states_bytes
+    assert sizes["none"].kv_tokens < sizes["switch"].kv_tokens == sizes["stream"].kv_tokens
+    assert sizes["stream"].phases["train"]["optimizer"] == 4 * (64 << 20)
+    assert sizes["none"].host_bytes == 0 < sizes["switch"].host_bytes
+
+
+def test_states_leave_first_where_both_do_not_fit():
+    crowded = replace(PANGU, train=Parallel(64, 8, 8, 8), infer=Parallel(64, 1, 64))
+    assert not memory(crowded).overlap and not memory(crowded).phases["switch"]["optimizer"]
+
+
+def test_activations_follow_tokens_recompute_and_stages():
+    def activations(**changes):
+        return memory(replace(PANGU, **changes)).phases["train"]["activations"]
+
+    base = activations()
+    assert activations(training=TrainingConfig(recompute=True, token_budget=32768)) == pytest.approx(2 * base)
+    assert activations(training=TrainingConfig(recompute=False)) > 3 * base
+    assert activations(train=Parallel(768, 4, 8, 16)) > 1.5 * base
+
+
+def test_separate_cards_keep_their_states():
+    apart = replace(PANGU, train=Parallel(384, 8, 8, 16), infer=Parallel(384, 8, 128), infer_first=384)
+    assert not apart.shared and memory(apart).phases["switch"]["optimizer"] == 0
+    assert memory(replace(apart, rollout=RolloutConfig(kv_fraction=0.45))).kv_tokens < memory(apart).kv_tokens

@@ -1,0 +1,142 @@
+"""`scripts/plan.py` and the recipe that uses it, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusion.colocate.estimate.ask import answer
+from tests.colocate.estimate.test_shape import NAMES
+from tests.helpers import tiny_config
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAN = [sys.executable, "scripts/plan.py"]
+RECIPE = ["bash", "recipes/cloudmatrix384_pangu_718b.sh"]
+
+
+def run(command, **environment):
+    given = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300)
+
+
+def recipe(*arguments):
+    return run([*RECIPE, *arguments], VIRTUAL_ENV=sys.prefix, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
+
+
+HEAVIEST = "pangu_718b"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == HEAVIEST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_768_dies_within_ten_seconds_and_four_gigabytes(name):
+    """Of processor time, as other tests may run beside it; with one thread that is the time of a quiet machine."""
+    command = [*PLAN, f"model={name}", "cluster=cloudmatrix384", "--json", os.devnull]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert used.ru_utime + used.ru_stime < 8
+    assert used.ru_maxrss < 2e6, "kilobytes"
+
+
+def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
+    arguments = ["model=deepseek_r1_671b", "cluster=a3_128", "train=tp4pp8ep32", "infer=tp2ep128"]
+    assert answer([*arguments, "--json", str(tmp_path / "plan.json")], ROOT / "recipes") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    for words in (
+        "HBM of a die",
+        "gradients",
+        "inside a supernode",
+        "offload",
+        "the limit is",
+        "fusion.deployment=colocated",
+    ):
+        assert words in shown
+    assert answer([*arguments, "--json", "-"], ROOT / "recipes") == 0
+    printed = json.loads(capsys.readouterr().out)
+    told = json.loads((tmp_path / "plan.json").read_text())
+    assert told == printed
+    assert told["layouts"] == {"train": "tp4pp8ep32", "infer": "tp2ep128"} and told["dies"] == 256 and told["fits"]
+    assert set(told["bytes_by_phase_and_owner"]) == {"train", "switch", "infer"}
+    moved = told["moved"]["to_generate"]
+    assert 256 * sum(level["mean"] for level in moved["received"].values()) == pytest.approx(moved["total"])
+    assert told["check"]["reshard"]["published"] == 11.5 and told["recommended"]["deployment"] == "colocated"
+    assert all(figure["source"] for figure in told["figures"].values())
+
+
+def test_a_model_that_does_not_fit_fails(capsys):
+    assert answer(["model=pangu_718b", "cluster=a3_16"], ROOT / "recipes") == 1
+    assert "does not fit: train takes" in capsys.readouterr().out
+
+
+def test_config_groups_are_those_of_training():
+    common = ["model=qwen3_30b_a3b", "cluster=a3_16", "--json", os.devnull]
+    assert answer([*common, "fusion.offload=stream", "rollout.kv_fraction=0.5"], ROOT / "recipes") == 0
+    assert answer([*common, "training.token_budget=4000000"], ROOT / "recipes") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("cluster=cloudmatrix384", "model is not set: expected one of deepseek_r1_671b"),
+        ("model=pangu cluster=cloudmatrix384", "model='pangu': expected one of"),
+        ("model=pangu_718b", "cluster=None: expected one that names its hardware"),
+        ("model=pangu_718b cluster=four", "cluster='four': expected one that names its hardware"),
+        ("model=pangu_718b cluster=a3_16 cluster.npus=no", "cluster.npus=no: expected a whole number"),
+        ("model=pangu_718b cluster=a3_16 train=tp5", "train='tp5': tp=5 does not divide"),
+        ("model=pangu_718b cluster=a3_16 trian=tp5", "unknown argument 'trian=tp5'; did you mean train=?"),
+        ("model=pangu_718b cluster=a3_16 fusion.offload=no", "fusion.offload=.*expected one of"),
+        ("model=pangu_718b cluster=a3_16 --json", "--json needs a path"),
+    ],
+)
+def test_mistakes_are_named_by_key(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        answer(arguments.split(), ROOT / "recipes")
+
+
+def test_a_folder_of_a_checkpoint_is_a_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+    arguments = [f"model={tmp_path}", "cluster=a3_16", "cluster.npus=4", "train=tp2ep2", "infer=ep4"]
+    assert answer([*arguments, "--json", os.devnull], ROOT / "recipes") == 0
+
+
+def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path):
+    names = [f"host{number}" for number in range(48)]
+    (tmp_path / "hosts").write_text("# the supernode\n" + "\n".join(names) + "\n")
+    done = recipe("--dry-run", "--hosts", str(tmp_path / "hosts"), "--", "run.steps=7")
+    assert done.returncode == 0, done.stderr
+    commands = [line for line in done.stdout.splitlines() if line.startswith("ssh ")]
+    assert len(commands) == 48 + 1 + 48
+    assert "host0 " in commands[0] and "--head --port=6379" in commands[0] and "NPU" in commands[0]
+    assert all("--address=host0:6379" in line for line in commands[1:48])
+    job = commands[48]
+    assert "scripts/train.py" in job and "cluster=cloudmatrix384" in job and "run.steps=7" in job
+    assert "parallel.train.pp=16" in job and "parallel.infer.ep=256" in job
+    assert all(line.rstrip("'").endswith("ray stop") for line in commands[49:])
+    assert "768 dies; the plan fits" in done.stdout and not list(tmp_path.glob("*/"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--hosts", "nowhere"], "--hosts nowhere: no such file"),
+        (["--dry-run", "--bogus"], "unknown option --bogus"),
+        (["run.steps=3"], "run.steps=3: overrides of the config come after --"),
+    ],
+)
+def test_the_recipe_refuses_wrong_arguments_at_once(arguments, message):
+    done = recipe(*arguments)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_the_recipe_fails_where_the_plan_does_not_fit():
+    done = recipe("--dry-run", "train=tp1ep8")
+    assert done.returncode == 2 and "the plan does not fit" in done.stderr and "ssh" not in done.stdout

@@ -1,0 +1,54 @@
+"""What is recommended fits, and is the fastest of what was looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fusion.colocate.estimate import Setup, rank
+from fusion.colocate.estimate.ask import load_shape
+from fusion.colocate.estimate.search import problems
+from fusion.colocate.hardware import ASCEND_910C, Figure
+from fusion.model import Parallel
+
+SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+
+
+def setup(name: str, dies: int) -> Setup:
+    return Setup(load_shape(name, SHAPES).shape, ASCEND_910C, Parallel(dies), Parallel(dies))
+
+
+def test_ranked_by_the_step_and_all_fit():
+    ranking = rank(setup("qwen3_30b_a3b", 32))
+    assert all(not pair.problems for pair in ranking.pairs)
+    assert [pair.step_s for pair in ranking.pairs] == sorted(pair.step_s for pair in ranking.pairs)
+    assert [split.step_s for split in ranking.splits] == sorted(split.step_s for split in ranking.splits)
+    names = {split.deployment for split in ranking.splits}
+    assert {"colocated", "separate", "hybrid"} == names and ranking.splits[0].deployment == "colocated"
+    for split in ranking.splits:
+        expected = {"separate": 32 - split.train.world, "hybrid": 32, "colocated": 32}[split.deployment]
+        assert split.infer.world == expected
+        if split.deployment == "hybrid":
+            engine = max(split.infer.tp, split.infer.ep)
+            assert split.train.world % engine == 0 and (32 - split.train.world) % engine == 0
+
+
+def test_a_layout_that_is_given_is_kept():
+    fixed = Parallel(32, tp=2, ep=8)
+    ranking = rank(setup("qwen3_30b_a3b", 32), (fixed, None), few=1)
+    assert [pair.setup.train for pair in ranking.pairs] == [fixed] and ranking.looked_at[0] == 1
+
+
+def test_what_does_not_fit_is_said_with_numbers():
+    ranking = rank(setup("pangu_718b", 32))
+    assert not ranking.splits and ranking.refused["train does not fit into HBM"] > 0
+    said = " ".join(ranking.pairs[0].problems)
+    assert "train takes" in said and "GiB of 60 a die" in said and "its host has" in said
+
+
+def test_each_limit_is_a_problem_of_its_own():
+    fits = rank(setup("qwen3_30b_a3b", 32), few=1).pairs[0]
+    small_host = replace(fits.setup, hardware=replace(ASCEND_910C, host_bytes=Figure(1e9, "test")))
+    assert [text.split(" of ")[0] for text in problems(small_host, fits.memory)] == ["the optimizer state"]
+    long = replace(fits.setup, workload=replace(fits.setup.workload, longest=10**8))
+    assert problems(long, fits.memory) and "the KV cache holds" in problems(long, fits.memory)[0]

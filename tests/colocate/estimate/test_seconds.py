@@ -1,0 +1,78 @@
+"""Seconds of a switch: the published run is the check; the rest is arithmetic that must hang together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusion.colocate.estimate import Setup, Traffic, memory, published, to_infer, to_train, traffic
+from fusion.colocate.estimate.ask import check_figures, load_shape
+from fusion.colocate.estimate.seconds import PUBLISHED, wire
+from fusion.colocate.estimate.work import generate_s, train_s
+from fusion.colocate.hardware import ASCEND_910C, Figure
+from fusion.ep_switch.config import FusionConfig
+from fusion.model import Parallel
+
+SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+A3_RUN = Setup(
+    load_shape("deepseek_r1_671b", SHAPES).shape,
+    ASCEND_910C,
+    Parallel(256, tp=4, ep=32, pp=8),
+    Parallel(256, tp=2, ep=128),
+)
+
+
+@pytest.mark.parametrize("what", ["reshard", "offload"])
+def test_the_published_run_is_predicted(what):
+    """DeepSeek-R1 on 128 cards of two dies, all-gather reshard and blocking offload: 11.5 and 5.5 s, within 25 %."""
+    assert published(A3_RUN)[what] == pytest.approx(PUBLISHED[what], rel=0.25)
+    assert check_figures(SHAPES) == published(A3_RUN)
+
+
+@pytest.mark.parametrize("bytes_per_s", [7e9, 40e9])
+def test_the_check_does_not_rest_on_the_figure_that_is_assumed(bytes_per_s):
+    hardware = replace(ASCEND_910C, host_copy_bytes_per_s=Figure(bytes_per_s, "test"))
+    assert published(replace(A3_RUN, hardware=hardware))["offload"] == pytest.approx(PUBLISHED["offload"], rel=0.25)
+
+
+def test_calibrated_on_the_same_run():
+    assert train_s(A3_RUN) == pytest.approx(319.3, rel=0.05)
+    assert generate_s(A3_RUN, memory(A3_RUN).kv_tokens) == pytest.approx(373.65, rel=0.05)
+
+
+def test_directed_and_overlapped_is_several_times_as_fast():
+    size = memory(A3_RUN)
+    ways = [traffic(A3_RUN.shape, *ends, ASCEND_910C.topology) for ends in (A3_RUN.sides, A3_RUN.sides[::-1])]
+    there, back = to_infer(A3_RUN, ways[0], size), to_train(A3_RUN, ways[1], size)
+    assert there.seconds + back.seconds < sum(PUBLISHED.values()) / 4
+    assert there.limit == "the host link, offloading"
+    assert there.seconds == there.parts["offload"] == pytest.approx(size.states_bytes / 30e9)
+    streamed = replace(A3_RUN, fusion=FusionConfig(offload="stream"))
+    faster = to_infer(streamed, ways[0], memory(streamed))
+    assert faster.seconds < there.seconds and faster.limit == "the wire, sending"
+
+
+def test_states_that_must_leave_first_add_up():
+    crowded = replace(A3_RUN, infer=Parallel(256, tp=1, ep=64))
+    size = memory(crowded)
+    assert not size.overlap
+    moved = traffic(crowded.shape, *crowded.sides, ASCEND_910C.topology)
+    switch = to_infer(crowded, moved, size)
+    assert switch.seconds > switch.parts["offload"] and switch.limit.startswith("HBM")
+
+
+def test_the_wire_takes_its_busiest_die_and_both_ports():
+    def moved(sent, received):
+        return Traffic(np.array(sent, float).T, np.array(received, float).T, np.zeros(2), np.zeros(2))
+
+    ub, rdma = ASCEND_910C.link_bytes_per_s(1), ASCEND_910C.link_bytes_per_s(3)
+    one_port = wire(moved([[0, ub, ub, 0], [0, 0, 0, 0]], [[0, 0, 0, 0], [0, ub, ub, 0]]), ASCEND_910C, 1 << 40)
+    assert one_port.seconds == pytest.approx(1 + ub / ASCEND_910C.link_bytes_per_s(2), rel=1e-3)
+    two_ports = wire(moved([[0, ub, 0, 3 * rdma], [0, 0, 0, 0]], [[0] * 4, [0, ub, 0, 3 * rdma]]), ASCEND_910C, 1 << 40)
+    assert two_ports.seconds == pytest.approx(3, rel=1e-3)
+    rounds = wire(moved([[0, 1e9, 0, 0], [0] * 4], [[0] * 4, [0, 1e9, 0, 0]]), ASCEND_910C, int(2e6))
+    assert rounds.rounds == 1000
+    assert rounds.seconds == pytest.approx(1e9 / ub + 1000 * ASCEND_910C.collective_s.value)

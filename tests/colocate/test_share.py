@@ -1,0 +1,38 @@
+import pytest
+
+from fusion.colocate.share import InferenceShare
+from fusion.inference import RolloutConfig
+
+CONFIG = RolloutConfig(max_seqs=8, max_batch_tokens=16, kv_fraction=0.9)
+
+
+def _change(wishes, longest=40):
+    return InferenceShare.of(CONFIG, 4).changed(wishes, CONFIG, 4, longest)
+
+
+def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
+    start = InferenceShare.of(CONFIG, 4)
+    assert start.engines == (0, 1, 2, 3) and start.rollout(CONFIG) == CONFIG
+    share = _change({"engines": "2,0", "rollout.kv_fraction": "0.5", "rollout.max_seqs": "64"})
+    assert share.engines == (0, 2), "ascending"
+    rollout = share.rollout(CONFIG)
+    assert (rollout.kv_fraction, rollout.max_seqs, rollout.max_batch_tokens) == (0.5, 64, 64)
+    assert start.changed(share.state(), CONFIG, 4, 40) == share, "what a checkpoint holds brings it back"
+    assert share.changed({"engines": "all", "rollout.max_kv_tokens": "48"}, CONFIG, 4, 40).engines == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"rollout.top_k": "3"}, "'rollout.top_k' cannot be changed while a run goes on; expected one of engines, "),
+        ({"engines": "0,4"}, r"engines=0,4: expected all, or numbers of engines between 0 and 3 \(0,2\)"),
+        ({"engines": ""}, "engines=: expected all"),
+        ({"rollout.kv_fraction": "1.5"}, r"rollout.kv_fraction=1.5: expected a number in \(0, 1\]"),
+        ({"rollout.kv_fraction": "half"}, r"rollout.kv_fraction=half: expected a number in \(0, 1\]"),
+        ({"rollout.max_seqs": "0"}, "rollout.max_seqs=0: expected a positive integer"),
+        ({"rollout.max_kv_tokens": "47"}, "rollout.max_kv_tokens=47: expected null, or at least the longest sample"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_key(wishes, message):
+    with pytest.raises(ValueError, match=message):
+        _change(wishes)
