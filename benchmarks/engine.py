@@ -205,13 +205,13 @@ def run_products(model: Transformer, rows: list[int]) -> None:
             share = -(-n * config.top_k // config.num_experts)
             routed = like.new_ones(share, config.hidden_size)
             inner = like.new_ones(share, config.moe_intermediate_size)
-            for layer in model.layers:
+            for layer in model.layers.values():
                 torch.mm(x, layer.attention.qkv.t())
                 torch.mm(heads, layer.attention.out.t())
                 torch.mm(x, layer.moe.router.t())
-                for gate_up, down in zip(layer.moe.gate_up, layer.moe.down, strict=True):
-                    torch.mm(routed, gate_up.t())
-                    torch.mm(inner, down.t())
+                for expert in layer.moe.experts.values():
+                    torch.mm(routed, expert.gate_up.t())
+                    torch.mm(inner, expert.down.t())
             torch.mm(x, model.lm_head.t())
 
 

@@ -1,11 +1,13 @@
-"""The quickstart on several seeds: python benchmarks/seeds.py [--seeds 5] [--json PATH]
+"""The quickstart on several seeds: python benchmarks/seeds.py [--seeds 5] [--fusion colocated,separate] [--json PATH]
 
-Each seed makes its own base model and runs `recipes/quickstart.sh` from the start; printed are the ends of its reward
-curve (means of the first and last five steps), the seconds of the steps and those of the whole command.
+Each seed makes its own base model and runs `recipes/quickstart.sh` from the start, in every deployment asked for;
+printed are the ends of its reward curve (means of the first and last five steps), the seconds of the steps and those of
+the whole command, and at the end the mean and the spread of the last rewards by deployment.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -15,15 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5
 
 
-def run(seed: int, folder: Path) -> dict:
-    base, began = folder / f"base-{seed}", time.monotonic()
+def run(seed: int, fusion: str, folder: Path) -> dict:
+    base, name, began = folder / f"base-{seed}", f"{fusion}-{seed}", time.monotonic()
     make = [sys.executable, "scripts/make_base.py", "addition", str(base), "--seed", str(seed)]
     subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    overrides = [f"run.seed={seed}", f"run.name=seed-{seed}", f"run.dir={folder}", f"model.path={base}"]
+    overrides = [f"fusion={fusion}", f"run.seed={seed}", f"run.name={name}", f"run.dir={folder}", f"model.path={base}"]
     subprocess.run(["bash", "recipes/quickstart.sh", *overrides], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in (folder / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["critic/rewards/mean"] for row in rows]
     return {
+        "fusion": fusion,
         "seed": seed,
         "start": sum(rewards[:WINDOW]) / WINDOW,
         "end": sum(rewards[-WINDOW:]) / WINDOW,
@@ -36,19 +39,24 @@ def run(seed: int, folder: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--fusion", default="colocated", help="deployments, with commas between them")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--dir", type=Path, default=None, help="where the runs go (default: runs/seeds-<time>)")
     given = parser.parse_args()
     folder = (given.dir or ROOT / "runs" / time.strftime("seeds-%Y%m%d-%H%M%S")).absolute()
-    print(f"{'seed':>4} {'start':>6} {'end':>6} {'steps':>5} {'steps s':>8} {'command s':>9}")
-    rows = []
-    for seed in range(given.seeds):
-        rows.append(row := run(seed, folder))
-        print(
-            f"{seed:4d} {row['start']:6.3f} {row['end']:6.3f} {row['steps']:5d} "
-            f"{row['steps_s']:8.1f} {row['command_s']:9.1f}",
-            flush=True,
-        )
+    print(f"{'fusion':<9} {'seed':>4} {'start':>6} {'end':>6} {'steps':>5} {'steps s':>8} {'command s':>9}")
+    rows, deployments = [], given.fusion.split(",")
+    for fusion in deployments:
+        for seed in range(given.seeds):
+            rows.append(row := run(seed, fusion, folder))
+            print(
+                f"{fusion:<9} {seed:4d} {row['start']:6.3f} {row['end']:6.3f} {row['steps']:5d} "
+                f"{row['steps_s']:8.1f} {row['command_s']:9.1f}",
+                flush=True,
+            )
+    for fusion in deployments:
+        ends = [row["end"] for row in rows if row["fusion"] == fusion]
+        print(f"{fusion}: end {statistics.mean(ends):.3f} ± {statistics.pstdev(ends):.3f} over {len(ends)} seeds")
     if given.json:
         given.json.write_text(json.dumps({"figures": {"seeds": rows}}, indent=2) + "\n")
 

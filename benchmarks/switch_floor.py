@@ -1,0 +1,101 @@
+"""What no switch of a pair can do without: its bytes over the fastest wire at hand, and one copy of those to be packed.
+
+    wire     the pair's byte matrix in one shot, contiguous, between buffers that are there and warm; the fastest of
+             all_to_all   one `all_to_all_single` with uneven splits
+             p2p          one batch of sends and receives, one message a pair of ranks
+             shared       every rank reads what is for it out of the sender's memory (cards of one machine)
+    memcpy   one contiguous copy of the bytes that must be brought together to travel, and of those that stay on their
+             rank but change their storage
+
+Not in it: unpacking, taking and giving back of memory, and everything about order and bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.switch_clock import wall
+from fusion.ep_switch import Plan
+from fusion.npu import Device
+
+
+def byte_matrix(plan: Plan) -> list[list[int]]:
+    """[source rank][target rank] bytes; on the diagonal what is copied inside a rank."""
+    size = max(plan.ranks) + 1
+    matrix = [[0] * size for _ in range(size)]
+    for round_ in plan.rounds:
+        for move in round_.moves:
+            itemsize = (plan.target.dtype if move.local else plan.wire_dtype).itemsize
+            matrix[move.source_rank][move.target_rank] += move.numel * itemsize
+    return matrix
+
+
+class Floor:
+    """Buffers of one direction of a pair, and the exchanges between them."""
+
+    def __init__(self, device: Device, matrix: list[list[int]]):
+        self.device, me, world = device, dist.get_rank(), len(matrix)
+        self.sent = [0 if peer == me else matrix[me][peer] for peer in range(world)]
+        self.received = [0 if peer == me else matrix[peer][me] for peer in range(world)]
+        self.moved = sum(nbytes for i, row in enumerate(matrix) for j, nbytes in enumerate(row) if i != j)
+        """Bytes that travel, of all ranks."""
+        self.packed = sum(matrix[me])
+        """Bytes of this rank that the memcpy copies."""
+        with device.owner("buckets"):
+            self.block = device.share(max(sum(self.sent), 1))
+            self.send = self.block.tensor
+            self.receive = torch.zeros(max(sum(self.received), 1), dtype=torch.uint8, device=device.torch_device)
+            self.loose, self.together = (
+                torch.zeros(self.packed, dtype=torch.uint8, device=device.torch_device) for _ in range(2)
+            )
+        self.send.zero_()
+        self.peers = self._peers(matrix, me)
+        self.wires: dict[str, Callable[[], Any]] = {
+            "all_to_all": self._all_to_all,
+            "p2p": self._p2p,
+            "shared": self._shared,
+        }
+        self.seconds: dict[str, list[float]] = {name: [] for name in (*self.wires, "memcpy")}
+
+    def _peers(self, matrix: list[list[int]], me: int) -> list[torch.Tensor]:
+        """What each rank has for this one, where it lies there."""
+        handles: list[Any] = [None] * len(matrix)
+        dist.all_gather_object(handles, self.block.handle)
+        self.mapped = {peer: self.device.map(handles[peer]) for peer, nbytes in enumerate(self.received) if nbytes}
+        found = []
+        for peer, row in enumerate(matrix):
+            start = sum(nbytes for other, nbytes in enumerate(row[:me]) if other != peer)
+            found.append(self.mapped[peer].tensor[start : start + row[me]] if peer in self.mapped else self.send[:0])
+        return found
+
+    def measure(self, keep: bool) -> None:
+        """One round of everything; ``keep`` its seconds."""
+        works = self.wires | {"memcpy": lambda: self.together.copy_(self.loose)}
+        for name, work in works.items():
+            seconds = wall(self.device, work)
+            if keep:
+                self.seconds[name].append(seconds)
+
+    def _all_to_all(self) -> None:
+        dist.all_to_all_single(
+            self.receive[: sum(self.received)], self.send[: sum(self.sent)], self.received, self.sent
+        )
+
+    def _p2p(self) -> None:
+        operations = [
+            dist.P2POp(kind, piece, peer)
+            for kind, buffer, sizes in ((dist.irecv, self.receive, self.received), (dist.isend, self.send, self.sent))
+            for peer, piece in enumerate(buffer[: sum(sizes)].split(sizes))
+            if piece.numel()
+        ]
+        for request in dist.batch_isend_irecv(operations) if operations else ():
+            request.wait()
+
+    def _shared(self) -> None:
+        pieces = self.receive[: sum(self.received)].split(self.received)
+        for into, piece in zip(pieces, self.peers, strict=True):
+            into.copy_(piece)

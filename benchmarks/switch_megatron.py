@@ -1,0 +1,106 @@
+"""The peer of `benchmarks/switch.py`: `megatron.core.resharding` on the same tensors, layouts, cards and wire.
+
+Two GPTModels with torch's own storage, both resident: a refit needs them so. Its transport is the one made for cards
+(`NCCLCopyService`: batched p2p on the card's tensors, here over hccl). Its plan is cached by the first call.
+
+0.16.1 finds experts by names that only Transformer Engine's grouped layer has, and by a mark that a model without
+expert parallelism does not set; for its own SequentialMLP it silently copies wrong experts when EP changes. `_experts`
+tells it, so that what is timed is a refit that arrives.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.switch_clock import check, fill, wall
+from fusion.model import ModelConfig, Parallel
+from fusion.npu import Device
+from fusion.training.backends.megatron import local_params
+from fusion.training.backends.megatron_model import build_gpt, megatron_layout, megatron_on
+
+VERSION = "0.16.1"
+
+
+def why_not() -> str | None:
+    """Why this interpreter cannot measure the peer, None where it can."""
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "megatron-core is not installed"
+    return None if found == VERSION else f"megatron-core is {found}, not {VERSION}"
+
+
+class Refit:
+    """Both models of a pair of layouts on this rank, and their refit in either direction."""
+
+    def __init__(self, config: ModelConfig, device: Device, one: Parallel, other: Parallel):
+        self.device, self.rank = device, dist.get_rank()
+        self.models, self.tables = [], []
+        with megatron_on(device):
+            for parallel in (one, other):
+                with megatron_layout(parallel):
+                    self.models.append(build_gpt(config, parallel, self.rank))
+                self.tables.append(local_params(config, parallel, self.rank))
+            from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+
+            self.service = NCCLCopyService()
+        for model in self.models:
+            model.requires_grad_(False)
+        fill(self.tables[0], self._views(0))
+
+    def time(self, source: int, verify: bool = False) -> tuple[float, int]:
+        """(seconds, bytes at the peak beyond both models) of a refit from model ``source`` (0 or 1) to the other."""
+        from megatron.core.resharding.refit import swap_model_weights
+
+        target = 1 - source
+        if verify:
+            for param in self.models[target].parameters():
+                param.zero_()
+        with megatron_on(self.device), _experts():
+            self.device.reset_peak()
+            before = self.device.memory().allocated
+            seconds = wall(
+                self.device, lambda: swap_model_weights(self.models[source], self.models[target], self.service)
+            )
+        peak = self.device.memory().peak_allocated - before
+        if verify:
+            check(self.tables[target], self._views(target))
+        return seconds, peak
+
+    def _views(self, which: int) -> dict[str, torch.Tensor]:
+        return dict(self.models[which].named_parameters())
+
+
+@contextmanager
+def _experts() -> Iterator[None]:
+    """Tells the refit's planner which parameters are experts, and their global numbers."""
+    from megatron.core.resharding import planner, utils
+
+    extract, resolve = utils.extract_param_metadata, utils.assign_ep_resolved_name_inplace
+
+    def marked(param: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        param.allreduce = ".local_experts." not in name
+        return extract(param, name, *args, **kwargs)
+
+    def numbered(meta: Any, *, base_name: str | None = None) -> None:
+        resolve(meta, base_name=base_name)
+        group = meta.expert_parallel_group_ranks
+        if group is not None:
+            first = group.index(meta.owner_rank) * (meta.num_experts // len(group))
+            meta.resolved_name = re.sub(
+                r"(?<=\.local_experts\.)\d+", lambda number: str(first + int(number[0])), meta.resolved_name
+            )
+
+    with (
+        patch.object(planner, "extract_param_metadata", marked),
+        patch.object(utils, "assign_ep_resolved_name_inplace", numbered),
+    ):
+        yield

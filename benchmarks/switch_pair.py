@@ -1,0 +1,111 @@
+"""Our side of `benchmarks/switch.py`: both ends of a pair of layouts on one rank, and the switch between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.switch_clock import check, fill, wall, worst
+from fusion.ep_switch import Layout, Plan, SwitchError, plan_switch
+from fusion.ep_switch.transfer import Switcher
+from fusion.model import Buckets, ModelConfig, Parallel
+from fusion.npu import Device
+
+BUCKETS_OF_A_SHARD = 16
+BOUND_BUCKETS = 4
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Bytes past max(A, B) at the peak of a switch, of the worst rank."""
+
+    allocated: int
+    reserved: int
+
+
+class Pair:
+    """Weights of one model in two layouts on the cards of one world; one of the two is resident at a time."""
+
+    def __init__(self, config: ModelConfig, device: Device, one: Parallel, other: Parallel):
+        self.device, self.rank = device, dist.get_rank()
+        ranks = tuple(range(dist.get_world_size()))
+        shard = max(Layout(config, parallel, ranks).nbytes(rank) for parallel in (one, other) for rank in ranks)
+        self.bucket_bytes = shard // BUCKETS_OF_A_SHARD
+        self.layouts = [Layout(config, parallel, ranks, bucket_bytes=self.bucket_bytes) for parallel in (one, other)]
+        self.plans = [plan_switch(self.layouts[i], self.layouts[1 - i], self.bucket_bytes) for i in (0, 1)]
+        first = Buckets(self.layouts[0].units(self.rank), device, torch.float32, owner="weights")
+        second = Buckets(
+            self.layouts[1].units(self.rank), device, torch.float32, owner="weights", share=first, resident=False
+        )
+        self.ends = [first, second]
+        self.switchers = [self._switcher(i, self.plans[i]) for i in (0, 1)]
+        self.refill(0)
+
+    @property
+    def larger(self) -> int:
+        """Bytes of this rank's weights in the layout that needs more."""
+        return max(layout.nbytes(self.rank) for layout in self.layouts)
+
+    def switch(self, source: int, plan: Plan | None = None) -> tuple[float, Extra]:
+        """Seconds and memory of a switch from end ``source`` (0 or 1) to the other.
+
+        Raises:
+            SwitchError: as `execute`; `refill` one of the ends then.
+        """
+        device, others = self.device, self._others(source)
+        switcher = self._switcher(source, plan) if plan else self.switchers[source]
+        device.reset_peak()
+        seconds = wall(device, switcher.run)
+        after = device.memory()
+        peaks = after.peak_allocated, after.peak_reserved
+        return seconds, Extra(*(worst(peak - others - self.larger) for peak in peaks))
+
+    def _switcher(self, source: int, plan: Plan) -> Switcher:
+        return Switcher(plan, self.ends[source], self.ends[1 - source], self.device)
+
+    def refill(self, end: int) -> None:
+        """Makes one end resident and the other not, whatever they were, with the values of `fill`."""
+        for buckets in self.ends:
+            for index in range(len(buckets.flats)):
+                buckets.release(index)
+        for index in range(len(self.ends[end].flats)):
+            self.ends[end].allocate(index)
+        fill(self.layouts[end].params(self.rank), self.ends[end].views)
+
+    def verify(self, end: int) -> None:
+        check(self.layouts[end].params(self.rank), self.ends[end].views)
+
+    def fits_the_bound(self, source: int, plan: Plan | None = None) -> bool:
+        """Whether the switch gets by on cards of the capacity that the bound allows, beside what else is on them; both
+        ends are right afterwards."""
+        with self._capacity(self._others(source) + self.larger + BOUND_BUCKETS * self.bucket_bytes):
+            try:
+                self.switch(source, plan)
+            except SwitchError as error:
+                assert "OutOfMemoryError" in str(error), error
+                fits = False
+            else:
+                fits = True
+        if fits:
+            self.verify(1 - source)
+        else:
+            self.refill(1 - source)
+        return fits
+
+    def _others(self, resident: int) -> int:
+        """Bytes on the card that are not the pair's."""
+        return self.device.memory().allocated - self.layouts[resident].nbytes(self.rank)
+
+    @contextmanager
+    def _capacity(self, nbytes: int) -> Iterator[None]:
+        module, index = torch.get_device_module(self.device.torch_device), self.device.index
+        self.device.empty_cache()
+        module.set_per_process_memory_fraction(nbytes / self.device.memory().capacity, index)
+        try:
+            yield
+        finally:
+            module.set_per_process_memory_fraction(1.0, index)
