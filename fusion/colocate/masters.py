@@ -26,7 +26,6 @@ from fusion.ep_switch import Layout, Topology, shared_units
 from fusion.ep_switch.fill import HostPart
 from fusion.ep_switch.fragments import intersect
 from fusion.ep_switch.moves import UnitId
-from fusion.model import local_params
 from fusion.model.table import Box
 from fusion.offload import Part, plan_return
 from fusion.training.shards import gradient_buckets, own_range, shard_pieces
@@ -46,9 +45,7 @@ class MasterRun(NamedTuple):
 def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
     """The units of a rank of the training layout that its own masters cover → what of which master lies where."""
     parallel, place = layout.parallel, layout.ranks.index(rank) % layout.parallel.world
-    most = layout.bucket_bytes // layout.dtype.itemsize
-    table = local_params(layout.config, parallel, place, layout.placement, most)
-    buckets, _ = gradient_buckets(layout.config, parallel, table, layout.bucket_bytes)
+    buckets, _ = gradient_buckets(layout.config, parallel, layout.table(place), layout.bucket_bytes)
     by_name: dict[str, list[MasterRun]] = defaultdict(list)
     for shard, bucket in enumerate(buckets):
         for piece in shard_pieces(bucket, *own_range(bucket, parallel, place)):

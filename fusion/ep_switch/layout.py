@@ -15,7 +15,7 @@ import torch
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
 from fusion.model.table import Box, LocalParam, Part, Placement, local_params
-from fusion.model.weights import BucketPlan, plan_units
+from fusion.model.weights import BucketPlan, plan_units, unit_bytes
 
 
 class Place(NamedTuple):
@@ -74,6 +74,11 @@ class Layout:
             groups.setdefault(slices, []).append(rank)
         return tuple(tuple(group) for group in groups.values())
 
+    def table(self, place: int) -> tuple[LocalParam, ...]:
+        """The local tensors at a place of the grid, in the order of the forward pass, cut to fit units."""
+        most = unit_bytes(self.bucket_bytes) // self.dtype.itemsize
+        return local_params(self.config, self.parallel, place, self.placement, most)
+
     def params(self, rank: int) -> tuple[LocalParam, ...]:
         """The local tensors of a global rank; none where the layout does not reach it."""
         return tuple(param for unit in self.units(rank) for param, _ in unit.entries)
@@ -101,11 +106,10 @@ class Layout:
 
     @cached_property
     def _units(self) -> dict[int, tuple[BucketPlan, ...]]:
-        itemsize, found = self.dtype.itemsize, {}
+        found = {}
         for first, *_ in self.alike:
             place = self.ranks.index(first) % self.parallel.world
-            params = local_params(self.config, self.parallel, place, self.placement, self.bucket_bytes // itemsize)
-            found[first] = plan_units(params, itemsize, self.bucket_bytes)
+            found[first] = plan_units(self.table(place), self.dtype.itemsize, unit_bytes(self.bucket_bytes))
         return found
 
     def __str__(self) -> str:

@@ -7,8 +7,8 @@ near that line:
 
     1. slabs of a kind (same ranks, same size) are spread evenly over the whole;
     2. of the next few, those first that read open units, the first is taken that leaves no rank noticeably tighter;
-    3. if there is none, the one that helps the tightest ranks most (a rank counts e times as much for every bucket that
-       it is nearer to its limit), with what is owed counted as gone;
+    3. if there is none, the one that helps the tightest ranks most (a rank counts e times as much for every half
+       bucket that it is nearer to its limit), with what is owed counted as gone;
     4. a slab that opens units may not use a rank's last bucket, which is kept to close what is open;
     5. if nothing fits, all slabs that close some unit come together.
 
@@ -54,7 +54,7 @@ WINDOW = 32
 """Slabs not yet begun that are looked at before one is chosen."""
 
 NOTICEABLE = 0.02
-"""Tightness, in buckets at the limit, up to which a slab is taken without looking further."""
+"""Tightness, in half buckets at the limit, up to which a slab is taken without looking further."""
 
 
 def fill_order(jobs: Iterable[Job], storage: Storage, itemsize: int, bucket_bytes: int) -> tuple[list[int], int]:
@@ -87,7 +87,7 @@ def evenly(demands: list[Demand]) -> list[int]:
 
 class _Search:
     def __init__(self, demands: list[Demand], storage: Storage, bucket_bytes: int):
-        self.demands, self.bucket_bytes = demands, bucket_bytes
+        self.demands, self.bucket_bytes, self.scale = demands, bucket_bytes, bucket_bytes / 2
         self.resident, self.limit, self.size = dict(storage.resident), storage.limit, storage.size
         self.left = dict.fromkeys(evenly(demands))
         self.upcoming = iter(list(self.left))
@@ -142,7 +142,7 @@ class _Search:
                 real -= weight[0] * self.size[unit]
             elif unit not in self.owed:
                 opens = True
-        return over + opens * self.bucket_bytes, (real + fluid) / self.bucket_bytes
+        return over + opens * self.bucket_bytes, (real + fluid) / self.scale
 
     def _over(self, indices: tuple[int, ...]) -> int:
         """Bytes beyond the limit on the worst rank on the way, if these slabs came next."""
@@ -184,5 +184,5 @@ class _Search:
 
     def _weights(self, rank: int) -> tuple[float, float]:
         """How much a byte counts on a rank: as it is, and with what is owed counted as gone."""
-        room = (self.limit[rank] - self.resident[rank]) / self.bucket_bytes
-        return exp(-room), exp(-room - self.owed_by[rank] / self.bucket_bytes)
+        room = (self.limit[rank] - self.resident[rank]) / self.scale
+        return exp(-room), exp(-room - self.owed_by[rank] / self.scale)

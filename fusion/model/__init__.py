@@ -17,7 +17,7 @@ from fusion.model.moe import load_balancing_loss
 from fusion.model.parallel import Mesh, Parallel
 from fusion.model.table import LocalParam, Part, Placement, global_params, local_params
 from fusion.model.transformer import Attend, PackedAttention, Transformer
-from fusion.model.weights import BucketPlan, Buckets, plan_buckets, plan_units
+from fusion.model.weights import BucketPlan, Buckets, plan_buckets, plan_units, unit_bytes
 
 __all__ = [
     "Attend",
@@ -39,4 +39,5 @@ __all__ = [
     "plan_buckets",
     "plan_units",
     "save_folder",
+    "unit_bytes",
 ]

@@ -27,7 +27,7 @@ from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.moe import MoE
 from fusion.model.parallel import Mesh
 from fusion.model.table import Placement, local_params
-from fusion.model.weights import Buckets, plan_units
+from fusion.model.weights import Buckets, plan_units, unit_bytes
 from fusion.npu import Device
 from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, varlen_causal_attention
 
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
     Args:
         dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
-        bucket_bytes: the largest unit of storage.
+        bucket_bytes: of which the largest unit of storage is a part (`unit_bytes`).
         batch_invariant: a row's result does not depend, to the bit, on which rows it is computed with.
         placement: which expert lies where.
         share: weights of another model on this card; what both hold alike is stored once, in ``share``.
@@ -75,9 +75,9 @@ class Transformer(nn.Module):
         self.config, self.mesh, self.device, self.placement = config, mesh, device, placement
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
-        self.bucket_bytes, self.max_numel = bucket_bytes, bucket_bytes // dtype.itemsize
+        self.bucket_bytes, self.max_numel = bucket_bytes, unit_bytes(bucket_bytes) // dtype.itemsize
         self.table = local_params(config, mesh.parallel, mesh.rank, placement, self.max_numel)
-        plans = plan_units(self.table, dtype.itemsize, bucket_bytes)
+        plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
         self.weights = Buckets(plans, device, dtype, "weights", share, resident)
         views = self.weights.views
         self.layers = nn.ModuleDict(

@@ -11,8 +11,8 @@ Buckets, in which gradients and optimizer states lie and are reduced:
     bucket 0 (dense)    | embed | layers.0.input_norm | layers.0.attention.qkv | …
     bucket 1 (expert)   | layers.0.moe.experts.0.gate_up | layers.0.moe.experts.0.down | …
 
-Invariants: a parameter lies whole in one piece, at an offset that is a multiple of ALIGN elements; a piece is no larger
-than ``bucket_bytes`` unless its only parameter is. What a unit holds depends on the slices alone, so layouts that hold
+Invariants: a parameter lies whole in one piece, at an offset that is a multiple of ALIGN elements; a bucket is no
+larger than ``bucket_bytes``, a unit than `unit_bytes` of it, unless its only parameter is. What a unit holds depends on the slices alone, so layouts that hold
 the same slices hold equal units, and two models on one card can share them. Dense and expert parameters never share a
 bucket (their gradients are reduced over different ranks), and a bucket's size is a multiple of its number of replicas,
 so that an optimizer can shard it evenly. `release` gives back every byte.
@@ -32,6 +32,15 @@ from fusion.npu import Device
 ALIGN = 16
 """Elements: 64 bytes in fp32, what vector units and DMA engines want."""
 
+UNITS_A_BUCKET = 4
+"""Holes that units leave in the allocator's segments have to take the units that come. Units as large as a bucket made
+it reserve up to 7 buckets more than it had given out, quarters up to 3 (benchmarks/switch.py)."""
+
+
+def unit_bytes(bucket_bytes: int) -> int:
+    """Size of the largest unit of storage."""
+    return bucket_bytes // UNITS_A_BUCKET
+
 
 @dataclass(frozen=True)
 class BucketPlan:
@@ -42,14 +51,14 @@ class BucketPlan:
     entries: tuple[tuple[LocalParam, int], ...]
 
 
-def plan_units(params: Iterable[LocalParam], itemsize: int, bucket_bytes: int) -> tuple[BucketPlan, ...]:
-    """Packs parameters into units of at most ``bucket_bytes``, in the order in which a forward pass needs them."""
+def plan_units(params: Iterable[LocalParam], itemsize: int, most_bytes: int) -> tuple[BucketPlan, ...]:
+    """Packs parameters into units of at most ``most_bytes``, in the order in which a forward pass needs them."""
     kinds: dict[tuple[str, str], list[LocalParam]] = {}
     for param in params:
         kinds.setdefault(_unit_kind(param), []).append(param)
     units = []
     for members in kinds.values():
-        for entries in _fill(members, itemsize, bucket_bytes):
+        for entries in _fill(members, itemsize, most_bytes):
             last, offset = entries[-1]
             units.append(BucketPlan(last.expert, offset + last.numel, tuple(entries)))
     return tuple(units)
@@ -79,13 +88,13 @@ def plan_buckets(
     return tuple(plans)
 
 
-def _fill(params: list[LocalParam], itemsize: int, bucket_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
+def _fill(params: list[LocalParam], itemsize: int, most_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
     """Runs of (parameter, offset in elements) that fit into a piece each."""
     entries: list[tuple[LocalParam, int]] = []
     end = 0
     for param in params:
         offset = end + -end % ALIGN
-        if entries and (offset + param.numel) * itemsize > bucket_bytes:
+        if entries and (offset + param.numel) * itemsize > most_bytes:
             yield entries
             entries, offset = [], 0
         entries.append((param, offset))

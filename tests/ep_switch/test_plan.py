@@ -184,8 +184,10 @@ def test_the_oracle_finds_a_wrong_plan():
     shifted = moves[0]._replace(source=moves[0].source._replace(offset=moves[0].source.offset + 1))
     wrong_moves = [shifted, *moves[1:]], moves[1:], [moves[0], *moves]
     wrong = [(dataclasses.replace(rounds[0], moves=tuple(some)), *rounds[1:]) for some in wrong_moves]
-    releases = rounds[0].release_after + rounds[-1].release_after, ()
-    wrong += [(dataclasses.replace(rounds[0], release_after=units), *rounds[1:]) for units in releases]
+    early = dataclasses.replace(rounds[0], release_after=rounds[0].release_after + rounds[-1].release_after)
+    never = dataclasses.replace(rounds[-1], release_after=())
+    assert rounds[-1].release_after
+    wrong += [(early, *rounds[1:]), (*rounds[:-1], never)]
     for other_rounds in wrong:
         with pytest.raises(AssertionError):
             check_contents(dataclasses.replace(plan, rounds=other_rounds))
