@@ -46,13 +46,11 @@ class Floor:
         self.packed = sum(matrix[me])
         """Bytes of this rank that the memcpy copies."""
         with device.owner("buckets"):
-            self.block = device.share(max(sum(self.sent), 1))
-            self.send = self.block.tensor
+            self.send = torch.zeros(max(sum(self.sent), 1), dtype=torch.uint8, device=device.torch_device)
             self.receive = torch.zeros(max(sum(self.received), 1), dtype=torch.uint8, device=device.torch_device)
             self.loose, self.together = (
                 torch.zeros(self.packed, dtype=torch.uint8, device=device.torch_device) for _ in range(2)
             )
-        self.send.zero_()
         self.peers = self._peers(matrix, me)
         self.wires: dict[str, Callable[[], Any]] = {
             "all_to_all": self._all_to_all,
@@ -64,12 +62,12 @@ class Floor:
     def _peers(self, matrix: list[list[int]], me: int) -> list[torch.Tensor]:
         """What each rank has for this one, where it lies there."""
         handles: list[Any] = [None] * len(matrix)
-        dist.all_gather_object(handles, self.block.handle)
+        dist.all_gather_object(handles, self.device.share(self.send))
         self.mapped = {peer: self.device.map(handles[peer]) for peer, nbytes in enumerate(self.received) if nbytes}
         found = []
         for peer, row in enumerate(matrix):
             start = sum(nbytes for other, nbytes in enumerate(row[:me]) if other != peer)
-            found.append(self.mapped[peer].tensor[start : start + row[me]] if peer in self.mapped else self.send[:0])
+            found.append(self.mapped[peer][start : start + row[me]] if peer in self.mapped else self.send[:0])
         return found
 
     def measure(self, keep: bool) -> None:

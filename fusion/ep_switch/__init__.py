@@ -7,7 +7,7 @@
                                                    │        moves: Move, Round, Step (a round as a rank sees it)
     Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: the rounds, two under way; all leave together
               │                                             program: a rank's rounds as views; buckets: both ends
-              │                                             exchange: in shared memory (lines tell when) or collective
+              │                                             exchange: read where it lies (lines tell when) or collective
               ▼
     SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
     weights_checksum: equal in every layout                 checksum: also of what travels

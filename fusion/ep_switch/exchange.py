@@ -1,12 +1,12 @@
 """How the bytes of a round get from rank to rank, and how ranks agree. One interface, two ways:
 
-    shared      sender ─ pack ─► its slot in memory both map ─ unpack ─► receiver: two copies a byte, no receive buffer;
-                words over `Lines` say when a slot is full and when it was read           all ranks on one machine
+    shared      the receiver maps the sender's storage and copies from it into its own: one copy a byte, no buffers;
+                words over `Lines` say when storage is there and when it was read         all ranks on one machine
     collective  pack ─► send slot ─ all_to_all_single ─► receive slot ─ unpack: hccl, nccl or gloo          everywhere
 
 The faster one that can be is chosen once per group: `shared` where every rank of the group is on one machine and its
 card can share memory, else `collective` (a group that spans machines does not mix the two: its rounds are as long as
-the links between machines make them). A rank has two slots of each kind it needs, so two rounds can be under way.
+the links between machines make them). Two rounds can be under way: `collective` has two slots of each kind.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Word:
     failures: tuple[Failure, ...] = ()
     digest: int = 0
     """Of its plan: `Plan.digest`."""
-    handle: bytes = b""
-    """Of the memory it shares."""
 
 
 class PeerGone(Exception):
@@ -52,7 +50,8 @@ class PeerGone(Exception):
 
 class Exchange(ABC):
     """One rank's end of the exchange. ``peers``: every rank of the group, among them those of the plan. The calls of a
-    switch come in the order begin, open, agree, start, (send k, receive k-1) for every round, agree, close."""
+    switch come in the order begin, open, agree, (settle k-2, send k, receive k-1) for every round, agree, close.
+    """
 
     name: str
 
@@ -64,20 +63,20 @@ class Exchange(ABC):
         """A switch begins: nothing is left of the one before."""
 
     @abstractmethod
-    def open(self, program: Program, checksum: bool) -> bytes:
-        """Takes the wire buffers, charged to "buckets"; returns the handle for this rank's word."""
+    def open(self, program: Program, checksum: bool) -> None:
+        """Takes the wire buffers, charged to "buckets"."""
 
     @abstractmethod
     def agree(self, word: Word) -> dict[int, Word]:
         """Everyone's words. A rank that does not answer is in it with a failure, told by who noticed."""
 
     @abstractmethod
-    def start(self, words: dict[int, Word]) -> None:
-        """Before the first round, once all have agreed to it."""
+    def send(self, index: int, segments: Sequence[Segment]) -> None:
+        """Sends what leaves in a round; returns without waiting for it to arrive."""
 
     @abstractmethod
-    def send(self, index: int, segments: Sequence[Segment]) -> None:
-        """Packs and sends what leaves in a round; returns without waiting for it to arrive."""
+    def settle(self, index: int) -> None:
+        """Waits until what was sent in a round may be freed."""
 
     @abstractmethod
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
@@ -98,14 +97,12 @@ class Alone(Exchange):
     name = "none"
 
     def begin(self) -> None: ...
-    def open(self, program: Program, checksum: bool) -> bytes:
-        return b""
-
+    def open(self, program: Program, checksum: bool) -> None: ...
     def agree(self, word: Word) -> dict[int, Word]:
         return {self.rank: word}
 
-    def start(self, words: dict[int, Word]) -> None: ...
     def send(self, index: int, segments: Sequence[Segment]) -> None: ...
+    def settle(self, index: int) -> None: ...
     def receive(self, index: int, segments: Sequence[Segment]) -> None: ...
     def abandon(self) -> None: ...
     def close(self) -> None: ...

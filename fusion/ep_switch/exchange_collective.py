@@ -48,14 +48,13 @@ class CollectiveExchange(Exchange):
         self._sums: dict[int, torch.Tensor] = {}
         self._out = self._in = torch.empty(0)
 
-    def open(self, program: Program, checksum: bool) -> bytes:
+    def open(self, program: Program, checksum: bool) -> None:
         self._program, self._checksum = program, checksum
         with self.device.owner("buckets"):
             self._out, self._in = (
                 torch.empty(2 * numel, dtype=program.wire_dtype, device=self.device.torch_device)
                 for numel in (program.send_numel, program.receive_numel)
             )
-        return b""
 
     def agree(self, word: Word) -> dict[int, Word]:
         if not self._broken:
@@ -64,9 +63,6 @@ class CollectiveExchange(Exchange):
             except RuntimeError as error:
                 self._broken = str(error)
         return self._roll_call(word)
-
-    def start(self, words: dict[int, Word]) -> None:
-        """Nothing to do: the group is there."""
 
     def send(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index
@@ -79,6 +75,9 @@ class CollectiveExchange(Exchange):
                 sums.append(run_sums(wire, segment.ends))
         self.clock.mark("pack")
         self._post(index, sums)
+
+    def settle(self, index: int) -> None:
+        """Nothing to wait for: it was packed before whatever this rank's stream does next."""
 
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index

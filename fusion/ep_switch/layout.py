@@ -28,7 +28,7 @@ class Place(NamedTuple):
     offset: int
     strides: tuple[int, ...]
 
-    def view(self, flats: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    def view(self, flats: list[torch.Tensor] | dict[int, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         """The elements of the box as a view, ``shape`` in the global orientation, of the units' flat tensors."""
         return flats[self.unit].as_strided(shape, self.strides, self.offset)
 

@@ -1,6 +1,6 @@
 """Sockets between the ranks of one machine: a word in microseconds, and the end of a process at once.
 
-A switch in shared memory has a few words a round to say ("packed", "read"), and a collective takes milliseconds on the
+A switch in shared memory has a few words a round to say ("ready", "read"), and a collective takes milliseconds on the
 host. Unix sockets of whole messages (SOCK_SEQPACKET) carry them; who waits, sleeps in `poll`, because there may be more
 ranks than cores. They are also the memory barrier between who wrote shared memory and who reads it.
 """

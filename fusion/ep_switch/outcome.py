@@ -33,9 +33,9 @@ class SwitchReport:
 
 
 PARTS = ("prepare", "memory", "pack", "exchange", "unpack", "finish")
-"""prepare: buffers and the agreement to start. memory: storage taken and given back. pack: sources into send buffers,
-and local copies. exchange: waiting for other ranks. unpack: received bytes into the target. finish: the agreement that
-all are done."""
+"""prepare: buffers and the agreement to start. memory: storage taken and given back. pack: copies that stay on the rank,
+and sources into send buffers. exchange: waiting for other ranks. unpack: what others have, or sent, into the target.
+finish: the agreement that all are done."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class SwitchError(RuntimeError):
 
 
 def earliest(failures: Iterable[Failure]) -> list[Failure]:
-    """One failure a rank, the earliest, in the order of ranks. Several ranks may tell of one that cannot itself."""
+    """One failure a rank, in the order of ranks: the earliest of those that name a parameter, if any does. Several
+    ranks may tell of one that cannot itself, and some of them were not waiting for anything of it."""
     first: dict[int, Failure] = {}
-    for failure in sorted(failures, key=lambda one: (one.rank, one.round, not one.parameter, one.parameter)):
+    for failure in sorted(failures, key=lambda one: (one.rank, not one.parameter, one.round, one.parameter)):
         first.setdefault(failure.rank, failure)
     return list(first.values())

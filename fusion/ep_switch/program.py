@@ -6,7 +6,8 @@ when their storage is there for the first time, and stay valid over its releases
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -19,17 +20,23 @@ from fusion.ep_switch.checksum import NO_SUM, run_sums
 from fusion.ep_switch.layout import Place
 from fusion.ep_switch.moves import Move, Step
 from fusion.ep_switch.plan import Plan
+from fusion.ep_switch.rounds import IN_FLIGHT
 from fusion.model.table import Box
 from fusion.model.weights import Buckets
+from fusion.npu import Device
 
 MOST_SUMS = 1024
 """Checksums of one segment that are sent with it."""
 
 
+Flats = list[torch.Tensor] | dict[int, torch.Tensor]
+"""Storage units by index: a rank's own, or what it has mapped of another's."""
+
+
 class Run(NamedTuple):
     """Elements of one storage unit that lie one after the other on the wire; ``name`` is the first global tensor."""
 
-    flats: list[torch.Tensor]
+    flats: Flats
     place: Place
     shape: tuple[int, ...]
     name: str
@@ -40,12 +47,22 @@ class Run(NamedTuple):
 
 
 class Segment:
-    """What one peer gets from this rank in a round, or brings it: one stretch of the wire."""
+    """What one peer gets from this rank in a round, or brings it: one stretch of the wire, or read where it lies.
 
-    def __init__(self, peer: int, moves: Sequence[Move], runs: list[Run]):
-        self.peer, self.moves, self.runs = peer, moves, runs
-        self.sizes = [prod(run.shape) for run in runs]
+    Args:
+        into: where it goes on this rank, if it comes.
+        out_of: where it comes from: (storage of the source, of the target for what is relayed) of who sends it. At who
+            receives it, mappings of that, which `map` fills.
+    """
+
+    def __init__(self, peer: int, moves: Sequence[Move], into: Flats | None, out_of: tuple[Flats, Flats]):
+        self.peer, self.moves, self._into, self._out_of = peer, moves, into, out_of
+        ends = [(move, move.target, into) if into is not None else (move, move.source, out_of[move.relayed])
+                for move in moves]  # fmt: skip
+        self.runs = _merged(_run(*end) for end in ends)
+        self.sizes = [prod(run.shape) for run in self.runs]
         self.numel = sum(self.sizes)
+        self._handles: tuple[bytes, ...] = ()
 
     @property
     def name(self) -> str:
@@ -72,13 +89,46 @@ class Segment:
     def views(self) -> list[torch.Tensor]:
         return [run.view for run in self.runs]
 
-    def pack(self, wire: torch.Tensor, along: list[torch.Tensor] | None = None) -> None:
-        """Storage → ``wire`` [numel], contiguous, converted to its dtype. ``along``: `along` of this wire, if kept."""
-        copy(along or self.along(wire), self.views, self.runs)
+    def pack(self, wire: torch.Tensor) -> None:
+        """Storage → ``wire`` [numel], contiguous, converted to its dtype."""
+        copy(self._along(wire), self.views, self.runs)
 
-    def unpack(self, wire: torch.Tensor, along: list[torch.Tensor] | None = None) -> None:
-        """``wire`` [numel], contiguous → storage. ``along``: `along` of this wire, if kept."""
-        copy(self.views, along or self.along(wire), self.runs)
+    def unpack(self, wire: torch.Tensor) -> None:
+        """``wire`` [numel], contiguous → storage."""
+        copy(self.views, self._along(wire), self.runs)
+
+    @cached_property
+    def lent(self) -> list[tuple[bool, int]]:
+        """(relayed, unit) of the sender's storage that it lies in; the same on both ends."""
+        return list(dict.fromkeys((move.relayed, move.source.unit) for move in self.moves))
+
+    def lent_storage(self) -> list[torch.Tensor]:
+        """The units `lent`, at the sender."""
+        return [self._out_of[relayed][unit] for relayed, unit in self.lent]
+
+    @cached_property
+    def pairs(self) -> tuple[list[Run], list[Run]]:
+        """(into, out of) at the receiver, pairwise, where it reads straight from the sender's storage."""
+        assert self._into is not None
+        return _paired(self.moves, self._into, self._out_of)
+
+    def map(self, handles: tuple[bytes, ...], device: Device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        """Makes the sender's units, found by their handles, those that `read` reads. They seldom move.
+
+        Raises:
+            ValueError: the sender has ended.
+        """
+        if handles == self._handles:
+            return
+        for (relayed, unit), handle in zip(self.lent, handles, strict=True):
+            self._out_of[relayed][unit] = device.map(handle).view(dtypes[relayed])  # type: ignore[index]
+        self._handles = handles
+        into, out_of = self.pairs
+        self._pair_views = [run.view for run in into], [run.view for run in out_of]
+
+    def read(self) -> None:
+        """The sender's storage, mapped → storage."""
+        copy(*self._pair_views, self.pairs[0])
 
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
         """Holds what was unpacked, read back out of the storage into ``scratch`` [numel], against the sender's sums.
@@ -93,7 +143,7 @@ class Segment:
             name, box, _ = next(piece for piece in self.pieces if piece[2] == self.ends[int(wrong[0])])
             raise Fault(name, f"{name} {list(box)} from rank {self.peer} arrived with another checksum")
 
-    def along(self, wire: torch.Tensor) -> list[torch.Tensor]:
+    def _along(self, wire: torch.Tensor) -> list[torch.Tensor]:
         """Where its runs lie in ``wire`` [numel], as views in their shapes."""
         if len(self.runs) == 1:
             return [wire.view(self.runs[0].shape)]
@@ -150,49 +200,34 @@ class Stage:
         return [run.view for run in into], [run.view for run in out_of]
 
 
-class Mapped:
-    """Memory of a rank that this one has mapped, and where segments lie in it. Nobody is charged for it, so it may be
-    kept from switch to switch: memory that comes again comes at the same place, with the same views."""
-
-    def __init__(self, handle: bytes, memory: torch.Tensor):
-        self.handle, self._memory = handle, memory
-        self._wires: dict[Segment, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-
-    def wire(self, segment: Segment, offset: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(wire [numel] from element ``offset`` on, `Segment.along` of it). A segment lies at the same offset in every
-        switch of a program."""
-        found = self._wires.get(segment)
-        if found is None:
-            wire = self._memory[offset : offset + segment.numel]
-            found = self._wires[segment] = wire, segment.along(wire)
-        return found
-
-
 @dataclass
 class Program:
     """All rounds of a rank, and the sizes of its wire buffers in elements of ``wire_dtype``, one slot of each."""
 
     stages: list[Stage]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of the source and of the target."""
     wire_dtype: torch.dtype
     send_numel: int
     receive_numel: int
     bytes_local: int
     bytes_hosted: int = 0
     received_bytes: dict[str, int] = field(default_factory=dict)
-    mapped: dict[int, Mapped] = field(default_factory=dict)
-    """rank → its wire buffer, if ranks share memory."""
 
     @property
     def largest_segment(self) -> int:
-        """Elements of the largest thing that comes from one peer in one round."""
-        return max((segment.numel for stage in self.stages for segment in stage.receive), default=0)
+        """Elements of the largest thing that goes to or comes from one peer in one round."""
+        segments = (segment for stage in self.stages for segment in (*stage.send, *stage.receive))
+        return max((segment.numel for segment in segments), default=0)
 
 
 def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Buckets | None) -> Program:
     """The rounds of ``rank``, over the storage of its two ends (None: it has no share in that end)."""
+    dtypes = plan.source.dtype, plan.target.dtype
     if rank not in plan.ranks:
         idle = [any(not move.local for move in round_.moves) for round_ in plan.rounds]
-        return Program([Stage((), ([], []), [], (), [], exchange) for exchange in idle], plan.wire_dtype, 0, 0, 0)
+        stages = [Stage((), ([], []), [], (), [], exchange) for exchange in idle]
+        return Program(stages, dtypes, plan.wire_dtype, 0, 0, 0)
     ends = _Ends(source.flats if source else [], target.flats if target else [], rank)
     steps, size = plan.steps(rank), plan.wire_dtype.itemsize
     send, receive = plan.wire_bytes(rank)
@@ -201,6 +236,7 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
     _mark_fullest(stages, plan.source.unit_nbytes(rank), plan.target.unit_nbytes(rank))
     return Program(
         stages=stages,
+        dtypes=dtypes,
         wire_dtype=plan.wire_dtype,
         send_numel=send // 2 // size,
         receive_numel=receive // 2 // size,
@@ -212,66 +248,72 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
 
 def _mark_fullest(stages: list[Stage], source_nbytes: Sequence[int], target_nbytes: Sequence[int]) -> None:
     held, most, fullest = 0, None, None
-    for stage in stages:
+    for index, stage in enumerate(stages):
+        if index >= IN_FLIGHT:
+            held -= sum(source_nbytes[unit] for unit in stages[index - IN_FLIGHT].release)
         held += sum(target_nbytes[unit] for unit in stage.allocate)
         if most is None or held > most:
             most, fullest = held, stage
-        held -= sum(source_nbytes[unit] for unit in stage.release)
     if fullest is not None:
         fullest.fullest = True
 
 
 class _Ends:
-    def __init__(self, source: list[torch.Tensor], target: list[torch.Tensor], rank: int):
+    def __init__(self, source: Flats, target: Flats, rank: int):
         self.source, self.target, self.rank = source, target, rank
+        self.lent: dict[int, tuple[Flats, Flats]] = defaultdict(lambda: ({}, {}))
+        """rank → what is mapped of its storage."""
 
     def stage(self, step: Step) -> Stage:
         # Ranks begin with their next neighbour, so that not all of them serve the same one first.
         sends = sorted(step.send.items(), key=lambda item: (item[0] < self.rank, item[0]))
+        own = self.source, self.target
         return Stage(
             step.allocate,
-            self.copies(step.copy),
-            [Segment(peer, moves, self.runs(moves, at_target=False)) for peer, moves in sends],
+            _paired(step.copy, self.target, own),
+            [Segment(peer, moves, None, own) for peer, moves in sends],
             step.release,
-            [Segment(peer, moves, self.runs(moves, at_target=True)) for peer, moves in step.receive.items()],
+            [Segment(peer, moves, self.target, self.lent[peer]) for peer, moves in step.receive.items()],
             step.exchange,
         )
 
-    def runs(self, moves: Sequence[Move], at_target: bool) -> list[Run]:
-        """The moves of a segment at one end, those that lie one after the other there as one."""
-        runs: list[Run] = []
-        for move in moves:
-            run = self.run(move, at_target)
-            last = runs[-1] if runs else None
-            if last and _follows(run, last):
-                runs[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
-            else:
-                runs.append(run)
-        return runs
 
-    def copies(self, moves: Sequence[Move]) -> tuple[list[Run], list[Run]]:
-        """Local moves at both ends; those that lie one after the other on both as one."""
-        into: list[Run] = []
-        out_of: list[Run] = []
-        for move in moves:
-            target, source = self.run(move, at_target=True), self.run(move, at_target=False)
-            if len(target.shape) != len(source.shape):  # a box that is contiguous at one end only
-                target, source = (run._replace(shape=move.shape, place=place) for run, place in
-                                  ((target, move.target), (source, move.source)))  # fmt: skip
-            if into and _follows(target, into[-1]) and _follows(source, out_of[-1]):
-                shape = (into[-1].shape[0] + target.shape[0],)
-                into[-1], out_of[-1] = into[-1]._replace(shape=shape), out_of[-1]._replace(shape=shape)
-            else:
-                into.append(target)
-                out_of.append(source)
-        return into, out_of
+def _run(move: Move, place: Place, flats: Flats) -> Run:
+    if len(move.shape) > 1 and _dense(move.shape, place.strides):
+        return Run(flats, place._replace(strides=(1,)), (move.numel,), move.name)
+    return Run(flats, place, move.shape, move.name)
 
-    def run(self, move: Move, at_target: bool) -> Run:
-        place = move.target if at_target else move.source
-        flats = self.target if at_target or move.relayed else self.source
-        if len(move.shape) > 1 and _dense(move.shape, place.strides):
-            return Run(flats, place._replace(strides=(1,)), (move.numel,), move.name)
-        return Run(flats, place, move.shape, move.name)
+
+def _merged(found: Iterable[Run]) -> list[Run]:
+    """Those that lie one after the other as one."""
+    runs: list[Run] = []
+    for run in found:
+        last = runs[-1] if runs else None
+        if last and _follows(run, last):
+            runs[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
+        else:
+            runs.append(run)
+    return runs
+
+
+def _paired(moves: Iterable[Move], target: Flats, sources: tuple[Flats, Flats]) -> tuple[list[Run], list[Run]]:
+    """(into, out of) of moves, pairwise; those that lie one after the other on both ends as one."""
+    into: list[Run] = []
+    out_of: list[Run] = []
+    for move in moves:
+        one, other = _run(move, move.target, target), _run(move, move.source, sources[move.relayed])
+        if len(one.shape) != len(other.shape):  # a box that is contiguous at one end only
+            one, other = (
+                one._replace(shape=move.shape, place=move.target),
+                other._replace(shape=move.shape, place=move.source),
+            )
+        if into and _follows(one, into[-1]) and _follows(other, out_of[-1]):
+            shape = (into[-1].shape[0] + one.shape[0],)
+            into[-1], out_of[-1] = into[-1]._replace(shape=shape), out_of[-1]._replace(shape=shape)
+        else:
+            into.append(one)
+            out_of.append(other)
+    return into, out_of
 
 
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

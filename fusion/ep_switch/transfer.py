@@ -1,12 +1,15 @@
 """Carries a plan out, round by round, with two rounds under way.
 
-    agree ─►  send 0   send 1   send 2   …   send n-1                 send k: allocate, copy, pack, post, release
-                       receive 0  receive 1  …   receive n-2  receive n-1      receive k: wait, unpack  ─► agree
-       │                                                                                                   │
-       └ refused: both ends as they were                          failed: SwitchError on every rank, target empty
+    agree ─►  send 0   send 1     send 2     …   send n-1                                                 ─►  agree
+       │               receive 0  receive 1  …   receive n-2  receive n-1                                       │
+       │                                                                                                        │
+       └ refused: both ends as they were                               failed: SwitchError on every rank, target empty
+
+    send k      free what was read for the last time in round k-2, allocate, copy what stays on the rank, send
+    receive k   wait, take
 
 All copies and all storage are queued on the caller's current stream, and the wire runs beside it: while round k is on
-the wire, round k+1 is packed and round k-1 unpacked, and what is freed is free in the order of the stream. A rank that
+the wire, round k+1 is sent and round k-1 taken, and what is freed is free in the order of the stream. A rank that
 fails keeps nobody waiting, so all ranks leave together. The target is then released on all of them: a half-switched
 model cannot serve, its storage is gone.
 """
@@ -27,6 +30,7 @@ from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.outcome import PARTS, Failure, SwitchError, SwitchReport
 from fusion.ep_switch.plan import Plan
 from fusion.ep_switch.program import Fault, Program, Stage, compile_program, copy
+from fusion.ep_switch.rounds import IN_FLIGHT
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.model.weights import Buckets
 from fusion.npu import Device
@@ -100,8 +104,8 @@ class Switcher:
             start = time.perf_counter()
             self._clock.start()
             exchange = self._open()
-            program, words = self._prepare(exchange, checksum, host)
-            self._carry_out(exchange, program, words)
+            program = self._prepare(exchange, checksum, host)
+            self._carry_out(exchange, program)
             self.device.synchronize()
             return self._report(exchange, program, time.perf_counter() - start)
 
@@ -113,23 +117,24 @@ class Switcher:
         assert not missing, f"the group {exchange.peers} lacks the ranks {sorted(missing)} of the plan"
         return exchange
 
-    def _prepare(self, exchange: Exchange, checksum: bool, host: HostParts) -> tuple[Program, dict[int, Word]]:
+    def _prepare(self, exchange: Exchange, checksum: bool, host: HostParts) -> Program:
         """Everything that can be refused without harm, and the agreement that nobody did."""
-        handle, failures, cause = b"", [], None
+        failures: list[Failure] = []
+        cause: Exception | None = None
         exchange.begin()
         try:
             program, rank = self._check(exchange.rank), exchange.rank
             self._fill.open(self._target, self.plan.hosted_units(rank), host, self.plan.staging_bytes(rank))
-            handle = exchange.open(program, checksum)
+            exchange.open(program, checksum)
             self._note_memory()
         except Exception as error:
             cause = error
             failures.append(Failure(exchange.rank, -1, "", f"{type(error).__name__}: {error}"))
-        words = exchange.agree(Word(tuple(failures), self.plan.digest, handle))
+        words = exchange.agree(Word(tuple(failures), self.plan.digest))
         if failed := failures_of(words):
             self._leave(exchange, failed, cause)
         assert self._program is not None
-        return self._program, words
+        return self._program
 
     def _check(self, rank: int) -> Program:
         if self._program is None:
@@ -145,21 +150,25 @@ class Switcher:
         self._peak_bytes = self._peak_reserved = 0
         return self._program
 
-    def _carry_out(self, exchange: Exchange, program: Program, words: dict[int, Word]) -> None:
+    def _carry_out(self, exchange: Exchange, program: Program) -> None:
         """The rounds and the agreement that all are done, whatever happens on this rank."""
         failures: list[Failure] = []
         cause: Exception | None = None
         self._round = -1
         try:
-            exchange.start(words)
             self._release(self._unread)
             self._clock.mark("prepare")
-            for index in range(len(program.stages) + 1):
-                if index < len(program.stages):
-                    self._send(exchange, index, program.stages[index])
-                if index > 0:
+            stages = program.stages
+            for index in range(len(stages) + IN_FLIGHT):
+                self._round = min(index, len(stages) - 1)
+                if index >= IN_FLIGHT:
+                    exchange.settle(index - IN_FLIGHT)
+                    self._release(stages[index - IN_FLIGHT].release)
+                if index < len(stages):
+                    self._send(exchange, index, stages[index])
+                if 0 < index <= len(stages):
                     self._round = index - 1
-                    exchange.receive(index - 1, program.stages[index - 1].receive)
+                    exchange.receive(index - 1, stages[index - 1].receive)
         except PeerGone as gone:
             cause = gone
             if not gone.left:
@@ -183,10 +192,9 @@ class Switcher:
         self._clock.mark("memory")
 
     def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
-        self._round = index
         if stage.allocate:
             self._allocate(stage.allocate)
-            self._clock.mark("memory")
+        self._clock.mark("memory")
         if stage.fullest:
             self._note_memory()
         if stage.copies[0]:
@@ -194,9 +202,6 @@ class Switcher:
         for unit in stage.allocate:
             self._fill.fill(unit)
         exchange.send(index, stage.send)
-        if stage.release:
-            self._release(stage.release)
-            self._clock.mark("memory")
 
     def _allocate(self, units: Sequence[int]) -> None:
         assert self._target is not None

@@ -12,10 +12,11 @@ Buckets, in which gradients and optimizer states lie and are reduced:
     bucket 1 (expert)   | layers.0.moe.experts.0.gate_up | layers.0.moe.experts.0.down | …
 
 Invariants: a parameter lies whole in one piece, at an offset that is a multiple of ALIGN elements; a bucket is no
-larger than ``bucket_bytes``, a unit than `unit_bytes` of it, unless its only parameter is. What a unit holds depends on the slices alone, so layouts that hold
-the same slices hold equal units, and two models on one card can share them. Dense and expert parameters never share a
-bucket (their gradients are reduced over different ranks), and a bucket's size is a multiple of its number of replicas,
-so that an optimizer can shard it evenly. `release` gives back every byte.
+larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is. What a unit holds
+depends on the slices alone, so layouts that hold the same slices hold equal units, and two models on one card can share
+them. Dense and expert parameters never share a bucket (their gradients are reduced over different ranks), and a
+bucket's size is a multiple of its number of replicas, so that an optimizer can shard it evenly. `release` gives back
+every byte.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fusion.npu import Device
 ALIGN = 16
 """Elements: 64 bytes in fp32, what vector units and DMA engines want."""
 
-UNITS_A_BUCKET = 4
+UNITS_A_BUCKET = 8
 """Holes that units leave in the allocator's segments have to take the units that come. Units as large as a bucket made
 it reserve up to 7 buckets more than it had given out, quarters up to 3 (benchmarks/switch.py)."""
 

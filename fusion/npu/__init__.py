@@ -14,6 +14,6 @@ No other room asks which device it is. Nothing is built or initialised by import
 from __future__ import annotations
 
 from fusion.npu.config import DeviceConfig
-from fusion.npu.device import OWNERS, Device, Memory, SharedBlock, open_device
+from fusion.npu.device import HANDLE_BYTES, OWNERS, Device, Memory, open_device
 
-__all__ = ["OWNERS", "Device", "DeviceConfig", "Memory", "SharedBlock", "open_device"]
+__all__ = ["HANDLE_BYTES", "OWNERS", "Device", "DeviceConfig", "Memory", "open_device"]

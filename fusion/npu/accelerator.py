@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from fusion.npu.device import OWNERS, Device, Memory, SharedBlock, check_owner
+from fusion.npu.device import HANDLE_BYTES, OWNERS, Device, Memory, check_owner
 from fusion.npu.owners import OwnerMode, StorageOwners
 
 HANDLE = struct.Struct("<6q")  # pid, file descriptor, inode, bytes of the file, offset, bytes of the block
+assert HANDLE.size == HANDLE_BYTES
 PROCESS_GROUPS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -67,10 +68,8 @@ class AcceleratorDevice(Device):
 
 
 class RealDevice(AcceleratorDevice):
-    """An Ascend or CUDA card. Owners are weak references to storages; what nobody claimed is activations."""
-
-    can_share = False
-    """Left out: torch's IPC handles export whole segments, and expandable segments only newer drivers."""
+    """An Ascend or CUDA card. Owners are weak references to storages; what nobody claimed is activations. Its memory is
+    not shared between processes: torch's IPC handles export whole segments, expandable ones only with newer drivers."""
 
     def __init__(self, kind: str, module: Any, index: int, capacity_bytes: int | None) -> None:
         super().__init__(kind, kind, module, index)
@@ -102,12 +101,6 @@ class RealDevice(AcceleratorDevice):
     def _limit_bytes(self, capacity: int) -> int:
         return capacity if self.capacity_bytes is None else min(capacity, self.capacity_bytes)
 
-    def share(self, nbytes: int) -> SharedBlock:
-        raise RuntimeError(f"{self.torch_device}: blocks of a {self.kind} card cannot be shared between processes")
-
-    def map(self, handle: bytes) -> SharedBlock:
-        raise RuntimeError(f"{self.torch_device}: blocks of a {self.kind} card cannot be shared between processes")
-
     def owner(self, name: str) -> AbstractContextManager[None]:
         check_owner(name)
         return OwnerMode(self._owners, name, self.torch_device)
@@ -127,8 +120,6 @@ class RealDevice(AcceleratorDevice):
 class EmulatedDevice(AcceleratorDevice):
     """The NPU on the CPU (`fusion/npu/emulator`). Its allocator stores the owner with every block."""
 
-    can_share = True
-
     def __init__(
         self,
         extension: Any,
@@ -139,7 +130,7 @@ class EmulatedDevice(AcceleratorDevice):
         expandable: bool = True,
     ) -> None:
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
-        self._extension = extension
+        self._extension, self.can_share = extension, expandable
         self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
         extension.open_card(index, session_file(session, index), capacity_bytes, expandable, late)
 
@@ -174,12 +165,11 @@ class EmulatedDevice(AcceleratorDevice):
         sizes = self._extension.by_owner(self.index)
         return {name: sizes[name] for name in OWNERS}
 
-    def share(self, nbytes: int) -> SharedBlock:
-        tensor, place = self._extension.share(self.index, nbytes)
-        return SharedBlock(tensor, HANDLE.pack(*place))
+    def share(self, tensor: torch.Tensor) -> bytes:
+        return HANDLE.pack(*self._extension.share(tensor))
 
-    def map(self, handle: bytes) -> SharedBlock:
-        return SharedBlock(self._extension.map_shared(self.index, HANDLE.unpack(handle)), handle)
+    def map(self, handle: bytes) -> torch.Tensor:
+        return self._extension.map_shared(self.index, HANDLE.unpack(handle))
 
     def describe(self) -> str:
         memory = self.memory()

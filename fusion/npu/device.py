@@ -36,13 +36,8 @@ class Memory:
     fragmented: int
 
 
-@dataclass(frozen=True)
-class SharedBlock:
-    """Bytes that several processes of one machine see. `tensor`: uint8 [nbytes] on the card of who holds it; the bytes
-    are taken as long as the owner's tensor (or a view of it) lives. `handle`: what another process maps them by."""
-
-    tensor: torch.Tensor
-    handle: bytes
+HANDLE_BYTES = 48
+"""Length of a handle by which another process maps memory of a card."""
 
 
 class Device(ABC):
@@ -51,7 +46,7 @@ class Device(ABC):
     kind: str
     index: int
     torch_device: torch.device
-    can_share: bool
+    can_share: bool = False
     """Whether `share` and `map` work."""
     process_group_backend: str
     """For `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
@@ -88,17 +83,16 @@ class Device(ABC):
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised CPU tensor, pinned where the card can pin; not counted as memory of the card."""
 
-    @abstractmethod
-    def share(self, nbytes: int) -> SharedBlock:
-        """A block whose bytes other processes of this user and machine can map, charged to this card and to the current
-        owner like any allocation. Uninitialised. Its end takes nothing from who mapped it, but the bytes then belong to
-        the next block; nothing is left behind, however the process ends. Raises RuntimeError where `can_share` is
-        False."""
+    def share(self, tensor: torch.Tensor) -> bytes:
+        """A handle by which other processes of this user and machine map the storage of ``tensor``. It costs nothing
+        and keeps nothing alive: once the storage is freed, its bytes belong to the next block. Raises RuntimeError
+        where `can_share` is False."""
+        raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
-    @abstractmethod
-    def map(self, handle: bytes) -> SharedBlock:
-        """The same bytes as a tensor of this card, which is not charged for them. Who writes and who reads when is
-        between the processes. Raises ValueError if the owner has ended."""
+    def map(self, handle: bytes) -> torch.Tensor:
+        """The bytes behind a handle as a tensor of this card (uint8 [nbytes]), which is not charged for them. Who
+        writes and who reads when is between the processes. Raises ValueError if the owner has ended."""
+        raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
     @abstractmethod
     def new_stream(self) -> Any: ...

@@ -6,9 +6,6 @@ Every tensor that an operation makes in the thread that opened the card is taken
 
 from __future__ import annotations
 
-import mmap
-import os
-import struct
 import threading
 import time
 import weakref
@@ -20,10 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.npu.config import DEFAULT_CAPACITY_BYTES
-from fusion.npu.device import OWNERS, Device, Memory, SharedBlock, check_owner
+from fusion.npu.device import OWNERS, Device, Memory, check_owner
 from fusion.npu.owners import storages_of
 
-HANDLE = struct.Struct("<4q")  # pid, file descriptor, inode, bytes
 CPU = torch.device("cpu")
 
 
@@ -147,7 +143,6 @@ class LedgerDevice(Device):
 
     kind = "ledger"
     torch_device = CPU
-    can_share = True
     process_group_backend = "gloo"
 
     def __init__(self, index: int, capacity_bytes: int | None) -> None:
@@ -196,29 +191,6 @@ class LedgerDevice(Device):
         finally:
             self.ledger.counting = True
 
-    def share(self, nbytes: int) -> SharedBlock:
-        if nbytes <= 0:
-            raise ValueError(f"a shared block of {nbytes} bytes: expected a positive number")
-        file = os.memfd_create("rlfusion-npu")
-        os.ftruncate(file, nbytes)
-        tensor = _mapped(file, nbytes)
-        weakref.finalize(tensor.untyped_storage(), os.close, file)
-        self.ledger.add(tensor.untyped_storage())
-        return SharedBlock(tensor, HANDLE.pack(os.getpid(), file, os.fstat(file).st_ino, nbytes))
-
-    def map(self, handle: bytes) -> SharedBlock:
-        pid, number, inode, nbytes = HANDLE.unpack(handle)
-        try:
-            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        except OSError as error:
-            raise ValueError(f"a shared block cannot be mapped: process {pid} that owned it is gone") from error
-        try:
-            if os.fstat(file).st_ino != inode:
-                raise ValueError(f"a shared block cannot be mapped: process {pid} has freed it")
-            return SharedBlock(_mapped(file, nbytes), handle)
-        finally:
-            os.close(file)
-
     def new_stream(self) -> HostStream:
         return HostStream()
 
@@ -234,7 +206,3 @@ class LedgerDevice(Device):
     def describe(self) -> str:
         capacity = self.memory().capacity
         return f"CPU tensors counted by a ledger (no compiler for the emulated NPU), {capacity / 2**30:.1f} GiB"
-
-
-def _mapped(file: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch import SwitchError, execute, plan_switch
+from fusion.ep_switch.exchange_collective import CollectiveExchange
+from fusion.ep_switch.exchange_shared import SharedExchange
 from fusion.ep_switch.program import Segment
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, own_bytes
@@ -28,22 +30,27 @@ LARGER = tiny_config(experts=False, num_hidden_layers=6, hidden_size=64, interme
 EXCHANGES = ("shared", "collective")
 
 
-@contextmanager
-def before(method: str, at: int, act):
-    """``act(segment, wire)`` before the call number ``at`` of `Segment.pack` or `.unpack` in this process."""
-    honest, calls = getattr(Segment, method), [0]
+TAKES = {"shared": (Segment, "read"), "collective": (Segment, "unpack")}
+SENDS = {"shared": (SharedExchange, "send"), "collective": (CollectiveExchange, "send")}
 
-    def hooked(self, wire, *kept):
+
+@contextmanager
+def before(hook: tuple[type, str], at: int, act):
+    """``act(self, *args)`` before the call number ``at`` of a method in this process."""
+    (kind, method), calls = hook, [0]
+    honest = getattr(kind, method)
+
+    def hooked(self, *args):
         calls[0] += 1
         if calls[0] == at:
-            act(self, wire)
-        honest(self, wire, *kept)
+            act(self, *args)
+        honest(self, *args)
 
-    setattr(Segment, method, hooked)
+    setattr(kind, method, hooked)
     try:
         yield
     finally:
-        setattr(Segment, method, honest)
+        setattr(kind, method, honest)
 
 
 def build(device, ranks=(0, 1)):
@@ -59,14 +66,15 @@ def outcome(plan, rank, source, target, device, **options):
     return str(caught.value), own_bytes(target, plan.shared_units(rank))
 
 
-def flip(segment, wire):
-    wire.view(torch.uint8)[5] ^= 1
+def flip(segment, wire=None):
+    there = segment.pairs[1][0].view if wire is None else wire
+    there.view(torch.int32)[(0,) * there.dim()] ^= 1
 
 
 def corrupted(rank, device, exchange):
     """A bit changes on its way to rank 0, the second time something comes; and what comes after."""
     plan, source, target = build(device)
-    with before("unpack", 2 if rank == 0 else 0, flip):
+    with before(TAKES[exchange], 2 if rank == 0 else 0, flip):
         found = outcome(plan, rank, source, target, device, checksum=True, exchange=exchange)
     plan, source, target = build(device)
     execute(plan, source, target, device, checksum=True, exchange=exchange)
@@ -111,13 +119,13 @@ def test_what_is_refused_is_refused_on_all_ranks_and_harms_nothing(exchange):
     assert other_plan.count("plans another switch") == 2
 
 
-def boom(segment, wire):
+def boom(*_):
     raise ValueError("no such view")
 
 
 def raising(rank, device, exchange):
     plan, source, target = build(device)
-    with before("pack", 3 if rank == 1 else 0, boom):
+    with before(SENDS[exchange], 3 if rank == 1 else 0, boom):
         return outcome(plan, rank, source, target, device, checksum=True, exchange=exchange)
 
 
@@ -180,7 +188,7 @@ def mortal(rank: int, folder: str, late_s: float) -> None:
         plan, source, target = pairs[exchange]
         start = time.monotonic()
         at, act = (2, die) if rank == dies else (1, lambda *_: time.sleep(late_s))
-        with before("pack", at, act):
+        with before(SENDS[exchange], at, act):
             message, held = outcome(plan, rank, source, target, device, group=group, exchange=exchange)
         Path(folder, f"{exchange}{rank}").write_text(json.dumps([message, held, time.monotonic() - start]))
     os._exit(0)  # the default group is broken: leaving it in order would wait

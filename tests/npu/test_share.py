@@ -1,4 +1,4 @@
-"""Blocks that several processes see: the same bytes, charged once, and nothing left behind."""
+"""Memory of a card that other processes see: the same bytes, charged once, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from multiprocessing.connection import Listener
 import pytest
 import torch
 
+from fusion.npu import open_device
 from fusion.npu.ledger import LedgerDevice
 
 MIB = 1 << 20
@@ -18,38 +19,26 @@ MATE = """
 import gc, sys, torch
 from multiprocessing.connection import Client
 from fusion.npu import open_device
-from fusion.npu.ledger import LedgerDevice
 pipe = Client(sys.argv[1])
-device = LedgerDevice(0, 60 << 20) if sys.argv[2] == "ledger" else open_device("emulated", index=2)
+device = open_device("emulated", index=2)
 blocks = []
 while True:
     order, value = pipe.recv()
     if order == "map":
         blocks.append(device.map(value))
-        blocks[-1].tensor.add_(1)
-        pipe.send((blocks[-1].tensor[:4].tolist(), device.memory().allocated))
+        blocks[-1].add_(1)
+        pipe.send((blocks[-1][:4].tolist(), device.memory().allocated))
     elif order == "share":
-        blocks.append(device.share(value))
-        blocks[-1].tensor.fill_(7)
-        pipe.send(blocks[-1].handle)
+        blocks.append(torch.full((value,), 7, dtype=torch.uint8, device=device.torch_device))
+        pipe.send(device.share(blocks[-1]))
 """
 
 
-@pytest.fixture(params=["emulated", "ledger"])
-def device(request):
-    if request.param == "emulated":
-        yield request.getfixturevalue("card")
-        return
-    ledger = LedgerDevice(0, 60 * MIB)
-    yield ledger
-    ledger.close()
-
-
 @pytest.fixture
-def mate(device, tmp_path):
+def mate(tmp_path):
     """Another process, by its pipe; its card is another one. `.process` is the process."""
     with Listener(str(tmp_path / "pipe")) as listener:
-        process = subprocess.Popen([sys.executable, "-c", MATE, listener.address, device.kind])
+        process = subprocess.Popen([sys.executable, "-c", MATE, listener.address])
         pipe = listener.accept()
         pipe.process = process
         yield pipe
@@ -63,33 +52,51 @@ def _ask(pipe, order, value):
     return pipe.recv()
 
 
-def test_blocks_are_shared_both_ways_and_charged_to_their_owner(device, mate):
-    before = set(os.listdir("/dev/shm"))
-    with device.owner("buckets"):
-        mine = device.share(3 * MIB)
-    assert (mine.tensor.dtype, mine.tensor.shape, mine.tensor.device) == (torch.uint8, (3 * MIB,), device.torch_device)
-    assert device.memory_by_owner()["buckets"] == device.memory().allocated == 3 * MIB
-    mine.tensor.fill_(4)
-    assert _ask(mate, "map", mine.handle) == ([5] * 4, 0), "the mapper is not charged"
-    assert mine.tensor.eq(5).all()
-    second = device.share(MIB)
-    second.tensor.fill_(8)
-    assert _ask(mate, "map", second.handle)[0] == [9] * 4
-    assert mine.tensor[-1].item() == 5, "a block of its own"
+def _bytes(card, nbytes, value=0):
+    return torch.full((nbytes,), value, dtype=torch.uint8, device=card.torch_device)
 
-    theirs = device.map(_ask(mate, "share", 2 * MIB))
-    assert theirs.tensor.eq(7).all() and theirs.tensor.device == device.torch_device
-    assert device.memory().allocated == 4 * MIB, "mapping costs the card nothing"
-    view = theirs.tensor.view(torch.float32)[1:]
+
+def test_memory_is_shared_both_ways_and_charged_to_its_owner(card, mate):
+    before = set(os.listdir("/dev/shm"))
+    with card.owner("buckets"):
+        mine = _bytes(card, 3 * MIB, 4)
+    assert _ask(mate, "map", card.share(mine)) == ([5] * 4, 0), "the mapper is not charged"
+    assert card.memory_by_owner()["buckets"] == card.memory().allocated == 3 * MIB
+    assert mine.eq(5).all()
+    second = _bytes(card, MIB, 8)
+    assert _ask(mate, "map", card.share(second))[0] == [9] * 4
+    assert mine[-1].item() == 5, "a block of its own"
+    small = _bytes(card, 100, 1)
+    assert _ask(mate, "map", card.share(small[50:]))[0] == [2] * 4 and small.eq(2).all(), "the storage, not the view"
+
+    handle = _ask(mate, "share", 2 * MIB)
+    theirs = card.map(handle)
+    assert (theirs.dtype, theirs.shape, theirs.device) == (torch.uint8, (2 * MIB,), card.torch_device)
+    assert theirs.eq(7).all()
+    assert card.memory().allocated == 4 * MIB + 512, "mapping costs the card nothing"
+    view = theirs.view(torch.float32)[1:]
     mate.process.kill()
     mate.process.wait()
     assert view.view(torch.uint8).eq(7).all(), "who maps it keeps it, whatever happens to the owner"
     with pytest.raises(ValueError, match=f"process {mate.process.pid} that owned it is gone"):
-        device.map(theirs.handle)
+        card.map(handle)
 
-    del mine, second
-    assert device.memory().allocated == 0
+    del mine, second, small
+    assert card.memory().allocated == 0
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_storage_that_went_and_came_back_is_found_at_its_new_place(card):
+    flat = _bytes(card, MIB, 1)
+    first = card.share(flat)
+    flat.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="has bytes"):
+        card.share(flat)
+    between = _bytes(card, MIB)
+    flat.untyped_storage().resize_(MIB)
+    flat.fill_(3)
+    assert card.share(flat) != first == card.share(between)
+    assert card.map(card.share(flat)).eq(3).all()
 
 
 def test_a_block_that_comes_again_costs_no_page_faults(card):
@@ -101,22 +108,31 @@ def test_a_block_that_comes_again_costs_no_page_faults(card):
     handles = set()
     for round_ in range(3):
         start = faults()
-        block = card.share(16 * MIB)
-        block.tensor.fill_(round_)
-        mapped = card.map(block.handle).tensor
+        block = _bytes(card, 16 * MIB, round_)
+        handle = card.share(block)
+        mapped = card.map(handle)
         assert mapped[-1].item() == round_
         mapped.zero_()
-        handles.add(block.handle)
+        handles.add(handle)
         del block, mapped
         if round_ > 0:
             assert faults() - start < 500, "of 4096 pages"
     assert len(handles) == 1
 
 
-def test_bad_sizes_and_capacity(device):
-    with pytest.raises(ValueError, match="a shared block of 0 bytes"):
-        device.share(0)
-    with pytest.raises(torch.OutOfMemoryError):
-        device.share(65 * MIB)
-    assert device.memory().allocated == 0
-    assert device.share(60 * MIB).tensor.numel() == 60 * MIB
+def test_what_cannot_be_shared_is_refused(card):
+    with pytest.raises(ValueError, match="what lies on a card"):
+        card.share(torch.zeros(3))
+    with pytest.raises(ValueError, match="what lies on a card"):
+        card.share(_bytes(card, 0))
+    fixed = open_device("emulated", index=3, segments="fixed")
+    assert card.can_share and not fixed.can_share
+    with pytest.raises(RuntimeError, match="fixed segments"):
+        fixed.share(_bytes(fixed, MIB))
+    ledger = LedgerDevice(0, 60 * MIB)
+    try:
+        assert not ledger.can_share
+        with pytest.raises(RuntimeError, match="cannot be shared between processes"):
+            ledger.share(torch.zeros(3))
+    finally:
+        ledger.close()

@@ -81,10 +81,10 @@ c10::DeviceAllocator* device_allocator() {
   return allocator;
 }
 
-c10::DataPtr allocate_on(int card, size_t bytes, bool shared) {
+c10::DataPtr allocate_on(int card, size_t bytes) {
   if (bytes == 0) return {nullptr, device_of(card)};
   TORCH_CHECK(!in_forked_child(), "npu: cannot be used in a forked process; start workers with 'spawn'");
-  void* memory = take_block(card, static_cast<int64_t>(bytes), shared);
+  void* memory = take_block(card, static_cast<int64_t>(bytes));
   return {memory, memory, &free_block, device_of(card)};
 }
 

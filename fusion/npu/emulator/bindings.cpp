@@ -61,9 +61,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (size_t i = 0; i < names.size(); ++i) out[names[i].c_str()] = stats.owners[i];
     return out;
   });
-  m.def("share", [](int card, int64_t bytes) {
-    auto [tensor, at] = share(card, bytes);
-    return py::make_tuple(tensor, py::make_tuple(at.pid, at.fd, at.inode, at.file_bytes, at.offset, at.bytes));
+  m.def("share", [](const at::Tensor& tensor) {
+    const auto at = share(tensor);
+    return py::make_tuple(at.pid, at.fd, at.inode, at.file_bytes, at.offset, at.bytes);
   });
   m.def("map_shared", [](int card, const std::array<int64_t, 6>& at) {
     return map_shared(card, {at[0], at[1], at[2], at[3], at[4], at[5]});

@@ -51,13 +51,13 @@ class Cards {
     set_late(index, late);
   }
 
-  void* allocate(int index, int64_t bytes, bool shared) {
+  void* allocate(int index, int64_t bytes) {
     for (const bool last_try : {false, true}) {
       const auto lock = last_try ? lock_idle(index) : std::unique_lock<std::mutex>(mutex_);
       auto& card = opened(index);
       free_unused(card);
       if (last_try) card.heap->release_cached(false);
-      auto* block = card.heap->allocate(bytes, current_stream(index), shared);
+      auto* block = card.heap->allocate(bytes, current_stream(index));
       if (block != nullptr) return entered(index, block);
       if (!last_try) continue;
       ++card.stats.out_of_memory;
@@ -118,6 +118,7 @@ class Cards {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto& block = *blocks_.at(memory);
     const auto& region = block.segment->region;
+    TORCH_CHECK(region.fd >= 0, "npu:", block.card, " has fixed segments, which other processes cannot map");
     return {getpid(), region.fd, region.inode, region.bytes, block.at - region.base, block.requested};
   }
 
@@ -255,8 +256,8 @@ void limit_process(int card, double fraction) {
   cards().with(card, [&](Card& it) { it.ledger->limit_here(fraction); });
 }
 
-void* take_block(int card, int64_t bytes, bool shared) {
-  return cards().allocate(card, bytes, shared);
+void* take_block(int card, int64_t bytes) {
+  return cards().allocate(card, bytes);
 }
 
 bool give_block(void* memory) {

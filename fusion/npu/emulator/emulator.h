@@ -103,7 +103,7 @@ int64_t largest_request(int card); // that could be met now
 void limit_process(int card, double fraction);
 void release_cached(); // of every card, and the host's memory behind it
 
-void* take_block(int card, int64_t bytes, bool shared); // raises OutOfMemoryError
+void* take_block(int card, int64_t bytes); // raises OutOfMemoryError
 bool give_block(void* memory); // false: not a block
 void record_use(void* memory, c10::StreamId stream); // the block comes back when that stream is done with it
 int owner_of_block(void* memory); // -1: not a block
@@ -121,7 +121,7 @@ int exchange_owner(int owner); // of what this thread allocates from now on; ret
 // ---- allocator.cpp --------------------------------------------------------------------------------------------
 
 c10::DeviceAllocator* device_allocator();
-c10::DataPtr allocate_on(int card, size_t bytes, bool shared = false); // shared: other processes can map it
+c10::DataPtr allocate_on(int card, size_t bytes);
 c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before); // for the owner of `before`
 bool is_device_block(const c10::DataPtr& data);
 int owner_of(const c10::DataPtr& data); // -1: nobody's
@@ -136,8 +136,8 @@ struct SharedHandle {
   int64_t pid, fd, inode, file_bytes, offset, bytes;
 };
 
-SharedHandle shared_place(void* memory); // of a shared block (cards.cpp)
-std::pair<at::Tensor, SharedHandle> share(int card, int64_t bytes);
+SharedHandle shared_place(void* memory); // of a block (cards.cpp)
+SharedHandle share(const at::Tensor& tensor); // the bytes of its storage
 at::Tensor map_shared(int card, const SharedHandle& handle);
 
 // ---- host.cpp -------------------------------------------------------------------------------------------------

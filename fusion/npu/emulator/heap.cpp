@@ -33,9 +33,9 @@ Heap::~Heap() {
   while (!all_segments_.empty()) remove(*all_segments_.begin());
 }
 
-Block* Heap::allocate(int64_t bytes, c10::StreamId stream, bool shared) {
+Block* Heap::allocate(int64_t bytes, c10::StreamId stream) {
   const int64_t rounded = round_up(bytes, sizes::kBlock);
-  auto& pool = pool_of(rounded, stream, shared);
+  auto& pool = pool_of(rounded, stream);
   Block* block = fit(pool, rounded);
   if (block == nullptr) {
     block = grow(pool, rounded);
@@ -44,7 +44,6 @@ Block* Heap::allocate(int64_t bytes, c10::StreamId stream, bool shared) {
   }
   block->in_use = true;
   block->requested = bytes;
-  if (shared) block->segment->region.touch(block->at - block->segment->region.base + block->bytes);
   return block;
 }
 
@@ -55,12 +54,12 @@ void Heap::free(Block* block) {
   block->segment->pool.free.insert(block);
 }
 
-Pool& Heap::pool_of(int64_t bytes, c10::StreamId stream, bool shared) {
-  const auto kind = shared ? PoolKind::kShared : bytes <= sizes::kSmallLimit ? PoolKind::kSmall : PoolKind::kLarge;
+Pool& Heap::pool_of(int64_t bytes, c10::StreamId stream) {
+  const auto kind = bytes <= sizes::kSmallLimit ? PoolKind::kSmall : PoolKind::kLarge;
   const auto found = pools_.find({stream, kind});
   if (found != pools_.end()) return found->second;
   const int64_t page = kind == PoolKind::kLarge ? sizes::kLargeSegment : sizes::kUnit;
-  return pools_.emplace(std::pair(stream, kind), Pool{kind, stream, expandable_ || shared, page, {}, {}}).first->second;
+  return pools_.emplace(std::pair(stream, kind), Pool{kind, stream, expandable_, page, {}, {}}).first->second;
 }
 
 // The smallest free block that is large enough; its node in the tree is used again for what is split off.

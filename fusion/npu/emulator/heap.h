@@ -1,12 +1,13 @@
 // The caching allocator of one card, as PyTorch's CUDACachingAllocator and torch_npu's NPUCachingAllocator work.
 //
-//   request ──round to 512 B──► pool (small, large or shared; one of each a stream) ──best fit──► free block, split
+//   request ──round to 512 B──► pool (small or large; one of each a stream) ──best fit──► free block, split
 //                                   │ nothing fits                                       ▲ merged with its neighbours
 //                                   └──► segment: bytes of the card are taken ───────────┘ when it is freed
 //
 // Segments are of one of two modes:
 //   expandable   one range of addresses a pool, of which pages are mapped when needed and unmapped wherever they lie
-//                wholly free (`expandable_segments:True` of both vendors: what large jobs use)
+//                wholly free (`expandable_segments:True` of both vendors: what large jobs use). The memory behind it
+//                is a file without a name, which other processes can map (shared.cpp)
 //   fixed        many ranges of a few sizes, given back when wholly free (both vendors' default)
 //
 // `reserved` is what segments hold of the card. A page that is unmapped is the card's no longer, but the host keeps its
@@ -36,7 +37,7 @@ struct Region {
   Region(int file, int64_t bytes); // what another process shares; takes the descriptor over
   ~Region();
   Region(const Region&) = delete;
-  void touch(int64_t until); // takes the page faults up to there at once
+  void populate(int64_t offset, int64_t bytes); // takes the page faults there at once
   void drop(int64_t offset, int64_t bytes); // gives the host its memory back
   char* base = nullptr;
   int64_t bytes;
@@ -46,7 +47,6 @@ struct Region {
  private:
   char* mapped_ = nullptr;
   int64_t mapped_bytes_ = 0;
-  int64_t touched_ = 0;
 };
 
 struct Block;
@@ -57,7 +57,7 @@ struct ByAddress {
   bool operator()(const Block* a, const Block* b) const;
 };
 
-enum class PoolKind : uint8_t { kSmall, kLarge, kShared };
+enum class PoolKind : uint8_t { kSmall, kLarge };
 
 struct Pool {
   PoolKind kind;
@@ -69,7 +69,7 @@ struct Pool {
 };
 
 struct Segment {
-  Segment(Pool& pool, int64_t bytes) : pool(pool), region(bytes, pool.kind == PoolKind::kShared) {}
+  Segment(Pool& pool, int64_t bytes) : pool(pool), region(bytes, pool.expandable) {}
   Pool& pool;
   Region region;
   int64_t mapped = 0; // bytes
@@ -93,7 +93,7 @@ class Heap {
  public:
   Heap(CardLedger& ledger, bool expandable, bool poisoned);
   ~Heap();
-  Block* allocate(int64_t bytes, c10::StreamId stream, bool shared); // nullptr: the card is full
+  Block* allocate(int64_t bytes, c10::StreamId stream); // nullptr: the card is full
   void free(Block* block);
   void release_cached(bool from_host); // wholly free pages and segments; from_host: their host memory too
   int64_t releasable() const; // bytes that release_cached would give
@@ -103,7 +103,7 @@ class Heap {
   Stat reserved, segments;
 
  private:
-  Pool& pool_of(int64_t bytes, c10::StreamId stream, bool shared);
+  Pool& pool_of(int64_t bytes, c10::StreamId stream);
   Block* fit(Pool& pool, int64_t bytes);
   Block* grow(Pool& pool, int64_t bytes);
   Block* extend(Pool& pool, int64_t bytes);

@@ -67,13 +67,11 @@ Region::~Region() {
   if (fd >= 0) close(fd);
 }
 
-void Region::touch(int64_t until) {
-  until = std::min(bytes, (until + kHostPage - 1) / kHostPage * kHostPage);
-  if (until <= touched_) return;
+void Region::populate(int64_t offset, int64_t size) {
 #ifdef MADV_POPULATE_WRITE // only speed depends on it; kernels before 5.14 refuse
-  madvise(base + touched_, until - touched_, MADV_POPULATE_WRITE);
+  const int64_t begin = offset / kHostPage * kHostPage;
+  madvise(base + begin, std::min(bytes, offset + size) - begin, MADV_POPULATE_WRITE);
 #endif
-  touched_ = until;
 }
 
 void Region::drop(int64_t offset, int64_t size) {
@@ -81,7 +79,6 @@ void Region::drop(int64_t offset, int64_t size) {
   if (begin >= end) return;
   if (fd >= 0) {
     fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, end - begin);
-    touched_ = std::min(touched_, begin);
   } else {
     madvise(base + begin, end - begin, MADV_DONTNEED);
   }

@@ -1,7 +1,8 @@
-// Blocks that other processes of the machine map: files without a name (memfd), which nothing but the processes that
-// hold or map them keeps alive, so that neither an end nor a kill leaves anything behind.
+// Blocks that other processes of the machine map, as cards of a supernode read each other's memory. Segments lie in files
+// without a name (memfd), which nothing but the processes that hold or map them keeps alive, so that neither an end nor
+// a kill leaves anything behind.
 //
-//   owner    /proc/<pid>/fd/<fd> at an offset is the handle; the block is charged to its card like any other
+//   owner    /proc/<pid>/fd/<fd> at an offset is the handle
 //   mapper   maps the owner's whole file once and finds every later block of that owner in place; charged nothing
 #include "heap.h"
 #include "streams.h"
@@ -60,7 +61,7 @@ std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
     TORCH_CHECK(fd >= 0, "cannot open ", path, ": ", strerror(errno));
     mapping = std::make_shared<Mapping>(fd, handle, path);
   }
-  mapping->region.touch(handle.offset + handle.bytes);
+  mapping->region.populate(handle.offset, handle.bytes);
   return mapping;
 }
 
@@ -80,12 +81,10 @@ at::Tensor bytes_of(int card, c10::DataPtr data, int64_t bytes) {
 
 } // namespace
 
-std::pair<at::Tensor, SharedHandle> share(int card, int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes > 0, "a shared block of ", bytes, " bytes: expected a positive number");
-  auto data = allocate_on(card, bytes, true);
-  if (is_late(card)) reach_end_of(card, current_stream(card)); // other processes do not wait for our streams
-  const auto handle = shared_place(data.get());
-  return {bytes_of(card, std::move(data), bytes), handle};
+SharedHandle share(const at::Tensor& tensor) {
+  const auto& data = tensor.storage().data_ptr();
+  TORCH_CHECK_VALUE(data.get() != nullptr && is_device_block(data), "only what lies on a card and has bytes is shared");
+  return shared_place(data.get());
 }
 
 at::Tensor map_shared(int card, const SharedHandle& handle) {
