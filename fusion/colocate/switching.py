@@ -1,6 +1,7 @@
 """A card changes its phase: what leaves, what moves, what comes, in which order, and who waits for whom.
 
     to INFER   gradients dropped ─ optimizer starts to leave ─ weights resharded ─ optimizer gone ─ KV from what is free
+               (where the optimizer leaves no room to reshard, it is gone first)
     to TRAIN   KV dropped ─ weights resharded ─ optimizer starts to come, waited for by the step that needs it
 
 Where masters of the weights are on the host, some of the weights come from there on the way to TRAIN (`masters`).
@@ -125,8 +126,16 @@ class PhaseSwitcher:
         if self.trainer is not None and self.engine is not None:
             self.trainer.release_gradients()
             self.unload_optimizer()
+            if not self._has_room():
+                self.offloader.wait()
         elif self.engine is not None:
             self._drop_kv()
+
+    def _has_room(self) -> bool:
+        """Whether the weights can be resharded while the optimizer is still on its way out."""
+        assert self.route is not None
+        plan = self.route.to_infer
+        return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
     def _configure(self, version: int, share: InferenceShare) -> None:
         # Apart from the taking of memory, in which the ranks of an engine meet: who fails here must not be waited for.

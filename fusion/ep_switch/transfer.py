@@ -100,13 +100,14 @@ class Switcher:
                 not to be used.
         """
         with torch.no_grad():
-            self.device.synchronize()
+            stream = self.device.current_stream()
+            stream.synchronize()
             start = time.perf_counter()
             self._clock.start()
             exchange = self._open()
             program = self._prepare(exchange, checksum, host)
             self._carry_out(exchange, program)
-            self.device.synchronize()
+            stream.synchronize()
             return self._report(exchange, program, time.perf_counter() - start)
 
     def _open(self) -> Exchange:

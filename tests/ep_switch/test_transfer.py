@@ -173,6 +173,35 @@ def test_a_switch_may_run_on_a_stream_of_its_own():
     run_ranks(beside, 2, device="adversarial")
 
 
+def amid(rank, device, exchange):
+    """Late writes of the source on the current stream are waited for, late copies of something else are not. Nothing is
+    copied on rank 0, which has the weights: no kernel of its own waits for the writes."""
+    ends = [End(Parallel(), (0,)).layout(MOE), End(Parallel(), (1,), BF16).layout(MOE)]
+    source, target = build_pair(*ends, device)
+    flats = source.weights.flats if source else []
+    hosts = [device.host_empty(flat.shape, flat.dtype).copy_(flat) for flat in flats]
+    for flat in flats:
+        flat.zero_()
+    state = torch.ones(1000, device=device.torch_device)
+    device.synchronize()
+    away, stream, done = device.host_empty((1000,), torch.float32).zero_(), device.new_stream(), device.event()
+    with device.on_stream(stream):
+        away.copy_(state, non_blocking=True)
+        done.record(stream)
+    for flat, host in zip(flats, hosts, strict=True):
+        flat.copy_(host, non_blocking=True)
+    execute(plan_switch(*ends, BUCKET), source, target, device, exchange=exchange)
+    beside = float(away.sum())
+    assert_filled(target, via=BF16)
+    done.synchronize()
+    return beside, float(away.sum())
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_a_switch_waits_for_its_weights_and_for_nothing_else(exchange):
+    assert run_ranks(amid, 2, exchange, device="adversarial") == [(0.0, 1000.0)] * 2
+
+
 def totals(rank, device):
     """The sum over all weights does not depend on the layout they lie in."""
     ends = [End(Parallel(4, 2, 2)).layout(MOE), End(Parallel(4, 1, 4)).layout(MOE)]
