@@ -63,6 +63,7 @@ class Segment:
         self.sizes = [prod(run.shape) for run in self.runs]
         self.numel = sum(self.sizes)
         self._handles: tuple[bytes, ...] = ()
+        self._there: list[torch.Tensor] = []
 
     @property
     def name(self) -> str:
@@ -123,12 +124,15 @@ class Segment:
         for (relayed, unit), handle in zip(self.lent, handles, strict=True):
             self._out_of[relayed][unit] = device.map(handle).view(dtypes[relayed])  # type: ignore[index]
         self._handles = handles
-        into, out_of = self.pairs
-        self._pair_views = [run.view for run in into], [run.view for run in out_of]
+        self._there = [run.view for run in self.pairs[1]]
+
+    @cached_property
+    def _here(self) -> list[torch.Tensor]:
+        return [run.view for run in self.pairs[0]]
 
     def read(self) -> None:
         """The sender's storage, mapped → storage."""
-        copy(*self._pair_views, self.pairs[0])
+        copy(self._here, self._there, self.pairs[0])
 
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
         """Holds what was unpacked, read back out of the storage into ``scratch`` [numel], against the sender's sums.

@@ -1,9 +1,11 @@
-// Copies on a card whose streams are late (streams.h).
+// Copies: those on a card whose streams are late (streams.h), and those of whole rows.
 #include "streams.h"
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/copy_native.h>
+
+#include <cstring>
 
 namespace npu {
 
@@ -28,7 +30,43 @@ bool is_late_copy(const at::Tensor& to, const at::Tensor& from, bool non_blockin
   return non_blocking && is_pinned((is_on_card(to) ? from : to).const_data_ptr());
 }
 
+struct Axis {
+  int64_t size, to, from; // strides in elements
+};
+
+// The axes of a copy from the outermost, neighbours that lie as one at both ends taken together.
+c10::SmallVector<Axis, 5> axes_of(const at::Tensor& to, const at::Tensor& from) {
+  c10::SmallVector<Axis, 5> axes;
+  for (int64_t i = 0; i < to.dim(); ++i) {
+    if (to.size(i) == 1) continue;
+    const Axis axis{to.size(i), to.stride(i), from.stride(i)};
+    if (!axes.empty() && axes.back().to == axis.size * axis.to && axes.back().from == axis.size * axis.from) {
+      axes.back() = {axes.back().size * axis.size, axis.to, axis.from};
+    } else {
+      axes.push_back(axis);
+    }
+  }
+  return axes;
+}
+
 } // namespace
+
+bool copy_rows(const at::Tensor& to, const at::Tensor& from) {
+  const bool alike = to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() && to.numel() > 0 &&
+      to.layout() == c10::kStrided && from.layout() == c10::kStrided && to.is_conj() == from.is_conj() &&
+      to.is_neg() == from.is_neg() && !to.storage().is_alias_of(from.storage());
+  if (!alike) return false;
+  const auto axes = axes_of(to, from);
+  if (axes.empty() || axes.size() > 2 || axes.back().to != 1 || axes.back().from != 1) return false;
+  const int64_t item = static_cast<int64_t>(to.element_size());
+  auto* into = static_cast<char*>(to.mutable_data_ptr());
+  const auto* out_of = static_cast<const char*>(from.const_data_ptr());
+  const Axis rows = axes.size() == 2 ? axes.front() : Axis{1, 0, 0};
+  for (int64_t i = 0; i < rows.size; ++i) {
+    std::memcpy(into + i * rows.to * item, out_of + i * rows.from * item, axes.back().size * item);
+  }
+  return true;
+}
 
 bool copy_later(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const int card = (is_on_card(to) ? to : from).device().index();

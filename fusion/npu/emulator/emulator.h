@@ -169,6 +169,7 @@ void install_runtime();
 // ---- copies.cpp -----------------------------------------------------------------------------------------------
 
 bool copy_later(const at::Tensor& to, const at::Tensor& from, bool non_blocking); // false: copy now
+bool copy_rows(const at::Tensor& to, const at::Tensor& from); // now; false: not of whole rows
 
 // ---- alias.cpp ------------------------------------------------------------------------------------------------
 

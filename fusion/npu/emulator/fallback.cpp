@@ -84,7 +84,7 @@ class Call {
 
   void run() {
     const size_t begin = stack_->size() - count_;
-    if (traits_.is_copy && copies_later(begin)) return;
+    if (traits_.is_copy && copies(begin)) return;
     for (size_t i = 0; i < count_; ++i) take((*stack_)[begin + i], traits_.writes[i]);
     if (card_ < 0) card_ = current_card();
     if (is_late(card_)) reach_end_of(card_, current_stream(card_));
@@ -114,10 +114,13 @@ class Call {
     c10::Storage alias;
   };
 
-  bool copies_later(size_t begin) {
+  // False: it is a kernel like any other.
+  bool copies(size_t begin) {
     const auto to = (*stack_)[begin].toTensor(), from = (*stack_)[begin + 1].toTensor();
     const auto card = (on_card(to) ? to : from).device().index();
-    if (!is_late(card) || !copy_later(to, from, (*stack_)[begin + 2].toBool())) return false;
+    const bool later = is_late(card) && copy_later(to, from, (*stack_)[begin + 2].toBool());
+    if (!later && is_late(card)) reach_end_of(card, current_stream(card));
+    if (!later && !copy_rows(to, from)) return false;
     torch::jit::drop(*stack_, count_);
     stack_->push_back(to);
     return true;

@@ -37,7 +37,6 @@ struct Region {
   Region(int file, int64_t bytes); // what another process shares; takes the descriptor over
   ~Region();
   Region(const Region&) = delete;
-  void populate(int64_t offset, int64_t bytes); // takes the page faults there at once
   void drop(int64_t offset, int64_t bytes); // gives the host its memory back
   char* base = nullptr;
   int64_t bytes;

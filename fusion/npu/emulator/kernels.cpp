@@ -40,6 +40,12 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
+// One call of many copies: each takes the way of a copy.
+void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
+  TORCH_CHECK(to.size() == from.size(), "_foreach_copy_: ", from.size(), " tensors into ", to.size());
+  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+}
+
 void record_stream(at::Tensor& tensor, at::Stream stream) {
   device_allocator()->recordStream(tensor.storage().data_ptr(), stream);
 }
@@ -88,6 +94,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
                            "set_.source_Tensor", "set_", "_fused_sdp_choice", "_grouped_mm"}) {
     to_cpu(name);
   }
+  m.impl("_foreach_copy_", foreach_copy);
 }
 
 } // namespace npu

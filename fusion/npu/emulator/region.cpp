@@ -67,13 +67,6 @@ Region::~Region() {
   if (fd >= 0) close(fd);
 }
 
-void Region::populate(int64_t offset, int64_t size) {
-#ifdef MADV_POPULATE_WRITE // only speed depends on it; kernels before 5.14 refuse
-  const int64_t begin = offset / kHostPage * kHostPage;
-  madvise(base + begin, std::min(bytes, offset + size) - begin, MADV_POPULATE_WRITE);
-#endif
-}
-
 void Region::drop(int64_t offset, int64_t size) {
   const int64_t begin = (offset + kHostPage - 1) / kHostPage * kHostPage, end = (offset + size) / kHostPage * kHostPage;
   if (begin >= end) return;

@@ -61,7 +61,6 @@ std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
     TORCH_CHECK(fd >= 0, "cannot open ", path, ": ", strerror(errno));
     mapping = std::make_shared<Mapping>(fd, handle, path);
   }
-  mapping->region.populate(handle.offset, handle.bytes);
   return mapping;
 }
 
