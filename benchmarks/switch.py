@@ -13,14 +13,14 @@ both layouts hold alike. For every pair, in both directions:
               shard. Megatron's extra is what it stages beyond its two models, which have to be there both
 
 Times are from the first rank's start to the last one's end. The sides take turns in every round, figures are medians,
-the first round warms up, nothing is dropped. At the bound: the switch with max(A, B) + 4 buckets as the card's
-capacity, and two mutants of its plan there, one that frees nothing and one in layer order.
+the first round warms up, nothing is dropped. Every pair has processes of its own: the groups and memory that the peer
+leaves behind slow down whatever comes after it, both sides alike. At the bound: the switch with max(A, B) + 4 buckets
+as the card's capacity, and two mutants of its plan there, one that frees nothing and one in layer order.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -89,9 +89,15 @@ def main() -> None:
     missing = switch_megatron.why_not()
     if missing:
         print(f"No figures of Megatron-Core: {missing} (pip install --no-deps -r requirements/megatron.txt).")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, args.rounds, args.pairs), WORLD)
-        result = json.loads(Path(folder, "result.json").read_text())
+    result: dict[str, Any] = {}
+    for number, (one, other) in enumerate(PAIRS):
+        if args.pairs and not set(args.pairs) & set(names(one, other)):
+            continue
+        print(f"{' and '.join(names(one, other))} …", file=sys.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank_main, (folder, args.rounds, number), WORLD)
+            found = json.loads(Path(folder, "result.json").read_text())
+        result = found | {"figures": result.get("figures", {}) | found["figures"]}
     print_table(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -101,30 +107,22 @@ def names(one: tuple[str, Parallel], other: tuple[str, Parallel]) -> tuple[str, 
     return f"{one[0]}->{other[0]}", f"{other[0]}->{one[0]}"
 
 
-def rank_main(rank: int, folder: str, rounds: int, wanted: list[str] | None) -> None:
+def rank_main(rank: int, folder: str, rounds: int, number: int) -> None:
     torch.set_num_threads(1)
     device = open_device("emulated", index=rank, capacity_bytes=CAPACITY_BYTES)
     dist.init_process_group(
         device.process_group_backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
-    config = ModelConfig.from_hf(SHAPE)
-    figures: dict[str, Any] = {}
-    for one, other in PAIRS:
-        if wanted and not set(wanted) & set(names(one, other)):
-            continue
-        if rank == 0:
-            print(f"{' and '.join(names(one, other))} …", file=sys.stderr)
-        measured = measure(config, device, one[1], other[1], rounds)
-        figures |= dict(zip(names(one, other), measured, strict=True))
-        gc.collect()
+    config, (one, other), described = ModelConfig.from_hf(SHAPE), PAIRS[number], device.describe()
+    measured = measure(config, device, one[1], other[1], rounds)
     if rank == 0:
         result = {
-            "device": device.describe(),
+            "device": described,
             "rounds": rounds,
             "torch": torch.__version__,
             "parameters": sum(torch.Size(shape).numel() for shape in global_params(config).values()),
             "model": SHAPE,
-            "figures": figures,
+            "figures": dict(zip(names(one, other), measured, strict=True)),
         }
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
