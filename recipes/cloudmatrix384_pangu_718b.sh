@@ -33,7 +33,8 @@ done
 source scripts/environment.sh
 
 plan=$(mktemp) && trap 'rm -f "$plan"' EXIT
-python scripts/plan.py model=pangu_718b cluster=cloudmatrix384 "${ask[@]}" --json "$plan" || status=$?
+bucket="fusion.bucket_bytes=$((512 << 20))" # an expert's matrices whole: 63 MB and 31 MB in an eighth of it
+python scripts/plan.py model=pangu_718b cluster=cloudmatrix384 "$bucket" "${ask[@]}" --json "$plan" || status=$?
 [ -s "$plan" ] || exit "${status:-1}"
 [ -z "${status:-}" ] || fail "the plan does not fit; train= and infer= ask for other layouts"
 read -r nodes dies train infer < <(python - "$plan" <<'PYTHON'
@@ -51,7 +52,7 @@ repeated=$(printf '%s\n' "${hosts[@]}" | sort | uniq -d | paste -sd ' ')
 [ -z "$repeated" ] || fail "hosts named twice: $repeated"
 [ -n "$dry" ] || [[ " ${overrides[*]-}" == *" model.path="* ]] || fail "model.path=FOLDER is missing (after --)"
 
-job=(python scripts/train.py run.name=pangu-718b cluster=cloudmatrix384 device=npu model=bfloat16
+job=(python scripts/train.py run.name=pangu-718b cluster=cloudmatrix384 device=npu model=bfloat16 "$bucket"
   ${train//,/ } ${infer//,/ } training.recompute=true "${overrides[@]}")
 "${job[@]}" --cfg job > /dev/null   # every key, before a host is touched
 

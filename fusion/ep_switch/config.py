@@ -28,8 +28,9 @@ class FusionConfig:
     """In `full`, whose weights are in HBM while reference and reward model compute: `one` model at a time, `all` all
     the time, or `auto`: all, if that takes at most half of what the allocator says is free."""
 
-    bucket_bytes: int = 64 << 20
-    """Unit in which weights are stored, freed and moved: what a switch holds beyond the weights is a few of these."""
+    bucket_bytes: int = 256 << 20
+    """In what portions weights move: what a switch holds beyond the weights is a few of these. Weights are stored in
+    eighths of it; a matrix that is larger is cut, which costs a matrix product more for every cut."""
 
     offload: str = "switch"
     """Optimizer state and fp32 masters: `none` stay in HBM; `switch` are in pinned host memory while the card

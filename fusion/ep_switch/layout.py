@@ -55,7 +55,7 @@ class Layout:
     parallel: Parallel
     ranks: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 256 << 20
     placement: Placement = ()
 
     def __post_init__(self) -> None:

@@ -33,9 +33,9 @@ class SwitchReport:
 
 
 PARTS = ("prepare", "memory", "pack", "exchange", "unpack", "finish")
-"""prepare: buffers and the agreement to start. memory: storage taken and given back. pack: copies that stay on the rank,
-and sources into send buffers. exchange: waiting for other ranks. unpack: what others have, or sent, into the target.
-finish: the agreement that all are done."""
+"""prepare: buffers and the agreement to start. memory: storage taken and given back. pack: copies that stay on the
+rank, and sources into send buffers. exchange: waiting for other ranks. unpack: what others have, or sent, into the
+target. finish: the agreement that all are done."""
 
 
 @dataclass(frozen=True)

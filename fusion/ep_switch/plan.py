@@ -112,8 +112,9 @@ class Plan:
         return 2 * send.get(rank, 0), 2 * receive.get(rank, 0)
 
     def staging_bytes(self, rank: int) -> int:
-        """The buffer of a rank through which hosted units are filled."""
-        return self.bucket_bytes // STAGING if rank in self._hosting else 0
+        """The buffer of a rank through which hosted units are filled: float32, at most as large as a unit."""
+        largest = max((self.target.units(rank)[unit].numel for unit in self.hosted_units(rank)), default=0)
+        return min(self.bucket_bytes // STAGING, largest * torch.float32.itemsize)
 
     def hosted_units(self, rank: int) -> tuple[int, ...]:
         """Units of a rank's target that are filled from its host."""

@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         device: Device,
         dtype: torch.dtype = torch.float32,
         *,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = 256 << 20,
         batch_invariant: bool = False,
         placement: Placement = (),
         share: Buckets | None = None,

@@ -34,8 +34,8 @@ ALIGN = 16
 """Elements: 64 bytes in fp32, what vector units and DMA engines want."""
 
 UNITS_A_BUCKET = 8
-"""Holes that units leave in the allocator's segments have to take the units that come. Units as large as a bucket made
-it reserve up to 7 buckets more than it had given out, quarters up to 3 (benchmarks/switch.py)."""
+"""Holes that units leave in the allocator's segments have to take the units that come. With units as large as a bucket
+it reserved up to 7 buckets more than the larger layout, with quarters 4, with eighths 2 (`benchmarks/switch.py`)."""
 
 
 def unit_bytes(bucket_bytes: int) -> int:

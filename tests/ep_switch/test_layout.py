@@ -7,7 +7,7 @@ import torch
 
 from fusion.ep_switch import Layout, shared_units
 from fusion.ep_switch.fragments import intersect, slabs_of, subtract
-from fusion.model import Buckets, Parallel, local_params, plan_units
+from fusion.model import Buckets, Parallel, local_params, plan_units, unit_bytes
 from fusion.npu import open_device
 from tests.helpers import tiny_config
 
@@ -17,8 +17,8 @@ TWO_ENGINES = Layout(MOE, Parallel(2, 1, 2), (5, 3, 0, 1), bucket_bytes=1 << 13)
 
 def test_ranks_of_a_layout_are_places_of_its_grid():
     for index, rank in enumerate(TWO_ENGINES.ranks):
-        params = local_params(MOE, TWO_ENGINES.parallel, index % 2, max_numel=(1 << 11) // 4)
-        assert TWO_ENGINES.units(rank) == plan_units(params, 4, 1 << 11)
+        params = local_params(MOE, TWO_ENGINES.parallel, index % 2, max_numel=unit_bytes(1 << 13) // 4)
+        assert TWO_ENGINES.units(rank) == plan_units(params, 4, unit_bytes(1 << 13))
         assert {param.name for param in TWO_ENGINES.params(rank)} == {param.name for param in params}
         assert TWO_ENGINES.nbytes(rank) == sum(TWO_ENGINES.unit_nbytes(rank)) > 0
     assert TWO_ENGINES.units(2) == () and TWO_ENGINES.places(2) == () and TWO_ENGINES.nbytes(2) == 0

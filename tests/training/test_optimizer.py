@@ -5,17 +5,18 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.model import Mesh, Parallel, Transformer, local_params
+from fusion.model import Mesh, Parallel, Transformer, local_params, unit_bytes
 from fusion.offload import StreamedStates
 from fusion.training import ShardedAdamW
 from tests.helpers import run_ranks, tiny_config
 
 RATES = [3e-3, 1e-2, 1e-3]
+BUCKET = 20000
 
 
 def make(device: Any, mesh: Mesh, dtype: torch.dtype = torch.float32, **options: Any) -> ShardedAdamW:
     """An optimizer over several buckets of a small model with random weights (the same on every rank)."""
-    model = Transformer(tiny_config(), mesh, device, dtype, bucket_bytes=20000)
+    model = Transformer(tiny_config(), mesh, device, dtype, bucket_bytes=BUCKET)
     fill(model.weights.views, seed=0, scale=0.1)
     return ShardedAdamW(model, **{"betas": (0.8, 0.9), "weight_decay": 0.3} | options)
 
@@ -29,8 +30,10 @@ def fill(views: dict[str, torch.Tensor], seed: int, scale: float) -> None:
 def reference(
     clip_grad: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The same steps by torch.optim.AdamW on whole fp32 tensors, matrices and vectors in groups of their own."""
-    views = {param.name: torch.empty(param.shape) for param in local_params(tiny_config(), Parallel(), 0)}
+    """The same steps by torch.optim.AdamW on fp32 tensors, matrices (or blocks of them) and vectors in groups of their
+    own."""
+    table = local_params(tiny_config(), Parallel(), 0, (), unit_bytes(BUCKET) // dtype.itemsize)
+    views = {param.name: torch.empty(param.shape) for param in table}
     fill(views, seed=0, scale=0.1)
     params = {name: torch.nn.Parameter(view.to(dtype).float()) for name, view in views.items()}
     matrices = [p for p in params.values() if p.dim() > 1]

@@ -45,7 +45,8 @@ def test_phases_and_owners():
     size = memory(PANGU)
     train, switch, infer = (size.phases[phase] for phase in ("train", "switch", "infer"))
     assert train["gradients"] == 2 * train["weights"] and not switch["gradients"] and not infer["gradients"]
-    assert switch["weights"] == max(train["weights"], infer["weights"]) and switch["buckets"] == 4 * (64 << 20)
+    assert switch["weights"] == max(train["weights"], infer["weights"])
+    assert switch["buckets"] == 4 * FusionConfig().bucket_bytes
     assert switch["optimizer"] == size.states_bytes and not infer["optimizer"]
     usable = ASCEND_910C.usable_bytes
     assert infer["kv"] == pytest.approx(0.9 * (usable - infer["weights"] - infer["activations"]))
@@ -56,7 +57,7 @@ def test_offload_decides_who_holds_the_states():
     sizes = {kind: memory(replace(PANGU, fusion=FusionConfig(offload=kind))) for kind in ("none", "switch", "stream")}
     assert sizes["none"].phases["infer"]["optimizer"] == sizes["none"].states_bytes
     assert sizes["none"].kv_tokens < sizes["switch"].kv_tokens == sizes["stream"].kv_tokens
-    assert sizes["stream"].phases["train"]["optimizer"] == 4 * (64 << 20)
+    assert sizes["stream"].phases["train"]["optimizer"] == 4 * FusionConfig().bucket_bytes
     assert sizes["none"].host_bytes == 0 < sizes["switch"].host_bytes
 
 
