@@ -2,8 +2,9 @@
 
     to generate   pack │ wire ░░░░░░░░░░░░░│        the longer of the two rows: the host link and the wire are different
                   offload ░░░░░░░░░│                links, packing runs behind the wire bucket by bucket
-    to train      parts over the wire, or gathered from masters that return from the host (`fusion.offload.plan`)
-                  onload ░░░░░░░│
+    to train      wire ░░░░░░░│                    units from the wire, or rounded from the die's own masters on the
+                  masters ░░░░│                    host, so that both end early (`fusion.colocate.masters`)
+                                onload ░░░░░░░     the optimizer follows beside the first micro-batches: not waited for
 
 A die's wire time is the longer of what it sends and what it receives, each link class at the bandwidth it reaches. The
 links inside a supernode are one port, the network between supernodes is another. Every round of buckets adds what an
@@ -27,10 +28,15 @@ from fusion.colocate.estimate.traffic import Traffic
 from fusion.colocate.hardware import Hardware
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
+from fusion.model.weights import UNITS_A_BUCKET
 from fusion.offload.plan import Part, plan_return
 
 PUBLISHED = {"reshard": 11.5, "offload": 5.5}
 """Seconds of the A3 run (cann-recipes-train, docs/llm_rl/deepseek_rl_train_optimization.md, 1.4.1: real weights)."""
+
+
+PIECES = 64
+"""In how many equal parts a die's weights of a kind are dealt out to the wire and the host."""
 
 
 @dataclass(frozen=True)
@@ -82,34 +88,35 @@ def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
 
 
 def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
-    """From generation to training; the weights come over the wire or from the masters, whichever is earlier."""
+    """From generation to training; units come over the wire or from the die's own masters, whichever is earlier."""
     hardware, shape, train = setup.hardware, setup.shape, setup.train
     line = wire(moved, hardware, setup.fusion.bucket_bytes)
-    back = setup.shared and setup.fusion.offload == "switch"
-    states = memory.states_bytes if back else 0.0
+    away = setup.shared and setup.fusion.offload != "none"
     here = max((held(shape, train, stage) for stage in range(train.pp)), key=lambda h: h.numel)
     received = float(moved.received.sum(0).max())
     parts = []
     for numel, replicas in ((here.dense, train.dp), (here.expert, train.edp)):
-        share = numel / max(1, here.numel)
-        gathered = int(WEIGHT * numel * (1 - 1 / replicas))
-        masters = 4 * numel // replicas if back else None
-        pieces = range(16)
-        parts += [Part(int(received * share / 16), masters and masters // 16, gathered // 16) for _ in pieces]
+        size, covered = numel / PIECES, round(PIECES * _covered(replicas)) if away else 0
+        arrives = int(received * size / max(1, here.numel))
+        parts += [Part(arrives, int(4 * size) if piece < covered else None) for piece in range(PIECES)]
     speed = received / max(line.seconds, 1e-12) if received else 1e9
-    plan = plan_return(
-        parts,
-        speed,
-        hardware.back_bytes_per_s.value,
-        masters_return=True,
-        host_bytes_ahead=int(states * 2 / 3),
-    )
-    from_host = sum(source == "host" for source in plan.sources) / len(parts)
+    plan = plan_return(parts, speed, hardware.back_bytes_per_s.value, masters_return=False)
+    from_host = sum(part.wire_bytes for part, source in zip(parts, plan.sources, strict=True) if source == "host")
     pack = _pack(moved, hardware)
-    onload = plan.host_s if back else 0.0
-    name = f"wire ({from_host:.0%} gathered from masters)" if from_host else "wire"
-    rows = {"packing": pack, "the wire": plan.wire_s, "the host link, onloading": onload}
-    return _longest({"pack and copy": pack, name: plan.wire_s, "onload": onload}, rows)
+    name = f"wire ({from_host / received:.0%} from masters instead)" if from_host else "wire"
+    found = _longest(
+        {"pack and copy": pack, name: plan.wire_s, "masters": plan.host_s},
+        {"packing": pack, "the wire": plan.wire_s, "the host link, masters": plan.host_s},
+    )
+    leaves = setup.shared and setup.fusion.offload == "switch"
+    onload = memory.states_bytes / hardware.back_bytes_per_s.value if leaves else 0.0
+    return Switch(found.parts | {"onload, beside training": onload}, found.seconds, found.limit)
+
+
+def _covered(replicas: int) -> float:
+    """Part of a die's weights whose units lie whole in its own share of the masters. A share is one in so many of a
+    bucket, a unit an eighth of one, and what lies across a border is in nobody's share."""
+    return 1.0 if replicas == 1 else max(0.0, 1 - replicas / UNITS_A_BUCKET) / replicas
 
 
 def published(setup: Setup) -> dict[str, float]:

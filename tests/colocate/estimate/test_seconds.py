@@ -55,6 +55,20 @@ def test_directed_and_overlapped_is_several_times_as_fast():
     assert faster.seconds < there.seconds and faster.limit == "the wire, sending"
 
 
+def test_the_way_back_takes_from_the_host_what_own_masters_cover():
+    """The experts of this run are on one rank of a stage each (EP32 of 32), so all of their masters are at hand."""
+    size, back = memory(A3_RUN), traffic(A3_RUN.shape, *A3_RUN.sides[::-1], ASCEND_910C.topology)
+    both, kept = to_train(A3_RUN, back, size), replace(A3_RUN, fusion=FusionConfig(offload="none"))
+    alone = to_train(kept, back, memory(kept))
+    assert alone.parts["masters"] == 0 == alone.parts["onload, beside training"]
+    assert both.seconds < 0.9 * alone.seconds
+    assert both.parts["masters"] == pytest.approx(both.seconds, rel=0.1), "both links end together"
+    assert both.parts["onload, beside training"] == pytest.approx(size.states_bytes / 34e9)
+    divided = replace(A3_RUN, train=Parallel(256, tp=4, ep=2, pp=8))
+    back = traffic(divided.shape, *divided.sides[::-1], ASCEND_910C.topology)
+    assert to_train(divided, back, memory(divided)).parts["masters"] == 0, "a sixteenth of a bucket holds no unit"
+
+
 def test_states_that_must_leave_first_add_up():
     crowded = replace(A3_RUN, infer=Parallel(256, tp=1, ep=64))
     size = memory(crowded)
