@@ -100,18 +100,15 @@ def test_a_run_that_goes_on_or_is_deployed_otherwise_is_bitwise_the_one_on_one_c
         assert curves["whole"] == curves["cut"] == curves["separate"], figure
 
 
-def test_four_roles_on_four_cards_and_a_request_that_changes_who_generates(base, tmp_path):
+def test_four_roles_on_four_cards_and_a_request_that_changes_who_generates(start, tmp_path):
     reward = tiny_reward_model(tmp_path / "judge")
     full = [*FOUR, "parallel=tp2ep2_ep2", "fusion=full", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
-    run = _start(base, tmp_path, *full, "run.steps=1000")
+    run = start(*full, "run.steps=1000")
     folder = tmp_path / "run"
     command = [sys.executable, "scripts/control.py", str(folder)]
     asked = subprocess.run([*command, "engines=1", "rollout.max_seqs=2"], cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
-    deadline = time.monotonic() + 60
-    while not (rows := [row for row in _rows(folder) if row["rollout/engines"] == 1]):
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
-        time.sleep(0.1)
+    rows = _await(run, 60, lambda: [row for row in _rows(folder) if row["rollout/engines"] == 1])
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130, err
@@ -217,15 +214,40 @@ def _descendants(pid):
     return below
 
 
-def _start(base, folder, *overrides):
-    command = _command(base, folder, *overrides)
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = folder / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+@pytest.fixture
+def start(base, tmp_path):
+    """Starts a run, and returns it when it has two steps behind it. Nothing of it is left after the test."""
+    runs = []
+
+    def begin(*overrides):
+        command, metrics = _command(base, tmp_path, *overrides), tmp_path / "run" / "metrics.jsonl"
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        run = subprocess.Popen(command, cwd=ROOT, preexec_fn=_heed_interrupts, **pipes)
+        runs.append(run)
+        _await(run, 120, lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+        return run
+
+    yield begin
+    for run in runs:
+        if run.poll() is None:
+            for pid in (*_descendants(run.pid), run.pid):
+                os.kill(pid, signal.SIGKILL)
+            run.communicate()
+
+
+def _heed_interrupts():
+    """Also where the tests run in the background, whose children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _await(run, seconds, reached):
+    """What ``reached`` returns once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := reached()):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline, f"not there after {seconds} s"
         time.sleep(0.1)
-    return run
+    return found
 
 
 def _alive(pid):
@@ -242,8 +264,8 @@ def _assert_gone(pids, within_s=10):
     assert not [pid for pid in pids if _alive(pid)], "every process of ours has ended"
 
 
-def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(base, tmp_path):
-    run = _start(base, tmp_path, *FOUR, "run.steps=1000")
+def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, tmp_path):
+    run = start(*FOUR, "run.steps=1000")
     below = _descendants(run.pid)
     workers = [pid for pid, command in below.items() if "ray::Card" in command]
     assert len(workers) == 4
@@ -257,8 +279,8 @@ def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(base, tm
     _assert_gone(below)
 
 
-def test_ctrl_c_leaves_a_readable_run_and_no_process(base, tmp_path):
-    run = _start(base, tmp_path, "run.steps=1000")
+def test_ctrl_c_leaves_a_readable_run_and_no_process(start, tmp_path):
+    run = start("run.steps=1000")
     below = _descendants(run.pid)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
