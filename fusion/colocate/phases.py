@@ -90,14 +90,18 @@ class PhaseMachine:
             if step.source is self.phase and step.hosts <= self.roles and not step.lacks & self.roles
         }
 
-    def begin(self, target: Phase) -> None:
-        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it so."""
+    def check(self, target: Phase) -> None:
+        """Raises a PhaseError if `begin` would."""
         if target not in self.reachable:
             allowed = sorted(phase.value for phase in self.reachable)
             raise PhaseError(
                 f"rank {self.rank} ({self._roles()}) is in phase {self.phase.value} and was asked to switch to "
                 f"{target.value}; from here it can go to {allowed or 'nowhere'}"
             )
+
+    def begin(self, target: Phase) -> None:
+        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it so."""
+        self.check(target)
         self.phase = Phase.BROKEN
 
     def arrive(self, target: Phase) -> None:

@@ -77,4 +77,6 @@ class StageLog:
                 raise
             held = self.device.memory_by_owner()
             table = "  ".join(f"{owner} {human_bytes(count)}" for owner, count in held.items())
-            raise OutOfMemory(f"out of memory in stage {stage!r}; HBM by owner: {table}\n{error}") from error
+            raise OutOfMemory(
+                f"rank {self.rank} is out of memory in stage {stage!r}; HBM by owner: {table}\n{error}"
+            ) from error

@@ -70,16 +70,17 @@ class PhaseSwitcher:
         cache.
 
         Raises:
-            PhaseError: the card cannot go there. BrokenOff, SwitchError: on all cards, if a part failed on any.
+            BrokenOff, SwitchError: on all cards, if a part failed on any. Where one of them cannot go there from its
+                phase, all stay where they were.
         """
-        self.route = route = self.weights.route(share.engines)
-        target, actor = route.phase_of(self.rank, Phase.INFER), self.meshes.actor
+        actor = self.meshes.actor
+        target = together(actor, self.rank, "phase", lambda: self._plan(share))
         self.phases.begin(target)
         self._part(actor, "offload", self._clear_for_infer)
         generates = target is Phase.INFER
         self._part(actor, "settings", lambda: self._configure(version, share) if generates else None)
         with self._clock("reshard"):
-            self._tell(self.weights.to_infer(route))
+            self._tell(self.weights.to_infer(self._planned))
         self._part(actor, "offload", self.offloader.wait)
         self._part(actor, "kv", lambda: self._engine.allocate_kv() if generates else None)
         self.phases.arrive(target)
@@ -88,13 +89,13 @@ class PhaseSwitcher:
         """The trainer holds the weights again.
 
         Raises:
-            PhaseError: the card cannot go there. BrokenOff, SwitchError: on all cards, if a part failed on any.
+            BrokenOff, SwitchError: as `to_infer`.
         """
-        assert self.route is not None, "the first switch is to INFER"
+        together(self.meshes.trainers, self.rank, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
         self._part(self.meshes.trainers, "kv", self._drop_kv)
         with self._clock("reshard"):
-            self._tell(self.weights.to_train(self.route, self._masters))
+            self._tell(self.weights.to_train(self._planned, self._masters))
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
@@ -112,6 +113,19 @@ class PhaseSwitcher:
     def unload_optimizer(self) -> None:
         """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
         self.offloader.out({name: tensor for name, tensor in self.optimizer.items() if self.offloader.resident(name)})
+
+    def _plan(self, share: InferenceShare) -> Phase:
+        """Settles the route; returns the phase to which it takes this card."""
+        route = self.weights.route(share.engines)
+        target = route.phase_of(self.rank, Phase.INFER)
+        self.phases.check(target)
+        self.route = route
+        return target
+
+    @property
+    def _planned(self) -> Route:
+        assert self.route is not None, "the first switch is to INFER"
+        return self.route
 
     def _masters(self, shards: Iterable[int]) -> dict[int, torch.Tensor]:
         """Where the masters of these shards of the optimizer wait while the card generates."""
@@ -133,8 +147,7 @@ class PhaseSwitcher:
 
     def _has_room(self) -> bool:
         """Whether the weights can be resharded while the optimizer is still on its way out."""
-        assert self.route is not None
-        plan = self.route.to_infer
+        plan = self._planned.to_infer
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
     def _configure(self, version: int, share: InferenceShare) -> None:

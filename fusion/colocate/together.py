@@ -32,7 +32,7 @@ class BrokenOff(RuntimeError):
         self.failures = failures
 
     def __str__(self) -> str:
-        return "the switch was broken off on all cards, as it failed on " + "; ".join(map(str, self.failures))
+        return "broken off on all cards, as it failed on " + "; ".join(map(str, self.failures))
 
 
 def together(group: dist.ProcessGroup | None, rank: int, part: str, work: Callable[[], T]) -> T:

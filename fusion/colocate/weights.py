@@ -82,13 +82,17 @@ class PolicyWeights:
         plan = route.to_train
         if plan is None:
             return None
+        group = self.meshes.trainers
+        parts = together(group, self.rank, "masters", lambda: self._hosted(plan, masters))
+        return self._switch(plan, self.infer, self.train, group, parts)
+
+    def _hosted(self, plan: Plan, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]) -> HostParts:
         if plan not in self._runs:
             hosted = plan.hosted_units(self.rank)
             found = master_runs(plan.target, self.rank) if hosted else {}
             self._runs[plan] = {unit: found[unit] for unit in hosted}
         runs = self._runs[plan]
-        parts = host_parts(runs, masters({run.shard for unit in runs.values() for run in unit}))
-        return self._switch(plan, self.infer, self.train, self.meshes.trainers, parts)
+        return host_parts(runs, masters({run.shard for unit in runs.values() for run in unit}))
 
     def _switch(
         self, plan: Plan, source: Any, target: Any, group: dist.ProcessGroup | None, host: HostParts

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport
 from fusion.colocate.switching import PhaseSwitcher
+from fusion.colocate.together import together
 from fusion.colocate.weights import PolicyWeights
 from fusion.inference import Engine, Output, Request
 from fusion.model import Mesh, ModelConfig, save_folder
@@ -153,9 +154,9 @@ class Worker:
     def reference(self, shares: list[list[str]]) -> StageReport:
         """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it."""
         mesh = self.meshes.reference or self.meshes.train
+        assert mesh is not None
         group = self.meshes.replica if self.meshes.reference is None else self.meshes.reference.tp_group
-        with self.log.stage("reference", "ref"), self._as(Phase.REFERENCE, self.roles.reference_in_hbm()):
-            assert mesh is not None
+        with self.log.stage("reference", "ref"), self._as(Phase.REFERENCE, mesh, self.roles.reference_in_hbm()):
             self.phases.require("reference")
             batch = self._read(shares[mesh.dp_rank], READ, group)
             logprobs = self.roles.logprobs(to_sequences(batch), self.trainer)
@@ -171,8 +172,8 @@ class Worker:
         """The reward model's outcomes of samples, ``shares`` of ids by DP rank of its mesh; the first card of a replica
         reports them. Samples that are not in the queue come along as ``kept``: id → (prompt, response)."""
         mesh = self.meshes.reward_model
-        with self.log.stage("score", "score"), self._as(Phase.REWARD, self.roles.reward_model_in_hbm()):
-            assert mesh is not None
+        assert mesh is not None
+        with self.log.stage("score", "score"), self._as(Phase.REWARD, mesh, self.roles.reward_model_in_hbm()):
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
             if kept is None:
@@ -262,15 +263,19 @@ class Worker:
         self.log.metrics.add("rollout/kv_tokens_min", after["kv_tokens"])
 
     @contextmanager
-    def _as(self, phase: Phase, weights: AbstractContextManager[None]) -> Iterator[None]:
-        """Inside, the card is in ``phase`` with these weights in HBM; then it is back where it was."""
-        home = self.phases.phase
+    def _as(self, phase: Phase, mesh: Mesh, weights: AbstractContextManager[None]) -> Iterator[None]:
+        """Inside, the card is in ``phase`` with these weights in HBM; then it is back where it was. All cards of the
+        mesh get there and back, or none."""
+        home, group = self.phases.phase, mesh.world_group
+        together(group, self.rank, "phase", lambda: self.phases.check(phase))
         self.phases.begin(phase)
         try:
-            with weights:
+            with ExitStack() as inside:
+                together(group, self.rank, f"to {phase.value}", lambda: inside.enter_context(weights))
                 self.phases.arrive(phase)
                 yield
                 self.phases.begin(home)
+                together(group, self.rank, f"back to {home.value}", inside.close)
             self.phases.arrive(home)
         except BaseException:
             self.phases.arrive(Phase.BROKEN)

@@ -1,0 +1,104 @@
+"""What fails on one card of two fails on both, with the same words, and keeps nobody waiting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion.colocate import BrokenOff, OutOfMemory, Phase, PhaseError
+from fusion.ep_switch import SwitchError
+from fusion.model.options import ModelOptions
+from tests.colocate.cards import Card, make_spec, tiny_reward_model
+from tests.helpers import run_ranks, tiny_checkpoint
+
+X, Y = {"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}
+IDS = [f"0-{group}/{member}" for group in range(4) for member in range(2)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("failures") / "policy")
+
+
+def outcome(card, work):
+    """(the failures of all cards, what this card says, the phase it is left in)"""
+    try:
+        work()
+    except (BrokenOff, SwitchError, OutOfMemory) as error:
+        told = error.__cause__ if isinstance(error, OutOfMemory) else error
+        return [str(failure) for failure in told.failures], str(error), card.worker.phases.phase.value
+    raise AssertionError("nothing failed")
+
+
+def hog(worker, leave):
+    """Takes all of the card but so many bytes, for as long as the result lives."""
+    return torch.empty(worker.device.memory().free - leave, dtype=torch.uint8, device=worker.device.torch_device)
+
+
+def to_a_phase_that_one_cannot_reach(rank, device, spec, target):
+    card = Card(rank, device, spec)
+    worker = card.worker
+    if target == "train":
+        worker.switch("infer", 0)
+    if rank == 1:
+        worker.phases.arrive(Phase.BROKEN)
+    work = {
+        "infer": lambda: worker.switch("infer", 0),
+        "train": lambda: worker.switch("train"),
+        "reference": lambda: worker.reference([IDS]),
+    }
+    return outcome(card, work[target])
+
+
+@pytest.mark.parametrize(("target", "home"), [("infer", "train"), ("train", "infer"), ("reference", "train")])
+def test_where_one_card_cannot_go_none_goes(policy, target, home):
+    first, second = run_ranks(to_a_phase_that_one_cannot_reach, 2, make_spec(policy, 2, X, Y), target)
+    assert first[:2] == second[:2]
+    assert "failed on rank 1, phase: PhaseError: rank 1 (actor_train, actor_generation, reference) is in" in first[1]
+    assert (first[2], second[2]) == (home, "broken"), "who was fit stays where it was"
+
+
+def without_a_master(rank, device, spec):
+    card = Card(rank, device, spec)
+    worker = card.worker
+    worker.switch("infer", 0)
+    if rank == 1:  # what the way back would read from the host has left it
+        worker.switcher.offloader.back([name for name in worker.switcher.optimizer if "master" in name])
+    return outcome(card, lambda: worker.switch("train"))
+
+
+def test_a_master_that_one_card_cannot_fetch_breaks_the_switch_on_both(policy):
+    spec = replace(make_spec(policy, 2, {"ep": 2}, {"tp": 2, "etp": 2}), model=ModelOptions(policy, "bfloat16"))
+    first, second = run_ranks(without_a_master, 2, spec)
+    assert first == second and first[2] == "broken"
+    assert "failed on rank 1, masters: AssertionError: master." in first[1] and "is not on the host" in first[1]
+
+
+def without_room_for_a_role(rank, device, spec, stage):
+    card = Card(rank, device, spec)
+    worker = card.worker
+    worker.switch("infer", 0)
+    worker.switch("train")
+    taken = hog(worker, 1 << 10) if rank == 1 else None
+    try:
+        found = outcome(card, lambda: getattr(worker, stage)([IDS]))
+    finally:
+        del taken
+    with pytest.raises(PhaseError, match="in phase broken and was asked to train"):
+        worker.train([[IDS]])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase", "fusion"),
+    [("reference", "reference", {}), ("score", "reward", {"deployment": "full", "resident": "one"})],
+)
+def test_a_role_that_does_not_fit_one_card_comes_to_none(policy, tmp_path, stage, phase, fusion):
+    larger = tiny_reward_model(tmp_path, hidden_size=128)
+    first, second = run_ranks(
+        without_room_for_a_role, 2, make_spec(policy, 2, X, Y, larger, **fusion), stage, device="adversarial"
+    )
+    assert first[0] == second[0] and first[0][0].startswith(f"rank 1, to {phase}: OutOfMemoryError: ")
+    assert first[1].startswith("broken off on all cards, as it failed on rank 1")
+    assert second[1].startswith(f"rank 1 is out of memory in stage '{stage}'; HBM by owner: weights ")
+    assert first[2] == second[2] == "broken"
