@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.lines import Door, machine
@@ -64,7 +65,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def open(self, program: Program, checksum: bool) -> None:
-        """Takes the wire buffers, charged to "buckets"."""
+        """Takes what buffers it needs, charged to "buckets"."""
 
     @abstractmethod
     def agree(self, word: Word) -> dict[int, Word]:
@@ -80,7 +81,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
-        """Waits for what comes in a round and unpacks it."""
+        """Waits for what comes in a round and takes it."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -88,7 +89,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the wire buffers back."""
+        """Gives the buffers back."""
 
 
 class Alone(Exchange):
@@ -146,10 +147,26 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, c
 def _meet(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequence[int]) -> Any:
     from fusion.ep_switch.exchange_shared import Talk
 
-    door = Door()
+    door, probe, handle = Door(), None, b""
+    if device.can_share:
+        probe = torch.zeros(1, device=device.torch_device)
+        handle = device.share(probe)
     cards: list[Any] = [None] * len(peers)
-    dist.all_gather_object(cards, (machine(), device.can_share, door.address), group=group)
-    if len({where for where, _, _ in cards}) > 1 or not all(can_share for _, can_share, _ in cards):
+    dist.all_gather_object(cards, (machine(), handle, door.address), group=group)
+    together = len({where for where, _, _ in cards}) == 1 and all(handle for _, handle, _ in cards)
+    able: list[Any] = [None] * len(peers)
+    dist.all_gather_object(able, together and _can_map(device, [handle for _, handle, _ in cards]), group=group)
+    if not all(able):
         door.close()
         return None
     return Talk(door.meet(rank, {peer: address for peer, (_, _, address) in zip(peers, cards, strict=True)}), peers)
+
+
+def _can_map(device: Device, handles: Sequence[bytes]) -> bool:
+    """Whether this process is let at the others' memory: a container's rules may forbid it on one machine, too."""
+    try:
+        for handle in handles:
+            device.map(handle)
+    except (RuntimeError, ValueError):
+        return False
+    return True

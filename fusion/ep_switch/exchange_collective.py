@@ -3,6 +3,7 @@
 A collective needs every rank of the group, so ranks that have nothing to exchange in a round (or no share in the plan)
 join it with nothing, and one that has failed goes on with whatever its buffers hold: nobody waits for it, and the
 closing agreement tells. After the end of a process the group is of no use; those who notice meet in its store instead.
+Checksums are those of the send buffer: that a sender packs something else than it should is not found by them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch.checksum import NO_SUM, run_sums
+from fusion.ep_switch.checksum import NO_SUM
 from fusion.ep_switch.exchange import Exchange, PeerGone, Word
 from fusion.ep_switch.outcome import Failure
 from fusion.ep_switch.program import Program, Segment
@@ -47,6 +48,7 @@ class CollectiveExchange(Exchange):
         self._works: dict[int, list[dist.Work]] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._out = self._in = torch.empty(0)
+        self._sums_out = self._sums_in = torch.empty(0, 0)
 
     def open(self, program: Program, checksum: bool) -> None:
         self._program, self._checksum = program, checksum
@@ -55,6 +57,11 @@ class CollectiveExchange(Exchange):
                 torch.empty(2 * numel, dtype=program.wire_dtype, device=self.device.torch_device)
                 for numel in (program.send_numel, program.receive_numel)
             )
+            if checksum:  # now, because a rank that has failed for want of memory still has to join the rounds
+                self._sums_out, self._sums_in = (
+                    torch.full((2, most), NO_SUM, dtype=torch.int64, device=self.device.torch_device)
+                    for most in program.most_sums
+                )
 
     def agree(self, word: Word) -> dict[int, Word]:
         if not self._broken:
@@ -72,7 +79,7 @@ class CollectiveExchange(Exchange):
         for segment, wire in self._slot(self._out, self._program.send_numel, index, segments):
             segment.pack(wire)
             if self._checksum:
-                sums.append(run_sums(wire, segment.ends))
+                sums.append(segment.sums(wire))
         self.clock.mark("pack")
         self._post(index, sums)
 
@@ -99,13 +106,14 @@ class CollectiveExchange(Exchange):
                     self._post(index, [])
             for index in list(self._works):
                 self._wait(index)
-        except PeerGone:
-            pass  # the closing agreement finds out who
+        except Exception as error:
+            self._broken = self._broken or f"{type(error).__name__}: {error}"  # the closing agreement finds out who
 
     def close(self) -> None:
         self._works.clear()
         self._sums.clear()
         self._out = self._in = torch.empty(0)
+        self._sums_out = self._sums_in = torch.empty(0, 0)
 
     def _in_order(self, segments: Sequence[Segment]) -> list[Segment]:
         return sorted(segments, key=lambda segment: self._place[segment.peer])
@@ -129,8 +137,11 @@ class CollectiveExchange(Exchange):
         self._works[index] = [self._exchange(into, out, counts)]
         if self._checksum:
             counts = [self._counts(each, lambda segment: len(segment.ends)) for each in (stage.send, stage.receive)]
-            theirs = torch.zeros(sum(counts[1]), dtype=torch.int64, device=self.device.torch_device)
-            mine = torch.cat(sums) if sums else theirs.new_full((sum(counts[0]),), NO_SUM)
+            mine, theirs = self._sums_out[index % 2, : sum(counts[0])], self._sums_in[index % 2, : sum(counts[1])]
+            for piece, known in zip(mine.split([len(each) for each in sums]), sums, strict=True) if sums else ():
+                piece.copy_(known)
+            if not sums:
+                mine.fill_(NO_SUM)
             self._works[index].append(self._exchange(theirs, mine, counts))
             self._sums[index] = theirs
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from fusion.ep_switch.checksum import run_sums
 from fusion.ep_switch.exchange import Exchange, PeerGone, Word
 from fusion.ep_switch.lines import Lines
 from fusion.ep_switch.outcome import Failure
@@ -123,10 +122,10 @@ class SharedExchange(Exchange):
     def agree(self, word: Word) -> dict[int, Word]:
         for peer in self.others:
             self.talk.say(peer, WORD, more=pickle.dumps(word))
-        words = {self.rank: word}
+        words, patience_s = {self.rank: word}, START_TIMEOUT_S if self._round < 0 else ROUND_TIMEOUT_S
         while missing := [peer for peer in self.others if peer not in words]:
             try:
-                self.talk.hear(missing, START_TIMEOUT_S, until=lambda peer: bool(self.talk.words[peer]))
+                self.talk.hear(missing, patience_s, until=lambda peer: bool(self.talk.words[peer]))
             except PeerGone as gone:
                 words[gone.rank] = Word((Failure(gone.rank, self._round, "", gone.reason),), word.digest)
             words |= {peer: self.talk.words[peer].pop(0) for peer in missing if self.talk.words[peer]}
@@ -186,7 +185,7 @@ class SharedExchange(Exchange):
             return b""
         wire = self._scratch[: segment.numel]
         segment.pack(wire)
-        return run_sums(wire, segment.ends).cpu().numpy().tobytes()
+        return segment.sums(wire).cpu().numpy().tobytes()
 
     def _hear_from(self, waiting: Mapping[int, Segment], timeout_s: float, until: Callable[[int], bool]) -> None:
         try:

@@ -15,8 +15,10 @@ import socket
 from collections.abc import Mapping
 
 MEETING_TIMEOUT_S = 60.0
-MESSAGE_BYTES = 1 << 17
-"""Longest message: less than the smallest default socket buffer of Linux."""
+PIECE_BYTES = 1 << 16
+"""What is sent at once: less than the smallest default socket buffer of Linux. Longer messages go in pieces."""
+
+_LAST, _MORE = b"\0", b"\1"
 
 
 def machine() -> tuple[str, ...]:
@@ -59,7 +61,7 @@ class Door:
             while len(lines) < len(addresses) - 1:
                 line, _ = self.socket.accept()
                 line.settimeout(MEETING_TIMEOUT_S)
-                caller = callers.get(line.recv(MESSAGE_BYTES))
+                caller = callers.get(line.recv(PIECE_BYTES))
                 if caller is not None:  # a stranger of this machine is not listened to
                     lines[caller] = line
         except BaseException:
@@ -78,35 +80,25 @@ class Lines:
         self.gone: set[int] = set()
         self._lines = lines
         self._peer_of = {line.fileno(): peer for peer, line in lines.items()}
+        self._begun = dict.fromkeys(lines, b"")
+        self._heard: list[tuple[int, bytes]] = []
         self._poll = select.poll()
         for line in lines.values():
-            line.settimeout(None)
+            line.setblocking(False)
             self._poll.register(line, select.POLLIN)
 
     def tell(self, peer: int, message: bytes) -> None:
-        """Sends a message of at most MESSAGE_BYTES; to one that is gone, nothing."""
-        assert 0 < len(message) <= MESSAGE_BYTES
-        if peer in self.gone:
-            return
-        try:
-            self._lines[peer].send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # what it said before it went is still to be heard; then comes the end
+        """Sends a message; to one that is gone, nothing. Listens while the peer's buffer is full: the peer may be
+        telling us something at the time."""
+        for start in range(0, len(message), PIECE_BYTES):
+            stop = start + PIECE_BYTES
+            self._send(peer, (_MORE if stop < len(message) else _LAST) + message[start:stop])
 
     def hear(self, timeout_s: float) -> list[tuple[int, bytes]]:
-        """(peer, message) of everyone who has something to say, one each; waits until somebody has, or goes."""
-        heard = []
-        for fd, _ in self._poll.poll(max(0.0, timeout_s) * 1e3):
-            peer = self._peer_of[fd]
-            try:
-                message = self._lines[peer].recv(MESSAGE_BYTES)
-            except ConnectionResetError:
-                continue  # it went without hearing us out; what it said before that comes yet, then its end
-            if message:
-                heard.append((peer, message))
-            else:
-                self.gone.add(peer)
-                self._poll.unregister(fd)
+        """(peer, message) of what was said; waits until somebody has said something, or goes."""
+        if not self._heard:
+            self._listen(timeout_s)
+        heard, self._heard = self._heard, []
         return heard
 
     def close(self) -> None:
@@ -115,3 +107,35 @@ class Lines:
 
     def __del__(self) -> None:
         self.close()
+
+    def _send(self, peer: int, piece: bytes) -> None:
+        while peer not in self.gone:
+            try:
+                self._lines[peer].send(piece)
+                return
+            except BlockingIOError:
+                self._poll.modify(self._lines[peer], select.POLLIN | select.POLLOUT)
+                self._listen(1.0)
+                if peer not in self.gone:
+                    self._poll.modify(self._lines[peer], select.POLLIN)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # what it said before it went is still to be heard; then comes the end
+
+    def _listen(self, timeout_s: float) -> None:
+        """Takes one piece of everyone who has sent one."""
+        for fd, events in self._poll.poll(max(0.0, timeout_s) * 1e3):
+            peer = self._peer_of[fd]
+            if events == select.POLLOUT:
+                continue
+            try:
+                piece = self._lines[peer].recv(PIECE_BYTES + 1)
+            except ConnectionResetError:
+                continue  # it went without hearing us out; what it said before that comes yet, then its end
+            if not piece:
+                self.gone.add(peer)
+                self._poll.unregister(fd)
+                continue
+            self._begun[peer] += piece[1:]
+            if piece[:1] == _LAST:
+                self._heard.append((peer, self._begun[peer]))
+                self._begun[peer] = b""

@@ -105,7 +105,7 @@ class Moves(Sequence[Move]):
 
 @dataclass(frozen=True)
 class Round:
-    """Moves that are exchanged together. Allocate, pack and copy, exchange, unpack, release.
+    """Moves that are exchanged together. Allocate, copy, exchange, and release when all have read.
 
     ``allocate_before``: units of the target; ``release_after``: units of the source.
     """

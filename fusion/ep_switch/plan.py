@@ -5,10 +5,10 @@
                              give what   send what   first    storage around them
 
 Pure: no device, no process. How a plan is carried out, which is what its memory figures count: two rounds are in
-flight. For each round k in order a rank allocates its units, copies what stays, packs what leaves and starts the
-exchange; only then it takes in what round k-1 brought and releases what may go after round k-1. So send and receive
-buffers have two slots each, a slot is as large as the rank's largest round, and a relayed move comes at least two
-rounds after the one that brought what it passes on.
+flight. For each round k in order a rank releases what round k-2 read last, allocates its units, copies what stays and
+sends; only then it takes in what round k-1 brought. So send and receive buffers, where the exchange has any, have two
+slots each, a slot is as large as the rank's largest round, and a relayed move comes at least two rounds after the one
+that brought what it passes on.
 
 Invariants, in this order:
 1. Every element of every unit of the target that is neither shared nor hosted is written exactly once, with the element
@@ -18,8 +18,9 @@ Invariants, in this order:
    there holds it; it is passed on inside (`senders`).
 3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
 4. On every rank, at all times, weights + send, receive and staging buffers ≤ max(A, B) + SLACK buckets (with ``keep``:
-   A + B less what they share), if no storage unit is larger than a bucket. In a round no rank sends more than half of
-   ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider dtype.
+   A + B less what they share), if no storage unit is larger than a bucket; by search, not by construction: a plan that
+   does not keep to it says so in a warning. In a round no rank sends more than half of ``bucket_bytes``, nor writes
+   more than that (received and copied), in bytes of the wider dtype.
 5. Each source unit that is not shared is released once, and not before its last reader is done: before the first round
    if nobody reads it, else after the last round that does; with ``keep`` none is. Each target unit that is not shared
    is allocated once, before it is written. A relayed move reads what came two rounds before.
@@ -29,6 +30,7 @@ Invariants, in this order:
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -207,6 +209,7 @@ def plan_switch(
     jobs, shared = _jobs_between(source, target, hosted)
     choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
     weights = _Weights(source, target, jobs, shared, keep)
+    bound = {rank: most + SLACK * bucket_bytes for rank, most in weights.most.items()}
     for rank in {rank for rank, _ in hosted}:
         weights.most[rank] -= bucket_bytes // STAGING
     tried: list[tuple[int, int, int, Storage, list[int]]] = []
@@ -217,9 +220,13 @@ def plan_switch(
         tried.append((over, len(tried), slot, storage, order))
         if not over:
             break
-    _, _, slot, storage, order = min(tried, key=lambda found: found[:2])
+    over, _, slot, storage, order = min(tried, key=lambda found: found[:2])
     rounds = pack_rounds((jobs[index] for index in order), slot, storage, target.dtype.itemsize)
-    return Plan(source, target, bucket_bytes, topology, keep, hosted, shared, weights.unread, rounds)
+    plan = Plan(source, target, bucket_bytes, topology, keep, hosted, shared, weights.unread, rounds)
+    excess = max(plan.peak_bytes(rank) - bound[rank] for rank in plan.ranks) if over else 0
+    if excess > 0:
+        warnings.warn(f"the switch {source} to {target} takes {excess} bytes beyond its bound", stacklevel=2)
+    return plan
 
 
 def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Job], Shared]:

@@ -134,6 +134,17 @@ class Segment:
         """The sender's storage, mapped → storage."""
         copy(self._here, self._there, self.pairs[0])
 
+    def sums(self, wire: torch.Tensor) -> torch.Tensor:
+        """Checksums (int64, on the card) of what lies on ``wire`` [numel], one for each of `ends`.
+
+        Raises:
+            Fault: there is no memory for the arithmetic.
+        """
+        try:
+            return run_sums(wire, self.ends)
+        except Exception as error:
+            raise Fault(self.name, f"{type(error).__name__}: {error}") from error
+
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
         """Holds what was unpacked, read back out of the storage into ``scratch`` [numel], against the sender's sums.
 
@@ -142,10 +153,13 @@ class Segment:
         """
         self.pack(scratch)
         expected = expected.cpu()
-        wrong = ((run_sums(scratch, self.ends).cpu() != expected) & (expected != NO_SUM)).nonzero()
+        wrong = ((self.sums(scratch).cpu() != expected) & (expected != NO_SUM)).nonzero()
         if wrong.numel():
-            name, box, _ = next(piece for piece in self.pieces if piece[2] == self.ends[int(wrong[0])])
-            raise Fault(name, f"{name} {list(box)} from rank {self.peer} arrived with another checksum")
+            first = int(wrong[0])
+            start, stop = self.ends[first - 1] if first else 0, self.ends[first]
+            (name, box, _), *others = (piece for piece in self.pieces if start < piece[2] <= stop)
+            more = f", or one of the {len(others)} pieces behind it," if others else ""
+            raise Fault(name, f"{name} {list(box)}{more} from rank {self.peer} arrived with another checksum")
 
     def _along(self, wire: torch.Tensor) -> list[torch.Tensor]:
         """Where its runs lie in ``wire`` [numel], as views in their shapes."""
@@ -217,6 +231,14 @@ class Program:
     bytes_local: int
     bytes_hosted: int = 0
     received_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def most_sums(self) -> tuple[int, int]:
+        """Checksums that go out and come in with a round, at most."""
+        ends = [
+            [sum(len(segment.ends) for segment in way) for way in (stage.send, stage.receive)] for stage in self.stages
+        ]
+        return max((sent for sent, _ in ends), default=0), max((received for _, received in ends), default=0)
 
     @property
     def largest_segment(self) -> int:

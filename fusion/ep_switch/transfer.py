@@ -8,10 +8,11 @@
     send k      free what was read for the last time in round k-2, allocate, copy what stays on the rank, send
     receive k   wait, take
 
-All copies and all storage are queued on the caller's current stream, and the wire runs beside it: while round k is on
-the wire, round k+1 is sent and round k-1 taken, and what is freed is free in the order of the stream. A rank that
-fails keeps nobody waiting, so all ranks leave together. The target is then released on all of them: a half-switched
-model cannot serve, its storage is gone.
+All copies and all storage are queued on the caller's current stream, and what is freed is free in the order of the
+stream. Where rounds are collectives the wire runs beside it: while round k is on the wire, round k+1 is packed and
+round k-1 taken. Where storage is read in place, a rank is ahead of its slowest reader by two rounds. A rank that fails
+keeps nobody waiting, so all ranks leave together. The target is then released on all of them: a half-switched model
+cannot serve, its storage is gone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def execute(
     return Switcher(plan, source, target, device, group, exchange).run(checksum)
 
 
+MIB = 1 << 20
+
+
 class Switcher:
     """Moves the weights from ``source`` to ``target`` by a plan, as often as it is told.
 
@@ -61,7 +65,8 @@ class Switcher:
             the same storage (``share`` of `Buckets`), and are left alone.
         group: holds every rank of the plan; default: all processes, or none where the plan has one rank. Ranks of the
             group that have no part in the plan bring no models and only agree.
-        exchange: how bytes travel (`exchange`); `auto`: shared memory where all ranks are on one machine.
+        exchange: how bytes travel (`exchange`); `auto`: `shared` where all ranks are on one machine and their cards can
+            read each other's memory (emulated ones can), else `collective`.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class Switcher:
             self._note_memory()
         except Exception as error:
             cause = error
-            failures.append(Failure(exchange.rank, -1, "", f"{type(error).__name__}: {error}"))
+            failures.append(Failure(exchange.rank, -1, "", self._told(error)))
         words = exchange.agree(Word(tuple(failures), self.plan.digest))
         if failed := failures_of(words):
             self._leave(exchange, failed, cause)
@@ -177,8 +182,7 @@ class Switcher:
         except Exception as error:
             cause = error
             parameter = error.parameter if isinstance(error, Fault) else ""
-            reason = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
-            failures.append(Failure(exchange.rank, self._round, parameter, reason))
+            failures.append(Failure(exchange.rank, self._round, parameter, self._told(error)))
         self._fill.close()
         if cause is not None:
             exchange.abandon()
@@ -212,6 +216,14 @@ class Switcher:
             first = next(unit for unit in units if self._target.flats[unit].untyped_storage().nbytes() == 0)
             name = self._target.plans[first].entries[0][0].name
             raise Fault(name, f"{type(error).__name__}: {error}") from error
+
+    def _told(self, error: Exception) -> str:
+        """Why this rank leaves; where it ran out of memory, with who held it, before anything is given back."""
+        reason = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+        if "OutOfMemoryError" not in reason:
+            return reason
+        held = ", ".join(f"{owner} {nbytes / MIB:.1f} MiB" for owner, nbytes in self.device.memory_by_owner().items())
+        return f"{reason}; the card held {held}"
 
     def _release(self, units: Sequence[int]) -> None:
         assert self._source is not None or not units

@@ -118,8 +118,9 @@ def kept(rank, device):
     return rank in plan.ranks
 
 
-def test_a_kept_source_serves_many_switches_and_strangers_only_agree():
-    assert run_ranks(kept, 4) == [True, True, True, False]
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+def test_a_kept_source_serves_many_switches_and_strangers_only_agree(device):
+    assert run_ranks(kept, 4, device=device) == [True, True, True, False]
 
 
 def equal_layouts(rank, device):

@@ -7,6 +7,7 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import time
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ MOE = tiny_config(num_key_value_heads=2)
 LARGER = tiny_config(experts=False, num_hidden_layers=6, hidden_size=64, intermediate_size=128)
 """A megabyte, so that the allocator's pages are small beside it."""
 EXCHANGES = ("shared", "collective")
+DEVICES = ("emulated", "adversarial")
 
 
 TAKES = {"shared": (Segment, "read"), "collective": (Segment, "unpack")}
@@ -82,9 +84,30 @@ def corrupted(rank, device, exchange):
     return found
 
 
+def lost(rank, device, exchange):
+    """Nothing is copied on rank 0, the second time something comes."""
+    plan, source, target = build(device)
+    kind, method = TAKES[exchange]
+    honest, calls = getattr(kind, method), [0]
+
+    def hooked(self, *args):
+        calls[0] += 1
+        if calls[0] != 2:
+            honest(self, *args)
+
+    if rank == 0:
+        setattr(kind, method, hooked)
+    try:
+        return outcome(plan, rank, source, target, device, checksum=True, exchange=exchange)
+    finally:
+        setattr(kind, method, honest)
+
+
+@pytest.mark.parametrize("work", [corrupted, lost])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_corrupted_transfer_is_found_and_named_on_all_ranks(exchange):
-    one, other = run_ranks(corrupted, 2, exchange)
+def test_a_corrupted_or_missing_transfer_is_found_and_named_on_all_ranks(exchange, device, work):
+    one, other = run_ranks(work, 2, exchange, device=device)
     assert one == other
     message, held = one
     assert "failed on rank 0 in round" in message and "at model." in message
@@ -129,16 +152,17 @@ def raising(rank, device, exchange):
         return outcome(plan, rank, source, target, device, checksum=True, exchange=exchange)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_an_exception_on_one_rank_ends_the_switch_on_all(exchange):
-    results = run_ranks(raising, 2, exchange)
+def test_an_exception_on_one_rank_ends_the_switch_on_all(exchange, device):
+    results = run_ranks(raising, 2, exchange, device=device)
     assert results[0] == results[1]
     message, held = results[0]
     assert "failed on rank 1 in round" in message and "ValueError: no such view" in message and held == 0
     assert "checksum" not in message, "what a failed rank did not send is not held against it"
 
 
-def out_of_memory(rank, device, exchange):
+def out_of_memory(rank, device, exchange, checksum):
     """Rank 1 has room for the buffers and for a part of its target, which is twice its source."""
     ends = [End(Parallel(2, 2), (0, 1)).layout(LARGER), End(Parallel(2), (0, 1)).layout(LARGER)]
     plan, (source, target) = plan_switch(*ends, BUCKET), build_pair(*ends, device)
@@ -149,18 +173,21 @@ def out_of_memory(rank, device, exchange):
         memory = device.memory()
         module.set_per_process_memory_fraction((memory.reserved + room) / memory.capacity, device.index)
     try:
-        return outcome(plan, rank, source, target, device, exchange=exchange)
+        return outcome(plan, rank, source, target, device, checksum=checksum, exchange=exchange)
     finally:
         module.set_per_process_memory_fraction(1.0, device.index)
 
 
+@pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_out_of_memory_on_one_rank_ends_the_switch_on_all(exchange):
-    results = run_ranks(out_of_memory, 2, exchange)
+def test_out_of_memory_on_one_rank_ends_the_switch_on_all(exchange, checksum):
+    results = run_ranks(out_of_memory, 2, exchange, checksum)
     assert results[0] == results[1]
     message, held = results[0]
     assert "failed on rank 1 in round" in message and "OutOfMemoryError" in message and held == 0
-    assert " at layers." in message or " at embed" in message, message
+    assert re.search(r" at (model\.)?(layers\.|embed)", message), message
+    held = re.search(r"the card held weights ([\d.]+) MiB", message)
+    assert held and float(held[1]) > 0.5, f"as it was when memory ran out: {message}"
 
 
 def die(*_):

@@ -58,7 +58,7 @@ std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
   auto& mapping = all.open[{handle.pid, handle.inode}];
   if (!mapping) {
     const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    TORCH_CHECK(fd >= 0, "cannot open ", path, ": ", strerror(errno));
+    TORCH_CHECK_VALUE(fd >= 0, "a shared block cannot be mapped: ", path, ": ", strerror(errno));
     mapping = std::make_shared<Mapping>(fd, handle, path);
   }
   return mapping;
