@@ -6,8 +6,9 @@ A Qwen3-MoE of 89M parameters (fp32) on four emulated NPUs, one process and one 
 both layouts hold alike. For every pair, in both directions:
 
     moved     bytes that travel between ranks, of all ranks
-    floor     the fastest exchange of the pair's byte matrix, and one memcpy of what must be packed (switch_floor.py)
-    switch    `execute`, weights in one layout to weights in the other, verified element by element
+    floor     the fastest exchange of the pair's byte matrix, and one memcpy of what must be packed and of what stays on
+              its rank but changes its storage (switch_floor.py)
+    switch    `Switcher.run`, weights in one layout to weights in the other, verified element by element
     megatron  `megatron.core.resharding`, cached, same tensors and layouts (switch_megatron.py), where it is importable
     extra     bytes at the peak past max(A, B) on the worst rank, allocated and reserved; bucket = 1/16 of the largest
               shard. Megatron's extra is what it stages beyond its two models, which have to be there both
@@ -175,9 +176,9 @@ def measure_memory(pair: Pair) -> list[dict[str, Any]]:
 
 def times(floor: Floor, seconds: list[float], refits: list[tuple[float, int]]) -> dict[str, Any]:
     parts = {name: statistics.median(taken) for name, taken in floor.seconds.items()}
-    memcpy_s = parts.pop("memcpy")
+    memcpy_s, local_s = parts.pop("memcpy"), parts.pop("local")
     wire = min(parts, key=lambda name: parts[name])
-    floor_s, switch_s = parts[wire] + memcpy_s, statistics.median(seconds)
+    floor_s, switch_s = parts[wire] + memcpy_s + local_s, statistics.median(seconds)
     return {
         "bytes_moved": floor.moved,
         "packed_bytes": worst(floor.packed),
@@ -185,6 +186,7 @@ def times(floor: Floor, seconds: list[float], refits: list[tuple[float, int]]) -
         "floor_wire": wire,
         "wire_s": parts,
         "memcpy_s": memcpy_s,
+        "local_s": local_s,
         "switch_s": switch_s,
         "switch_s_min_max": [min(seconds), max(seconds)],
         "ratio_to_floor": switch_s / floor_s,

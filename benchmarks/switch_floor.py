@@ -4,8 +4,8 @@
              all_to_all   one `all_to_all_single` with uneven splits
              p2p          one batch of sends and receives, one message a pair of ranks
              shared       every rank reads what is for it out of the sender's memory (cards of one machine)
-    memcpy   one contiguous copy of the bytes that must be brought together to travel, and of those that stay on their
-             rank but change their storage
+    memcpy   one contiguous copy of the bytes that must be brought together to travel
+    local    one contiguous copy of the bytes that stay on their rank but change their storage
 
 Not in it: unpacking, taking and giving back of memory, and everything about order and bounds.
 """
@@ -43,13 +43,13 @@ class Floor:
         self.received = [0 if peer == me else matrix[peer][me] for peer in range(world)]
         self.moved = sum(nbytes for i, row in enumerate(matrix) for j, nbytes in enumerate(row) if i != j)
         """Bytes that travel, of all ranks."""
-        self.packed = sum(matrix[me])
-        """Bytes of this rank that the memcpy copies."""
+        self.packed, self.local = sum(self.sent), matrix[me][me]
+        """Bytes of this rank that travel, and that it copies."""
         with device.owner("buckets"):
             self.send = torch.zeros(max(sum(self.sent), 1), dtype=torch.uint8, device=device.torch_device)
             self.receive = torch.zeros(max(sum(self.received), 1), dtype=torch.uint8, device=device.torch_device)
             self.loose, self.together = (
-                torch.zeros(self.packed, dtype=torch.uint8, device=device.torch_device) for _ in range(2)
+                torch.zeros(sum(matrix[me]), dtype=torch.uint8, device=device.torch_device) for _ in range(2)
             )
         self.peers = self._peers(matrix, me)
         self.wires: dict[str, Callable[[], Any]] = {
@@ -57,7 +57,7 @@ class Floor:
             "p2p": self._p2p,
             "shared": self._shared,
         }
-        self.seconds: dict[str, list[float]] = {name: [] for name in (*self.wires, "memcpy")}
+        self.seconds: dict[str, list[float]] = {name: [] for name in (*self.wires, "memcpy", "local")}
 
     def _peers(self, matrix: list[list[int]], me: int) -> list[torch.Tensor]:
         """What each rank has for this one, where it lies there."""
@@ -72,7 +72,10 @@ class Floor:
 
     def measure(self, keep: bool) -> None:
         """One round of everything; ``keep`` its seconds."""
-        works = self.wires | {"memcpy": lambda: self.together.copy_(self.loose)}
+        works = self.wires | {
+            "memcpy": lambda: self.together[: self.packed].copy_(self.loose[: self.packed]),
+            "local": lambda: self.together[self.packed :].copy_(self.loose[self.packed :]),
+        }
         for name, work in works.items():
             seconds = wall(self.device, work)
             if keep:

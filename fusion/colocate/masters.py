@@ -73,7 +73,7 @@ def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology:
             for index in units
         ]
         wire = topology.bytes_per_s[_level_to_nearest_engine(source, rank, topology)]
-        plan = plan_return(parts, wire, topology.host_bytes_per_s, masters_return=False)
+        plan = plan_return(parts, wire, topology.host_bytes_per_s)
         hosted += [(rank, index) for index, way in zip(units, plan.sources, strict=True) if way == "host"]
     return tuple(sorted(hosted))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -131,7 +132,8 @@ def open_device(
     for this process on a real one. session: emulated only; processes that open the same card in the same session share
     its capacity, without one the card is this process's own. streams: see DeviceConfig.streams. segments: how an
     emulated card's allocator takes memory, `expandable` or `fixed` (emulator/heap.h); a real one goes by
-    PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
+    PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, and is expandable where these say nothing: fixed segments that a
+    switch frees seldom fit what it takes.
 
     Raises ValueError for a kind that does not exist or is not there.
     """
@@ -152,6 +154,7 @@ def open_device(
 def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
     from fusion.npu.accelerator import RealDevice
 
+    os.environ.setdefault(f"PYTORCH_{kind.upper()}_ALLOC_CONF", "expandable_segments:True")  # read at the first tensor
     return RealDevice(kind, module, index, capacity_bytes)
 
 

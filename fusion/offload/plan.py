@@ -2,10 +2,7 @@
 
 A rank that needs a part of the weights in the training layout gets it from the ranks that generated with it. Where the
 part's fp32 masters lie on its own host, it may instead copy those in and round them, which gives the same bits: the
-weights were made that way. The wire and the host link run at the same time, so a return takes the longer of the two:
-
-    wire  | what is ahead | parts from the wire | gathers of parts from the host |          wire_s
-    host  | what is ahead | masters that return anyway, or only those of parts from the host |   host_s
+weights were made that way. The wire and the host link run at the same time, so a return takes the longer of the two.
 
 Invariants (property-tested in tests/offload/test_plan.py): a part the rank holds stays where it is, and one without
 masters comes over the wire; the longer side is never longer than with everything over the wire, nor than with all that
@@ -28,19 +25,12 @@ Source = Literal["wire", "host"]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of one rank's weights in the training layout: a whole unit of storage, or a slice of one.
-
-    The part for which a rank has all masters is its own shard of a unit: then nothing is gathered. A whole unit whose
-    masters lie with several data-parallel replicas is gathered among them, so they must decide alike: give each of them
-    the largest figures of the group.
-    """
+    """A part of one rank's weights in the training layout."""
 
     wire_bytes: int
     """Received if it comes over the wire, in the weights' dtype; 0: the rank holds it already."""
     master_bytes: int | None = None
-    """Copied in from the host if it comes from there (4 bytes an element of this rank's share); None: it cannot."""
-    gather_bytes: int = 0
-    """Received over the wire if it comes from the host: what other replicas have the masters of."""
+    """Copied in from the host if it comes from there (4 bytes an element); None: it cannot."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +46,21 @@ class ReturnPlan:
         return max(self.wire_s, self.host_s)
 
 
-def plan_return(
-    parts: Sequence[Part],
-    wire_bytes_per_s: float,
-    host_bytes_per_s: float,
-    *,
-    masters_return: bool,
-    wire_bytes_ahead: int = 0,
-    host_bytes_ahead: int = 0,
-) -> ReturnPlan:
+def plan_return(parts: Sequence[Part], wire_bytes_per_s: float, host_bytes_per_s: float) -> ReturnPlan:
     """Chooses the source of every part so that the link that ends last ends early.
 
     Args:
         wire_bytes_per_s, host_bytes_per_s: into this rank, when both are busy; the wire's is that of the slowest link
             the parts cross.
-        masters_return: the masters of all parts come back to HBM in the same time anyway (``fusion.offload=switch``
-            where training is to find them there), so a part from the host costs the host link nothing more. False
-            where they stay (``fusion.offload=stream``) or come back later.
-        wire_bytes_ahead, host_bytes_ahead: what else crosses each link in that time, say other optimizer states.
     """
     assert wire_bytes_per_s > 0 and host_bytes_per_s > 0, "expected bandwidths > 0"
-    wire = wire_bytes_ahead + sum(part.wire_bytes for part in parts)
-    host = host_bytes_ahead + (sum(part.master_bytes or 0 for part in parts) if masters_return else 0)
+    wire, host = sum(part.wire_bytes for part in parts), 0
     best = _Cut(wire, host, 0, wire_bytes_per_s, host_bytes_per_s)
-    order = _order(parts, masters_return)
+    gain = [index for index, part in enumerate(parts) if part.master_bytes is not None and part.wire_bytes > 0]
+    order = sorted(gain, key=lambda index: (Fraction(parts[index].master_bytes or 0, parts[index].wire_bytes), index))
     for count, index in enumerate(order, start=1):
-        wire -= _saved(parts[index])
-        host += _cost(parts[index], masters_return)
+        wire -= parts[index].wire_bytes
+        host += parts[index].master_bytes or 0
         best = min(best, _Cut(wire, host, count, wire_bytes_per_s, host_bytes_per_s), key=_Cut.rank)
     from_host = set(order[: best.count])
     sources: tuple[Source, ...] = tuple("host" if index in from_host else "wire" for index in range(len(parts)))
@@ -110,17 +88,3 @@ class _Cut:
     def rank(self) -> tuple[float, float, int]:
         """Among cuts that end alike, the one that keeps the links busy for the shorter time; then the fewer parts."""
         return max(self.wire_s, self.host_s), self.wire_s + self.host_s, self.count
-
-
-def _order(parts: Sequence[Part], masters_return: bool) -> list[int]:
-    """The parts that gain from the host, those first that cost it least for what they save on the wire."""
-    gain = [index for index, part in enumerate(parts) if part.master_bytes is not None and _saved(part) > 0]
-    return sorted(gain, key=lambda index: (Fraction(_cost(parts[index], masters_return), _saved(parts[index])), index))
-
-
-def _saved(part: Part) -> int:
-    return part.wire_bytes - part.gather_bytes
-
-
-def _cost(part: Part, masters_return: bool) -> int:
-    return 0 if masters_return else part.master_bytes or 0

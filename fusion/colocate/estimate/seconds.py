@@ -11,7 +11,8 @@ links inside a supernode are one port, the network between supernodes is another
 exchange takes however little it moves.
 
 `published` gives the same figures for another way of doing it, which was measured and published: DeepSeek-R1 on 128
-Atlas A3 cards (256 dies). It is the check on the figures of `fusion.colocate.hardware`; none is fitted to it.
+Atlas A3 cards (256 dies). It is the check on the figures of `fusion.colocate.hardware`. None is fitted to it, but the
+speed of giving HBM back was measured on the same run, and is most of its offload; reshard rests on figures of others.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
         arrives = int(received * size / max(1, here.numel))
         parts += [Part(arrives, int(4 * size) if piece < covered else None) for piece in range(PIECES)]
     speed = received / max(line.seconds, 1e-12) if received else 1e9
-    plan = plan_return(parts, speed, hardware.back_bytes_per_s.value, masters_return=False)
+    plan = plan_return(parts, speed, hardware.back_bytes_per_s.value)
     from_host = sum(part.wire_bytes for part, source in zip(parts, plan.sources, strict=True) if source == "host")
     pack = _pack(moved, hardware)
     name = f"wire ({from_host / received:.0%} from masters instead)" if from_host else "wire"
