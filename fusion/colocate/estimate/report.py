@@ -292,7 +292,7 @@ def _check(check: dict[str, float]) -> Text:
     told = ", ".join(f"{what} {s:.1f} s (published {PUBLISHED[what]})" for what, s in check.items())
     return Text(
         "Check of the figures, none fitted to it (giving HBM back was measured on the same run): DeepSeek-R1 on 128 "
-        f"Atlas A3 cards (256 dies), train TP4 EP8 PP8, all-gather and blocking copies: {told}. Seconds of training and "
-        "generation, which only rank, are calibrated on that run.",
+        f"Atlas A3 cards (256 dies), train TP4 EP8 PP8, all-gather and blocking copies: {told}. "
+        "Seconds of training and generation, which only rank, are calibrated on that run.",
         style="dim",
     )
