@@ -75,8 +75,8 @@ class StageLog:
             mine = [failure.reason for failure in getattr(error, "failures", ()) if failure.rank == self.rank]
             if not (isinstance(error, torch.OutOfMemoryError) or any("OutOfMemoryError" in reason for reason in mine)):
                 raise
-            held = self.device.memory_by_owner()
-            table = "  ".join(f"{owner} {human_bytes(count)}" for owner, count in held.items())
-            raise OutOfMemory(
-                f"rank {self.rank} is out of memory in stage {stage!r}; HBM by owner: {table}\n{error}"
-            ) from error
+            table = ""
+            if not any("the card held" in reason for reason in mine):  # a switch says it, of before it let go of memory
+                held = self.device.memory_by_owner().items()
+                table = "; HBM by owner: " + "  ".join(f"{owner} {human_bytes(count)}" for owner, count in held)
+            raise OutOfMemory(f"rank {self.rank} is out of memory in stage {stage!r}{table}\n{error}") from error

@@ -99,8 +99,12 @@ class PhaseSwitcher:
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
-        """Starts bringing the optimizer back to the card."""
-        self.offloader.back([name for name in self.optimizer if not self.offloader.resident(name)])
+        """Starts bringing the optimizer back to the card. Collective over the cards that train.
+
+        Raises:
+            BrokenOff: on all cards, if one lacks the room; there it stays on the host, and may be asked for again.
+        """
+        together(self.meshes.trainers, self.rank, "optimizer", self._load)
 
     def await_optimizer(self) -> None:
         """What is queued from now on may use the optimizer's state."""
@@ -113,6 +117,9 @@ class PhaseSwitcher:
     def unload_optimizer(self) -> None:
         """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
         self.offloader.out({name: tensor for name, tensor in self.optimizer.items() if self.offloader.resident(name)})
+
+    def _load(self) -> None:
+        self.offloader.back([name for name in self.optimizer if not self.offloader.resident(name)])
 
     def _plan(self, share: InferenceShare) -> Phase:
         """Settles the route; returns the phase to which it takes this card."""

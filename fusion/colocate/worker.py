@@ -118,14 +118,18 @@ class Worker:
         """Moves the card to the phase ``infer``, whose weights are policy ``version`` and whose engines and memory are
         those of ``share`` (None: all), or to ``train``."""
         target = Phase(phase)
-        with self.log.stage(f"switch to {phase}", "switch"):
+        name = f"switch to {phase}"
+        with self.log.stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
                 self.switcher.to_infer(version, share)
             else:
                 self.switcher.to_train()
         if target is Phase.TRAIN and not self.roles.needs_room:
-            self.switcher.load_optimizer()
+            with self.log.told(
+                name
+            ):  # behind the stage, which waits for the card: the copies go on beside what follows
+                self.switcher.load_optimizer()
         return self.log.report()
 
     def generate(self, requests: Sequence[Request], keep: bool = False) -> StageReport:
@@ -206,12 +210,14 @@ class Worker:
 
     def save(self, checkpoint: str, export: str) -> None:
         """Writes the trainer's state and, as a Hugging Face folder, the weights."""
-        trainer = self._resident_trainer()
-        save_checkpoint(trainer, checkpoint)
-        save_folder(trainer.model, export, tokenizer_from=self.spec.model.path)
+        with self.log.told("save"):
+            trainer = self._resident_trainer()
+            save_checkpoint(trainer, checkpoint)
+            save_folder(trainer.model, export, tokenizer_from=self.spec.model.path)
 
     def restore(self, checkpoint: str) -> None:
-        load_checkpoint(self._resident_trainer(), checkpoint)
+        with self.log.told("restore"):
+            load_checkpoint(self._resident_trainer(), checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
         """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids)."""

@@ -1,5 +1,6 @@
 """What fails on one card of two fails on both, with the same words, and keeps nobody waiting."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -102,3 +103,58 @@ def test_a_role_that_does_not_fit_one_card_comes_to_none(policy, tmp_path, stage
     assert first[1].startswith("broken off on all cards, as it failed on rank 1")
     assert second[1].startswith(f"rank 1 is out of memory in stage '{stage}'; HBM by owner: weights ")
     assert first[2] == second[2] == "broken"
+
+
+def without_room_for_the_target(rank, device, spec):
+    card = Card(rank, device, spec)
+    worker = card.worker
+    worker.switch("infer", 0)
+    worker.switch("train")
+    plan = worker.switcher.route.to_infer
+    room = sum(plan.wire_bytes(rank)) + (plan.peak_bytes(rank) - plan.source.nbytes(rank)) // 4
+    taken = hog(worker, room) if rank == 1 else None
+    try:
+        found = outcome(card, lambda: worker.switch("infer", 1))
+    finally:
+        del taken
+    with pytest.raises(PhaseError, match="in phase broken and was asked to generate"):
+        worker.generate([])
+    return found
+
+
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+def test_a_switch_whose_target_does_not_fit_one_card_says_where_and_who_held_the_memory(policy, device):
+    spec = make_spec(policy, 2, X, Y)
+    spec = replace(spec, fusion=replace(spec.fusion, checksum=False))
+    first, second = run_ranks(without_room_for_the_target, 2, spec, device=device)
+    assert first[0] == second[0] and len(first[0]) == 1 and first[2] == second[2] == "broken"
+    where = r"rank 1 in round \d+ at (layers|embed)\S*: .*OutOfMemoryError: .*; the card held weights [0-9.]+ MiB, .*kv"
+    assert re.search(where, first[1]) and re.search(where, second[1]), second[1]
+    assert first[1].startswith("the switch of weights failed on rank 1")
+    assert second[1].startswith("rank 1 is out of memory in stage 'switch to infer'\nthe switch of weights failed on")
+    assert "HBM by owner" not in second[1], "what was held then, not what is left now"
+
+
+def without_room_for_the_optimizer(rank, device, spec, stage):
+    card = Card(rank, device, spec)
+    worker = card.worker
+    worker.switch("infer", 0)
+    worker.switch("train")
+    taken = hog(worker, 1 << 10) if rank == 1 else None
+    work = {
+        "train": lambda: worker.train([[IDS]]),
+        "save": lambda: worker.save("unused", "unused"),
+        "restore": lambda: worker.restore("unused"),
+    }
+    try:
+        return outcome(card, work[stage])
+    finally:
+        del taken
+
+
+@pytest.mark.parametrize("stage", ["train", "save", "restore"])
+def test_an_optimizer_that_does_not_fit_one_card_comes_to_none(policy, stage):
+    first, second = run_ranks(without_room_for_the_optimizer, 2, make_spec(policy, 2, X, Y), stage)
+    assert first[0] == second[0] and first[0][0].startswith("rank 1, optimizer: OutOfMemoryError: ")
+    assert second[1].startswith(f"rank 1 is out of memory in stage '{stage}'; HBM by owner: weights ")
+    assert first[2] == second[2] == "train", "nothing was lost: it can be asked for again"

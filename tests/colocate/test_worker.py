@@ -138,7 +138,17 @@ def test_who_runs_out_of_memory_says_in_which_stage_and_who_held_it(worker):
     del hog
 
 
-def test_a_switch_that_runs_out_of_memory_leaves_the_card_broken(worker):
+def test_an_optimizer_that_finds_no_room_behind_a_switch_says_so_too(tmp_path):
+    worker = _worker(tiny_checkpoint(tmp_path, vocab_size=1 << 16), deployment="full", resident="all")
+    worker.switch("infer", 0)
+    assert worker.device.memory_by_owner()["kv"] < sum(part.nbytes for part in worker.switcher.optimizer.values())
+    hog = _fill(worker, 1 << 10)
+    with pytest.raises(OutOfMemory, match="rank 0 is out of memory in stage 'switch to train'; HBM by owner: weights"):
+        worker.switch("train", 0)
+    del hog
+
+
+def test_a_role_that_finds_no_room_leaves_the_card_broken(worker):
     ids, _ = _one_step(worker, 0)
     worker.switch("infer", 1)
     hog = _fill(worker, 1 << 10)
