@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from fusion.ep_switch import execute, plan_switch
+from fusion.ep_switch.exchange import open_exchange
 from fusion.ep_switch.exchange_shared import SharedExchange
+from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair
@@ -73,6 +75,7 @@ def switched(rank, device, name):
             hosts = [device.host_empty(flat.shape, flat.dtype).copy_(flat) for flat in flats]
             for flat in flats:
                 flat.zero_()
+            open_exchange(device, None, "shared", Stopwatch(device))  # the ranks meet, which waits for everything
             device.synchronize()
             for flat, host in zip(flats, hosts, strict=True):
                 flat.copy_(host, non_blocking=True)
