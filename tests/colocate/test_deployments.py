@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fusion.colocate import InferenceShare
+from fusion.inference import Engine
+from fusion.model import Transformer, load_weights
 from tests.colocate.cards import Card, make_spec, tiny_reward_model
 from tests.helpers import run_ranks, tiny_checkpoint
 
@@ -129,6 +131,37 @@ def test_other_layouts_agree_in_the_first_step(paths, colocated, train, infer, f
     for name in ("logprobs", "scores", "reference"):
         assert ours[0][name] == pytest.approx(theirs[0][name], abs=1e-5), name
     assert ours[1]["logprobs"] == pytest.approx(theirs[1]["logprobs"], abs=1e-3), "after a step of the optimizer"
+
+
+def said_by_both(rank, device, spec, folder):
+    """After a step of training: what the engine of the next phase says greedily, and one loaded fresh in its place."""
+    card = Card(rank, device, spec)
+    worker = card.worker
+    card.step(0)
+    worker.save(f"{folder}/checkpoint", f"{folder}/hf")
+    worker.switch("infer", 1)
+    params = replace(spec.rollout.sampling(), temperature=0.0)
+    requests = [replace(request, params=params) for request in card.requests(1, 0, 1)] if rank == 0 else []
+    after = worker.generate(requests, keep=True).outputs
+    worker.switch("train")
+    mesh = worker.meshes.engine
+    model = Transformer(worker.weights.config, mesh, device, spec.model.torch_dtype, bucket_bytes=1 << 14)
+    load_weights(model, f"{folder}/hf")
+    fresh = Engine(model, mesh, device, spec.rollout, spec.seed)
+    fresh.allocate_kv()
+    if requests:
+        fresh.submit(requests)
+    return [[(one.request_id, one.tokens, one.logprobs) for one in outputs] for outputs in (after, fresh.run())]
+
+
+@pytest.mark.parametrize(
+    ("train", "infer"), [({"tp": 2}, {"ep": 2}), ({"ep": 2}, {"tp": 2, "etp": 2}), ({"pp": 2}, {"tp": 2, "ep": 2})]
+)
+def test_the_engine_after_a_switch_speaks_as_one_loaded_fresh(paths, tmp_path, train, infer):
+    spec = make_spec(paths[0], 2, train, infer)
+    ranks = run_ranks(said_by_both, 2, spec, str(tmp_path), device="adversarial")
+    after, fresh = (sorted(one for outputs in engine for one in outputs) for engine in zip(*ranks, strict=True))
+    assert len(after) == 8 and after == fresh, "token for token, logprob for logprob"
 
 
 @pytest.mark.parametrize("deployment", ["colocated", "hybrid"])

@@ -7,7 +7,7 @@ from distqueue import LocalQueue, PackedBatch
 from fusion.colocate import BrokenOff, Deployment, OutOfMemory, PhaseError, Worker, WorkerSpec
 from fusion.ep_switch import FusionConfig, weights_checksum
 from fusion.inference import Request, RolloutConfig
-from fusion.model import Mesh, Parallel, Transformer, load_weights
+from fusion.model import Parallel
 from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig
 from fusion.training import AlgorithmConfig, TrainingConfig
@@ -82,17 +82,6 @@ def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
     columns = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs", "versions"])
     assert columns["response"].lengths().tolist() == columns["ref_logprobs"].lengths().tolist()
     assert torch.allclose(columns["behaviour_logprobs"].buffer, columns["ref_logprobs"].buffer, atol=1e-5)
-
-
-def test_the_engine_after_a_switch_is_one_loaded_fresh_from_the_same_weights(worker, tmp_path):
-    _one_step(worker, 0)
-    worker.save(str(tmp_path / "checkpoint"), str(tmp_path / "hf"))
-    trained = weights_checksum(worker.weights.train)
-    worker.switch("infer", 1)
-    assert weights_checksum(worker.weights.infer) == trained
-    fresh = Transformer(worker.weights.config, Mesh.single(), worker.device)
-    load_weights(fresh, tmp_path / "hf")
-    assert weights_checksum(fresh) == trained
 
 
 def test_a_checkpoint_brings_back_weights_and_optimizer(worker, tmp_path):
