@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch import Layout, Topology, plan_switch, weights_checksum
+from fusion.ep_switch.exchange import open_exchange
+from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher, execute
 from fusion.model import Mesh, Parallel, Transformer
 from tests.ep_switch.switching import BUCKET, End, assert_bound, assert_filled, build_pair, fill, own_bytes
@@ -184,6 +186,7 @@ def amid(rank, device, exchange):
     for flat in flats:
         flat.zero_()
     state = torch.ones(1000, device=device.torch_device)
+    open_exchange(device, None, "auto", Stopwatch(device))  # the ranks meet, which waits for everything
     device.synchronize()
     away, stream, done = device.host_empty((1000,), torch.float32).zero_(), device.new_stream(), device.event()
     with device.on_stream(stream):
