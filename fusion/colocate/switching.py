@@ -1,7 +1,8 @@
 """A card changes its phase: what leaves, what moves, what comes, in which order, and who waits for whom.
 
     to INFER   gradients dropped ─ optimizer starts to leave ─ weights resharded ─ optimizer gone ─ KV from what is free
-               (where the optimizer leaves no room to reshard, it is gone first)
+               (where the optimizer leaves no room to reshard, it is gone first; gradients that no step has used yet
+               leave, and come back, with the optimizer)
     to TRAIN   KV dropped ─ weights resharded ─ optimizer starts to come, waited for by the step that needs it
 
 Where masters of the weights are on the host, some of the weights come from there on the way to TRAIN (`masters`).
@@ -16,7 +17,7 @@ training, really waited for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -99,7 +100,8 @@ class PhaseSwitcher:
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
-        """Starts bringing the optimizer back to the card. Collective over the cards that train.
+        """Starts bringing the optimizer back to the card, behind gradients that are alive: what is queued from now on
+        may add to those. Collective over the cards that train.
 
         Raises:
             BrokenOff: on all cards, if one lacks the room; there it stays on the host, and may be asked for again.
@@ -116,10 +118,19 @@ class PhaseSwitcher:
 
     def unload_optimizer(self) -> None:
         """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
-        self.offloader.out({name: tensor for name, tensor in self.optimizer.items() if self.offloader.resident(name)})
+        self._send_out(self.optimizer)
 
     def _load(self) -> None:
-        self.offloader.back([name for name in self.optimizer if not self.offloader.resident(name)])
+        gradients = self._away(self.trainer.gradients() if self.trainer is not None else {})
+        self.offloader.back(gradients)
+        self.offloader.wait(gradients)
+        self.offloader.back(self._away(self.optimizer))
+
+    def _send_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.offloader.out({name: tensor for name, tensor in tensors.items() if self.offloader.resident(name)})
+
+    def _away(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self.offloader.resident(name)]
 
     def _plan(self, share: InferenceShare) -> Phase:
         """Settles the route; returns the phase to which it takes this card."""
@@ -145,7 +156,10 @@ class PhaseSwitcher:
 
     def _clear_for_infer(self) -> None:
         if self.trainer is not None and self.engine is not None:
-            self.trainer.release_gradients()
+            if self.trainer.accumulating:
+                self._send_out(self.trainer.gradients())
+            else:
+                self.trainer.release_gradients()
             self.unload_optimizer()
             if not self._has_room():
                 self.offloader.wait()

@@ -191,14 +191,16 @@ class Worker:
         return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
     def train(self, minibatches: list[list[list[str]]]) -> StageReport:
-        """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids."""
+        """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids. What the trainer has accumulated before
+        goes into the first."""
         self.phases.require("train")
         trainer, mesh = self.trainer, self.meshes.train
         assert trainer is not None and mesh is not None
         columns = (*TRAIN, REFERENCE) if self.spec.deployment.reference else TRAIN
         with self.log.stage("train", "train"):
             self.switcher.load_optimizer()
-            trainer.allocate_gradients()
+            if not trainer.accumulating:
+                trainer.allocate_gradients()
             for number, shares in enumerate(minibatches):
                 batch = self._read(shares[mesh.dp_rank], columns, self.meshes.replica)
                 self.log.metrics.update(trainer.forward_backward(to_sequences(batch), self.loss))
