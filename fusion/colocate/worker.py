@@ -191,7 +191,7 @@ class Worker:
         return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
     def train(self, minibatches: list[list[list[str]]]) -> StageReport:
-        """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids. What the trainer has accumulated before
+        """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids. What the trainer has summed before
         goes into the first."""
         self.phases.require("train")
         trainer, mesh = self.trainer, self.meshes.train
@@ -200,7 +200,7 @@ class Worker:
         with self.log.stage("train", "train"):
             self.switcher.load_optimizer()
             if not trainer.accumulating:
-                trainer.allocate_gradients()
+                together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
             for number, shares in enumerate(minibatches):
                 batch = self._read(shares[mesh.dp_rank], columns, self.meshes.replica)
                 self.log.metrics.update(trainer.forward_backward(to_sequences(batch), self.loss))

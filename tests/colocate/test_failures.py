@@ -135,7 +135,7 @@ def test_a_switch_whose_target_does_not_fit_one_card_says_where_and_who_held_the
     assert "HBM by owner" not in second[1], "what was held then, not what is left now"
 
 
-def without_room_for_the_optimizer(rank, device, spec, stage):
+def without_room_for_training(rank, device, spec, stage):
     card = Card(rank, device, spec)
     worker = card.worker
     worker.switch("infer", 0)
@@ -152,9 +152,18 @@ def without_room_for_the_optimizer(rank, device, spec, stage):
         del taken
 
 
-@pytest.mark.parametrize("stage", ["train", "save", "restore"])
-def test_an_optimizer_that_does_not_fit_one_card_comes_to_none(policy, stage):
-    first, second = run_ranks(without_room_for_the_optimizer, 2, make_spec(policy, 2, X, Y), stage)
-    assert first[0] == second[0] and first[0][0].startswith("rank 1, optimizer: OutOfMemoryError: ")
+@pytest.mark.parametrize(
+    ("stage", "offload", "what"),
+    [
+        ("train", "switch", "optimizer"),
+        ("train", "none", "gradients"),
+        ("save", "switch", "optimizer"),
+        ("restore", "switch", "optimizer"),
+    ],
+)
+def test_what_training_needs_comes_to_no_card_if_it_does_not_fit_one(policy, stage, offload, what):
+    spec = make_spec(policy, 2, X, Y, offload=offload)
+    first, second = run_ranks(without_room_for_training, 2, spec, stage)
+    assert first[0] == second[0] and first[0][0].startswith(f"rank 1, {what}: OutOfMemoryError: ")
     assert second[1].startswith(f"rank 1 is out of memory in stage '{stage}'; HBM by owner: weights ")
     assert first[2] == second[2] == "train", "nothing was lost: it can be asked for again"
