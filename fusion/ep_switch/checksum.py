@@ -86,18 +86,28 @@ def weights_checksum(model: Transformer, dtype: torch.dtype | None = None) -> in
             engine.
 
     Raises:
-        RuntimeError: replicas of a part differ, with the parameter and the ranks (of the mesh).
+        RuntimeError: on every rank, if replicas of a part differ, with the parameter and the ranks (of the mesh), or if
+            a rank could not sum, with why.
     """
     mine: dict[tuple[str, Box], int] = {}
-    with torch.no_grad():
-        for param in model.table:
-            for part in param.parts:
-                view = part.view(model.weights.views[param.name]).to(dtype or model.weights.dtype)
-                mine[part.name, part.region] = int(box_checksum(view, part.name, part.region))
+    cause: Exception | None = None
+    try:
+        with torch.no_grad():
+            for param in model.table:
+                for part in param.parts:
+                    view = part.view(model.weights.views[param.name]).to(dtype or model.weights.dtype)
+                    mine[part.name, part.region] = int(box_checksum(view, part.name, part.region))
+    except Exception as error:  # the others wait for this rank's sums
+        cause = error
     everyone: list[Any] = [mine]
+    causes: list[Any] = [cause and f"{type(cause).__name__}: {cause}"]
     if model.mesh.world_group is not None:
-        everyone = [None] * model.mesh.parallel.world
-        dist.all_gather_object(everyone, mine, group=model.mesh.world_group)
+        told: list[Any] = [None] * model.mesh.parallel.world
+        dist.all_gather_object(told, (mine, causes[0]), group=model.mesh.world_group)
+        everyone, causes = (list(each) for each in zip(*told, strict=True))
+    if any(causes):
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(causes) if reason)
+        raise RuntimeError(f"the weights could not be summed: {reasons}") from cause
     owners: dict[tuple[str, Box], tuple[int, int]] = {}
     for rank, sums in enumerate(everyone):
         for key, value in sums.items():

@@ -13,7 +13,7 @@ from fusion.ep_switch.exchange import open_exchange
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher, execute
 from fusion.model import Mesh, Parallel, Transformer
-from tests.ep_switch.switching import BUCKET, End, assert_bound, assert_filled, build_pair, fill, own_bytes
+from tests.ep_switch.switching import BUCKET, End, assert_bound, assert_filled, build, build_pair, fill, own_bytes
 from tests.helpers import run_ranks, tiny_config
 
 MOE = tiny_config(num_key_value_heads=2)
@@ -213,6 +213,20 @@ def totals(rank, device):
     before = weights_checksum(source)
     execute(plan_switch(*ends, BUCKET), source, target, device)
     return before, weights_checksum(target)
+
+
+def unsummed(rank, device):
+    model = build(End(Parallel(2, 2), (0, 1)).layout(MOE), device)
+    if rank == 1:
+        model.weights.release()
+    with pytest.raises(RuntimeError) as caught:
+        weights_checksum(model)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_sum_its_weights_keeps_nobody_waiting():
+    one, other = run_ranks(unsummed, 2)
+    assert one == other and "could not be summed: rank 1: " in one and "rank 0" not in one
 
 
 def test_the_checksum_of_all_weights_survives_a_switch():
