@@ -123,28 +123,27 @@ def test_four_roles_on_four_cards_and_a_request_that_changes_who_generates(start
         assert promise in out, promise
 
 
-REWARDS = {
-    "raised": "def score(prompt, response, answer, **fields):\n    raise RuntimeError('no such judge')\n",
-    "timeout": "import time\n\ndef score(prompt, response, answer, **fields):\n    time.sleep(60)\n",
-    "bad_type": "def score(prompt, response, answer, **fields):\n    return 'good'\n",
-}
+JUDGE = """
+import time, zlib
+
+def score(prompt, response, answer, **fields):
+    luck = zlib.crc32((prompt + response).encode()) % 9
+    if luck == 0:
+        raise RuntimeError("no such judge")
+    if luck == 1:
+        time.sleep(60)
+    return "good" if luck == 2 else float(response == answer)
+"""
 
 
-@pytest.mark.parametrize("error", REWARDS)
-def test_a_reward_that_fails_is_counted_and_shown_and_the_loop_goes_on(base, tmp_path, error):
-    (tmp_path / "judge.py").write_text(
-        "import zlib\n"
-        + REWARDS[error].replace("score(", "fail(")
-        + "\ndef score(prompt, response, answer, **fields):\n"
-        "    unlucky = zlib.crc32((prompt + response).encode()) % 6 == 0\n"
-        "    return fail(prompt, response, answer) if unlucky else float(response == answer)\n"
-    )
+def test_rewards_that_fail_are_counted_and_shown_and_the_loop_goes_on(base, tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
     judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
     done = _train(base, tmp_path, *judge, "run.steps=2", "run.eval_prompts=0")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = _rows(tmp_path / "run")
-    failed = sum(row[f"reward/failed_{error}"] for row in rows)
-    assert 0 < failed < 64 and failed == sum(row["reward/failed"] for row in rows)
+    failed = {kind: sum(row[f"reward/failed_{kind}"] for row in rows) for kind in ("raised", "timeout", "bad_type")}
+    assert min(failed.values()) > 0 and sum(failed.values()) == sum(row["reward/failed"] for row in rows) < 64, failed
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr, "shown once, with where it came from"
     assert "could not be scored" in done.stdout
 
