@@ -6,8 +6,9 @@
     plan_switch(source, target, bucket_bytes) ──► Plan      plan, order (pure): moves in rounds, storage in order
                                                    │        moves: Move, Round, Step (a round as a rank sees it)
     Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: the rounds, two under way; all leave together
-              │                                             program: a rank's rounds as views; buckets: both ends
-              │                                             exchange: read where it lies (lines tell when) or collective
+              │                                             program: a rank's rounds; segment: their views of storage
+              │                                             opening, exchange: read where it lies (lines tell when) or
+              │                                             collective; buckets: both ends; fill: units from the host
               ▼
     SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
     weights_checksum: equal in every layout                 checksum: also of what travels

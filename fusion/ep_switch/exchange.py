@@ -11,18 +11,14 @@ the links between machines make them). Two rounds can be under way: `collective`
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.distributed as dist
-
-from fusion.ep_switch.lines import Door, machine
 from fusion.ep_switch.outcome import Failure, earliest
-from fusion.ep_switch.program import Program, Segment
+from fusion.ep_switch.program import Program
+from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 
@@ -115,58 +111,3 @@ def failures_of(words: dict[int, Word]) -> list[Failure]:
     if not failures and len({word.digest for word in words.values()}) > 1:
         return [Failure(rank, -1, "", "plans another switch") for rank in sorted(words)]
     return earliest(failures)
-
-
-_talks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The `Talk` of a process group, None where there can be none. It lives as long as the group, or until a failure."""
-
-
-def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, clock: Stopwatch) -> Exchange:
-    """The exchange for switches over ``group`` (default: all processes). Collective over it the first time.
-
-    Raises:
-        ValueError: ``kind`` is `shared`, but not all ranks share a machine, or their cards no memory.
-    """
-    from fusion.ep_switch.exchange_collective import CollectiveExchange
-    from fusion.ep_switch.exchange_shared import SharedExchange
-
-    group = group or dist.distributed_c10d._get_default_group()
-    rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
-    if len(peers) == 1:
-        return Alone(rank, peers, device, clock)
-    if kind != "collective" and group not in _talks:
-        _talks[group] = _meet(device, group, rank, peers)
-    talk = _talks.get(group) if kind != "collective" else None
-    if talk is not None:
-        return SharedExchange(rank, peers, device, clock, talk, forget=lambda: _talks.pop(group, None))
-    if kind == "shared":
-        raise ValueError("exchange='shared': the ranks are not all on one machine with cards that share memory")
-    return CollectiveExchange(rank, peers, device, clock, group)
-
-
-def _meet(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequence[int]) -> Any:
-    from fusion.ep_switch.exchange_shared import Talk
-
-    door, probe, handle = Door(), None, b""
-    if device.can_share:
-        probe = torch.zeros(1, device=device.torch_device)
-        handle = device.share(probe)
-    cards: list[Any] = [None] * len(peers)
-    dist.all_gather_object(cards, (machine(), handle, door.address), group=group)
-    together = len({where for where, _, _ in cards}) == 1 and all(handle for _, handle, _ in cards)
-    able: list[Any] = [None] * len(peers)
-    dist.all_gather_object(able, together and _can_map(device, [handle for _, handle, _ in cards]), group=group)
-    if not all(able):
-        door.close()
-        return None
-    return Talk(door.meet(rank, {peer: address for peer, (_, _, address) in zip(peers, cards, strict=True)}), peers)
-
-
-def _can_map(device: Device, handles: Sequence[bytes]) -> bool:
-    """Whether this process is let at the others' memory: a container's rules may forbid it on one machine, too."""
-    try:
-        for handle in handles:
-            device.map(handle)
-    except (RuntimeError, ValueError):
-        return False
-    return True

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from fusion.ep_switch.checksum import NO_SUM
 from fusion.ep_switch.exchange import Exchange, PeerGone, Word
 from fusion.ep_switch.outcome import Failure
-from fusion.ep_switch.program import Program, Segment
+from fusion.ep_switch.program import Program
+from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 

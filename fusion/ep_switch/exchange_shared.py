@@ -23,7 +23,8 @@ import torch
 from fusion.ep_switch.exchange import Exchange, PeerGone, Word
 from fusion.ep_switch.lines import Lines
 from fusion.ep_switch.outcome import Failure
-from fusion.ep_switch.program import Program, Segment
+from fusion.ep_switch.program import Program
+from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import HANDLE_BYTES, Device
 

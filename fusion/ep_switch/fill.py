@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion.ep_switch.program import Fault
+from fusion.ep_switch.segment import Fault
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 

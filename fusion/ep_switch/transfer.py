@@ -26,12 +26,14 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
-from fusion.ep_switch.exchange import Alone, Exchange, Kind, PeerGone, Word, failures_of, open_exchange
+from fusion.ep_switch.exchange import Alone, Exchange, Kind, PeerGone, Word, failures_of
 from fusion.ep_switch.fill import HostFill, HostParts
+from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.outcome import PARTS, Failure, SwitchError, SwitchReport
 from fusion.ep_switch.plan import Plan
-from fusion.ep_switch.program import Fault, Program, Stage, compile_program, copy
+from fusion.ep_switch.program import Program, Stage, compile_program
 from fusion.ep_switch.rounds import IN_FLIGHT
+from fusion.ep_switch.segment import Fault, copy
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.model.weights import Buckets
 from fusion.npu import Device

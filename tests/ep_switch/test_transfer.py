@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch import Layout, Topology, plan_switch, weights_checksum
-from fusion.ep_switch.exchange import open_exchange
+from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher, execute
 from fusion.model import Mesh, Parallel, Transformer

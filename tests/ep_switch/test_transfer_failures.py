@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusion.ep_switch import SwitchError, execute, plan_switch
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import SharedExchange
-from fusion.ep_switch.program import Segment
+from fusion.ep_switch.segment import Segment
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, own_bytes
 from tests.helpers import run_ranks, tiny_config

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusion.ep_switch import execute, plan_switch
-from fusion.ep_switch.exchange import open_exchange
 from fusion.ep_switch.exchange_shared import SharedExchange
+from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Parallel
