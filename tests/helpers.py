@@ -65,7 +65,19 @@ def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", ti
     ``fn`` is a module-level function. The first failure is raised with its rank and traceback; the processes are then
     ended, as the others may wait for the failed one for ever. ``device="adversarial"``: emulated cards with
     streams=adversarial.
+
+    Once in some thousand groups gloo's sockets do not find each other ("connectFullMesh failed"), before any of our
+    code has run in them: new processes try once more then.
     """
+    try:
+        return _run_ranks(fn, world, args, device, timeout_s)
+    except RuntimeError as error:
+        if "connectFullMesh failed" not in str(error):
+            raise
+        return _run_ranks(fn, world, args, device, timeout_s)
+
+
+def _run_ranks(fn: Callable, world: int, args: tuple[Any, ...], device: str, timeout_s: float) -> list[Any]:
     _pool.grow(world)
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(world):
