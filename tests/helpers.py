@@ -66,7 +66,7 @@ def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", ti
     ended, as the others may wait for the failed one for ever. ``device="adversarial"``: emulated cards with
     streams=adversarial.
 
-    Once in some thousand groups gloo's sockets do not find each other ("connectFullMesh failed"), before any of our
+    At times gloo's sockets do not find each other ("connectFullMesh failed"), before any of our
     code has run in them: new processes try once more then.
     """
     try:
