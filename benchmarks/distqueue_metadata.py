@@ -1,0 +1,191 @@
+"""What the queue's metadata costs: adding columns to samples, handing samples out, and memory, at a million live rows.
+
+    python benchmarks/distqueue_metadata.py [--rows 1000000] [--json metadata.json]
+
+Samples in groups of 8 get 16 ragged columns, 4 a put, in puts of 4,096; the last columns come in the order in which
+stages finish, which is none. Four views are kept, and 512 waiting wants are asked about after every call, as a queue
+does. Times are medians over many calls; the floor beside each is what the names alone cost, made bytes and hashed once
+(update) or decoded once (get), and one touch in random order of the bytes of the rows. Memory is growth of the
+process; its floor is the bytes of the names and numbers that were put.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+# Before this folder, in which another script has the package's name.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from distqueue.samples import SampleTable, Want  # noqa: E402
+
+ROWS, BATCH, GROUP_SIZE, TASKS, COLUMNS = 1_000_000, 4096, 8, ("reward", "train"), 16
+WAITING, UPDATES, GETS = 512, 200, 40
+NAMES = tuple(f"column{c}" for c in range(COLUMNS))
+PART_BYTES, TOKENS_BYTES = 8, 4
+
+
+def ids_of(rows: np.ndarray) -> list[str]:
+    """36 characters each, as a UUID has."""
+    return [f"{row * 2654435761 % 2**32:08x}-0000-4000-8000-{row:012x}" for row in rows.tolist()]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Load:
+    """A table of `rows` samples that have the first columns of theirs; each put brings `per_put` columns."""
+
+    def __init__(self, rows: int, per_put: int) -> None:
+        self.rng = np.random.default_rng(0)
+        self.table = SampleTable(TASKS, lease_s=900.0, group_size=GROUP_SIZE)
+        self.rows, self.per_put, self.segment = rows, per_put, 0
+        steps = range(0, COLUMNS, per_put)
+        for first in steps[:-1]:
+            for start in range(0, rows, BATCH):
+                self.put(np.arange(start, min(start + BATCH, rows)), first, new=first == 0)
+        self.last_first, self.order = steps[-1], self.rng.permutation(rows)
+
+    def put(self, rows: np.ndarray, first: int, new: bool = False) -> float:
+        """Puts columns first to first + per_put of these rows. Returns the seconds."""
+        ids = ids_of(rows)
+        groups = [f"prompt-{row // GROUP_SIZE:09d}" for row in rows.tolist()] if new else ()
+        versions = np.zeros((len(rows), 2), np.int32) if new else None
+        columns: dict[str, np.ndarray | None] = {
+            name: self.rng.integers(1, 4096, len(rows)) for name in NAMES[first : first + self.per_put]
+        }
+        self.segment += 1
+        start = time.perf_counter()
+        self.table.put(ids, columns, self.segment, groups, versions)
+        return time.perf_counter() - start
+
+    def finish(self, start: int) -> float:
+        """The last columns of the next samples that have come so far."""
+        return self.put(self.order[start : start + BATCH], self.last_first)
+
+
+def wants() -> list[Want]:
+    """512 readers that wait, of four kinds, for more than there is."""
+    kinds = [("reward", NAMES[:1]), ("reward", NAMES[:8]), ("train", NAMES[:12]), ("train", NAMES)]
+    return [Want(*kinds[k % 4], count=2**40, whole_groups=k % 4 == 3) for k in range(WAITING)]
+
+
+def floors(rows: int) -> dict[str, float]:
+    """Milliseconds for the names and the bare bytes of one batch."""
+    rng = np.random.default_rng(1)
+    fields = np.zeros((rows, TOKENS_BYTES * COLUMNS // 4 + PART_BYTES), np.uint8)
+    slots, ids = rng.permutation(rows)[:BATCH], ids_of(np.arange(BATCH))
+    encoded = np.array([id.encode() for id in ids])
+    values = np.ones((BATCH, fields.shape[1]), np.uint8)
+
+    def update() -> None:
+        for id in ids:
+            hash(id.encode())
+        fields[slots] = values
+
+    def get() -> None:
+        [id.decode() for id in encoded.tolist()]
+        fields[slots]
+
+    return {"update_floor_ms": median_ms(update), "get_floor_ms": median_ms(get)}
+
+
+def median_ms(call: Callable[[], object], times: int = 20) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) * 1e3
+
+
+def measure_times(rows: int = ROWS) -> dict[str, float]:
+    load, waiting = Load(rows, per_put=4), wants()
+    table = load.table
+
+    def ask() -> float:
+        start = time.perf_counter()
+        assert not any(table.can_serve(want) for want in waiting)
+        return time.perf_counter() - start
+
+    ask()
+    puts = [load.finish(k * BATCH) + ask() for k in range(min(UPDATES, rows // BATCH))]
+    for start in range(len(puts) * BATCH, rows, BATCH):
+        load.finish(start)
+    times: dict[str, list[float]] = {"get": [], "get_groups": [], "get_budget": [], "ack": []}
+    kinds = {
+        "get": Want("train", NAMES, BATCH),
+        "get_groups": Want("train", NAMES, BATCH, whole_groups=True),
+        "get_budget": Want("train", NAMES, token_budget=BATCH * 3800),
+    }
+    for _ in range(min(GETS, rows // BATCH // 4)):
+        for kind, want in kinds.items():
+            start = time.perf_counter()
+            taken = table.take(want, 0.0)
+            times[kind].append(time.perf_counter() - start + ask())
+            assert taken is not None and len(taken) >= BATCH * 0.9
+            start = time.perf_counter()
+            table.ack("train", taken.ids)
+            times["ack"].append(time.perf_counter() - start)
+    return {"update_ms": statistics.median(puts) * 1e3, "update_max_ms": max(puts) * 1e3} | {
+        f"{kind}_ms": statistics.median(seconds) * 1e3 for kind, seconds in times.items()
+    }
+
+
+def measure_memory(rows: int = ROWS, per_put: int = 4) -> float:
+    """Bytes a row by which the process grew, in a table all of whose samples have all columns."""
+    gc.collect()
+    before = resident_bytes()
+    load = Load(rows, per_put)
+    for want in wants():
+        load.table.can_serve(want)
+    for start in range(0, rows, BATCH):
+        load.finish(start)
+    del load.order
+    gc.collect()
+    return (resident_bytes() - before) / rows
+
+
+def measure(rows: int = ROWS) -> dict[str, float]:
+    """update_ms, get_ms and bytes_per_row with their floors. Every part runs in a process of its own, so that none
+    finds memory that another left."""
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        figures = dict(pool.apply(measure_times, (rows,))) | pool.apply(floors, (rows,))
+        figures["bytes_per_row"] = pool.apply(measure_memory, (rows, 4))
+        figures["bytes_per_row_16_puts"] = pool.apply(measure_memory, (rows, 1))
+    named = len(ids_of(np.arange(1))[0]) + TOKENS_BYTES * COLUMNS
+    figures["bytes_per_row_floor"] = named + PART_BYTES * 4
+    figures["bytes_per_row_16_puts_floor"] = named + PART_BYTES * 16
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    figures = measure(args.rows)
+    print(f"{args.rows:,} live rows, {COLUMNS} ragged columns, batches of {BATCH:,}")
+    for what in ("update", "get"):
+        print(f"{what:<22} {figures[f'{what}_ms']:8.2f} ms   floor {figures[f'{what}_floor_ms']:6.2f} ms")
+    for what in ("update_max", "get_groups", "get_budget", "ack"):
+        print(f"{what:<22} {figures[f'{what}_ms']:8.2f} ms")
+    for what in ("bytes_per_row", "bytes_per_row_16_puts"):
+        print(f"{what:<22} {figures[what]:8.0f} B    floor {figures[f'{what}_floor']:6.0f} B")
+    if args.json:
+        args.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

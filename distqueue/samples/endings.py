@@ -1,0 +1,70 @@
+"""How samples ended: a count per name, and the last ids one by one, so that a straggler is recognised as late.
+
+Invariants: `counts` loses nothing; exactly the last `remembered` ids that ended are found, each under how it ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from distqueue.samples.names import NONE, NameIndex, Names
+
+DONE = "done"
+REMEMBERED = 100_000
+"""The last ids that ended, kept so that a straggler's put or ack for one of them is recognised as late"""
+
+
+class Endings:
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self.remembered = remembered
+        self.counts: Counter[str] = Counter()
+        self._index = NameIndex()
+        self._total = 0
+        """ids ever remembered: the next one lies in slot _total % remembered of a ring"""
+        self._how = np.zeros(0, np.int32)
+        self._reasons = {DONE: 0}
+
+    @property
+    def nbytes(self) -> int:
+        return self._index.nbytes + self._how.nbytes
+
+    def find(self, names: Names) -> np.ndarray:
+        """(B,) int32: how each ended, a code for `reason`; NONE where it did not, or long ago."""
+        slots = self._index.find(names)
+        if not len(self._how):
+            return np.full(len(slots), NONE, np.int32)
+        return np.where(slots == NONE, NONE, self._how[np.maximum(slots, 0)])
+
+    def code(self, reason: str) -> int:
+        return self._reasons.setdefault(reason, len(self._reasons))
+
+    def reason(self, code: int) -> str:
+        return list(self._reasons)[code]
+
+    def add(self, texts: Sequence[str], reason: str) -> None:
+        """These ids, none of which is remembered, have ended just now, one after the other."""
+        self.counts[reason] += len(texts)
+        self.remember(texts, np.full(len(texts), self.code(reason), np.int32))
+
+    def remember(self, texts: Sequence[str], how: np.ndarray) -> None:
+        texts, how = texts[-self.remembered :], how[-self.remembered :]
+        slots = np.arange(self._total, self._total + len(texts)) % self.remembered
+        forgotten = slots[np.arange(self._total, self._total + len(texts)) >= self.remembered]
+        self._index.remove(self._index.names(self._index.texts(forgotten)), forgotten)
+        if len(self._how) < min(self._total + len(texts), self.remembered):
+            grown = np.zeros(min(2 * (self._total + len(texts)), self.remembered), np.int32)
+            grown[: len(self._how)] = self._how
+            self._how = grown
+        self._how[slots] = how
+        self._index.insert(self._index.names(texts), slots)
+        self._total += len(texts)
+
+    def recent(self) -> tuple[tuple[str, ...], list[str]]:
+        """The ids remembered and how each ended, in the order in which they did."""
+        first = max(0, self._total - self.remembered)
+        slots = np.arange(first, self._total) % self.remembered
+        reasons = list(self._reasons)
+        return self._index.texts(slots), [reasons[code] for code in self._how[slots].tolist()]

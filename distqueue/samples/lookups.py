@@ -1,0 +1,65 @@
+"""From the ids a caller names to slots, and the refusals that name a sample. They change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from distqueue.samples.names import NONE
+from distqueue.samples.state import State
+
+
+def for_ack(state: State, ids: Iterable[str], task: tuple[int, str] | None = None) -> np.ndarray:
+    """Slots of those of the ids that are alive, each once. ValueError: one that is neither alive nor remembered, or
+    that the task (number, name) was never given."""
+    names = state.ids.names(list(dict.fromkeys(ids)))
+    slots = state.ids.find(names)
+    absent = np.flatnonzero(slots == NONE)
+    if len(absent):
+        unknown = absent[state.endings.find(names.take(absent)) == NONE]
+        if len(unknown):
+            raise ValueError(f"sample {names.texts[unknown[0]]!r}: never put, or ended long ago")
+    if task is not None:
+        never = (slots != NONE) & (state.claims.handed[task[0]].values[slots] == 0)
+        if never.any():
+            id = names.texts[int(never.argmax())]
+            raise ValueError(f"sample {id!r}: acknowledged by task {task[1]!r}, which never got it")
+    return slots[slots != NONE]
+
+
+def for_drop(state: State, ids: Iterable[str], reason: str) -> np.ndarray:
+    """Slots of those of the ids that are alive, each once. ValueError: one that is neither alive nor remembered."""
+    if not reason:
+        raise ValueError("drop: expected a reason; every sample ends under a name")
+    return for_ack(state, ids)
+
+
+def live(state: State, ids: Sequence[str]) -> np.ndarray:
+    """Slot per id. ValueError: a sample that is not alive."""
+    names = state.ids.names(ids)
+    slots = state.ids.find(names)
+    if (slots == NONE).any():
+        i = (slots == NONE).argmax()
+        ending = int(state.endings.find(names.take(np.array([i])))[0])
+        raise ValueError(f"sample {ids[i]!r}: {'never put' if ending == NONE else state.endings.reason(ending)}")
+    return slots
+
+
+def live_numbers(state: State, rows: np.ndarray) -> np.ndarray:
+    """Slot per row number. ValueError: one whose sample is not alive."""
+    slots = state.pages.find(rows)
+    if (slots == NONE).any():
+        raise ValueError(f"row {rows[(slots == NONE).argmax()]}: expected the number of a live sample")
+    return slots
+
+
+def require_columns(state: State, slots: np.ndarray, columns: Iterable[str]) -> None:
+    """ValueError, naming sample and column, unless every row holds every column."""
+    columns, held = tuple(columns), state.columns
+    lacks = ~held.holding(slots, held.mask(columns)) | (not held.known(columns))
+    if lacks.any():
+        slot = slots[[lacks.argmax()]]
+        has = held.of(held.held.values[slot[0]])
+        name = next(name for name in columns if name not in has)
+        raise ValueError(f"sample {state.ids.texts(slot)[0]!r} lacks column {name!r}; it has {has}")

@@ -1,0 +1,148 @@
+"""Where numbered things lie: pages of consecutive numbers over flat arrays, one array per field.
+
+    number ──► page = number // page_rows ──table──► physical page ──► slot = physical * page_rows + number % page_rows
+
+Numbers (of rows, of groups, of segments) only grow, while what is alive is a window of them; so a physical page all of
+whose numbers have ended is used again, and memory follows what is alive.
+
+Invariants: a live number has one slot and keeps it; two live numbers never share one; `in_order` gives slots in the
+order of their numbers; arrays are made of untouched zeros, so that what was never used takes no memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+PAGE_ROWS = 4096
+NONE = -1
+"""No slot: the number is not alive"""
+
+
+class Field:
+    """One value per slot (or per physical page). `values` is another array after growth: index it, do not keep it."""
+
+    def __init__(self, size: int, dtype: DTypeLike, trailing: tuple[int, ...] = ()) -> None:
+        self.values = np.zeros((size, *trailing), dtype)
+
+    def grow(self, size: int) -> None:
+        grown = np.zeros((size, *self.values.shape[1:]), self.values.dtype)
+        grown[: len(self.values)] = self.values
+        self.values = grown
+
+
+class Pages:
+    """Live numbers and their slots. `page_rows`: numbers of a page, a power of two."""
+
+    def __init__(self, page_rows: int = PAGE_ROWS) -> None:
+        assert page_rows > 0 and page_rows & (page_rows - 1) == 0, f"page_rows={page_rows}: expected a power of two"
+        self.page_rows = page_rows
+        self.count = 0
+        """live numbers"""
+        self._shift, self._low_bits = page_rows.bit_length() - 1, page_rows - 1
+        self._first_page = 0
+        self._physical = np.full(1, NONE, np.int64)
+        """physical page of page _first_page + i"""
+        self._free: list[int] = [0]
+        self._pages = 1
+        self._fields: list[Field] = []
+        self._page_fields: list[Field] = []
+        self.live = self.field(np.bool_)
+        self._page = self.page_field(np.int64)
+        self._live_in_page = self.page_field(np.int32)
+
+    def field(self, dtype: DTypeLike, trailing: tuple[int, ...] = ()) -> Field:
+        """A new field of zeros, one per slot. A slot used again holds what it held: whoever adds a number sets it."""
+        self._fields.append(Field(self._pages * self.page_rows, dtype, trailing))
+        return self._fields[-1]
+
+    def page_field(self, dtype: DTypeLike) -> Field:
+        """A new field of zeros, one per physical page."""
+        self._page_fields.append(Field(self._pages, dtype))
+        return self._page_fields[-1]
+
+    def forget(self, *fields: Field) -> None:
+        self._fields = [field for field in self._fields if field not in fields]
+        self._page_fields = [field for field in self._page_fields if field not in fields]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fields, with those that were never touched."""
+        return sum(field.values.nbytes for field in (*self._fields, *self._page_fields)) + self._physical.nbytes
+
+    def find(self, numbers: np.ndarray) -> np.ndarray:
+        """Slot per number; NONE where it is not alive."""
+        pages = (numbers >> self._shift) - self._first_page
+        inside = (pages >= 0) & (pages < len(self._physical))
+        physical = self._physical[np.where(inside, pages, 0)]
+        slots = physical << self._shift | numbers & self._low_bits
+        return np.where(inside & (physical != NONE) & self.live.values[slots], slots, NONE)
+
+    def numbers(self, slots: np.ndarray) -> np.ndarray:
+        return self._page.values[slots >> self._shift] << self._shift | slots & self._low_bits
+
+    def add(self, numbers: np.ndarray) -> np.ndarray:
+        """Brings distinct numbers to life, none of which is alive. Returns their slots."""
+        if not len(numbers):
+            return np.zeros(0, np.int64)
+        pages = numbers >> self._shift
+        self._reach(int(pages.min()), int(pages.max()))
+        for page in np.unique(pages - self._first_page):
+            if self._physical[page] == NONE:
+                self._physical[page] = self._open(int(page) + self._first_page)
+        slots = self._physical[pages - self._first_page] << self._shift | numbers & self._low_bits
+        assert not self.live.values[slots].any(), "a number came to life twice"
+        self.live.values[slots] = True
+        self._live_in_page.values += self.per_page(slots)
+        self.count += len(slots)
+        return slots
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Ends distinct live slots. Their fields can be read until the next `add`."""
+        self.live.values[slots] = False
+        ended = self.per_page(slots)
+        self._live_in_page.values -= ended
+        self.count -= len(slots)
+        for physical in np.flatnonzero((ended > 0) & (self._live_in_page.values == 0)):
+            self._physical[self._page.values[physical] - self._first_page] = NONE
+            self._free.append(int(physical))
+
+    def per_page(self, slots: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        """How many of the slots, or what sum of (integer) weights, falls in each physical page."""
+        return np.bincount(slots >> self._shift, weights, minlength=self._pages).astype(np.int32)
+
+    def in_order(self) -> np.ndarray:
+        """The physical pages in use, in the order of their numbers."""
+        return self._physical[self._physical != NONE]
+
+    def marked(self, flags: Field, physical: np.ndarray) -> np.ndarray:
+        """The slots of these physical pages whose flag is set, page by page."""
+        inside = np.flatnonzero(flags.values.reshape(-1, self.page_rows)[physical])
+        return physical[inside >> self._shift] << self._shift | inside & self._low_bits
+
+    def live_slots(self) -> np.ndarray:
+        """All live slots, in the order of their numbers."""
+        return self.marked(self.live, self.in_order())
+
+    def _open(self, page: int) -> int:
+        if not self._free:
+            self._free.extend(range(2 * self._pages - 1, self._pages - 1, -1))
+            self._pages *= 2
+            for field in self._fields:
+                field.grow(self._pages * self.page_rows)
+            for field in self._page_fields:
+                field.grow(self._pages)
+        physical = self._free.pop()
+        self._page.values[physical] = page
+        return physical
+
+    def _reach(self, low: int, high: int) -> None:
+        """Makes the page table span these pages; what it spans in vain in front is let go of when it must grow."""
+        if self._first_page <= low and high < self._first_page + len(self._physical):
+            return
+        used = np.flatnonzero(self._physical != NONE)
+        if len(used):
+            low, high = min(low, self._first_page + int(used[0])), max(high, self._first_page + int(used[-1]))
+        physical = np.full(2 * (high - low + 1), NONE, np.int64)
+        physical[used + self._first_page - low] = self._physical[used]
+        self._first_page, self._physical = low, physical

@@ -1,0 +1,121 @@
+"""The table as a few flat arrays and a JSON string, and back. Only what is alive or remembered is in it.
+
+Rows and groups come in the order of their numbers, and keep them; slots do not matter and are given anew. What is
+leased is open in the copy, as whoever held it answers to another table now.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distqueue.samples.names import NONE
+from distqueue.samples.state import State
+
+Snapshot = Mapping[str, "np.ndarray | str"]
+
+
+def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
+    slots, groups = state.pages.live_slots(), state.groups.pages.live_slots()
+    segments, claims = state.segments.pages.live_slots(), state.claims
+    place_of_group = np.full(int(groups.max(initial=-1)) + 2, NONE, np.int32)
+    place_of_group[groups] = np.arange(len(groups))
+    ended_ids, ended_how = state.endings.recent()
+    reasons = sorted(set(ended_how))
+    about = {
+        "tasks": list(tasks),
+        "group_size": state.groups.size,
+        "page_rows": state.page_rows,
+        "remembered": state.endings.remembered,
+        "next_row": state.next_row,
+        "next_group": state.groups.next,
+        "columns": state.columns.names,
+        "ended": dict(state.endings.counts),
+        "reasons": reasons,
+        "redelivered": claims.redelivered,
+    }
+    return {
+        "about": json.dumps(about),
+        "row": state.pages.numbers(slots),
+        "id": _packed(state.ids.texts(slots)),
+        "born_s": state.born_s.values[slots],
+        "version": state.versions.values[slots],
+        "held": state.columns.held.values[slots],
+        "row_group": place_of_group[state.groups.of(slots)],
+        "acked": np.stack([claims.is_acked(task, slots) for task in range(len(tasks))]),
+        "handed": np.stack([handed.values[slots] for handed in claims.handed]),
+        "part_count": state.segments.part_count.values[slots],
+        "part": state.segments.flat(slots),
+        "segment": state.segments.pages.numbers(segments),
+        "segment_mask": state.segments.mask.values[segments],
+        "group": state.groups.pages.numbers(groups),
+        "group_name": _packed(state.groups.names.texts(groups)),
+        "group_put": state.groups.put.values[groups],
+        "ended_id": _packed(ended_ids),
+        "ended_how": np.array([reasons.index(how) for how in ended_how], np.int32),
+    } | {f"tokens/{c}": state.columns.tokens[c].values[held] for c, held in state.columns.holders(slots)}
+
+
+def options(snapshot: Snapshot) -> dict[str, Any]:
+    """What the table was created with."""
+    about = json.loads(str(snapshot["about"]))
+    return {name: about[name] for name in ("tasks", "group_size", "page_rows", "remembered")}
+
+
+def load(state: State, snapshot: Snapshot) -> None:
+    """Fills an empty state."""
+    about = json.loads(str(snapshot["about"]))
+    array = {name: np.asarray(value) for name, value in snapshot.items() if name != "about"}
+    slots = state.create(state.ids.names(_unpacked(array["id"], len(array["row"]))), array["row"], array["born_s"])
+    state.next_row = about["next_row"]
+    state.versions.values[slots] = array["version"]
+    _load_columns(state, slots, array, about["columns"])
+    _load_segments(state, slots, array)
+    _load_groups(state, slots, array)
+    state.groups.next = about["next_group"]
+    for task, (acked, handed) in enumerate(zip(array["acked"], array["handed"], strict=True)):
+        state.claims.handed[task].values[slots] = handed
+        state.claims.ack(task, slots[acked])
+    state.claims.redelivered = about["redelivered"]
+    codes = np.array([state.endings.code(reason) for reason in about["reasons"]], np.int32)
+    ended_how = array["ended_how"]
+    state.endings.remember(_unpacked(array["ended_id"], len(ended_how)), codes[ended_how] if len(codes) else ended_how)
+    state.endings.counts = Counter(about["ended"])
+
+
+def _load_columns(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray], names: list[str]) -> None:
+    state.columns.names = names
+    state.columns.held.values[slots] = array["held"]
+    for name in array:
+        if name.startswith("tokens/"):
+            state.columns.load_tokens(int(name.removeprefix("tokens/")), slots, array[name])
+
+
+def _load_segments(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray]) -> None:
+    state.segments.open(array["segment"], array["segment_mask"])
+    counts = array["part_count"].astype(np.int64)
+    starts = np.cumsum(counts) - counts
+    for k in range(int(counts.max(initial=0))):
+        parts = array["part"][starts[counts > k] + k]
+        state.segments.append(slots[counts > k], parts >> 32, parts & 0xFFFFFFFF)
+
+
+def _load_groups(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray]) -> None:
+    names = state.groups.names.names(_unpacked(array["group_name"], len(array["group"])))
+    groups = state.groups.open(names, array["group"])
+    grouped = array["row_group"] != NONE
+    state.groups.add_members(slots[grouped], groups[array["row_group"][grouped]])
+    state.groups.put.values[groups] = array["group_put"]
+
+
+def _packed(texts: Sequence[str]) -> np.ndarray:
+    """UTF-8, with a NUL between two names: no name holds one."""
+    return np.frombuffer("\0".join(texts).encode(), np.uint8)
+
+
+def _unpacked(packed: np.ndarray, count: int) -> list[str]:
+    return packed.tobytes().decode().split("\0") if count else []

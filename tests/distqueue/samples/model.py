@@ -1,0 +1,119 @@
+"""A sample table that is too plain to be wrong: a list of rows, searched from the front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distqueue.samples import Span, Want
+
+LEASE_S = 10.0
+
+
+@dataclass
+class Row:
+    number: int
+    id: str
+    group: str
+    tasks: Sequence[str]
+    born_s: float
+    versions: Span = (-1, -1)
+    end: str | None = None
+    columns: dict[str, int] = field(default_factory=dict)
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    handed: dict[str, int] = field(default_factory=dict)
+    claims: dict[str, float | str] = field(default_factory=dict)
+    """the end of a lease, or "acked"; nothing while open"""
+
+    def lacks(self, want: Want) -> bool:
+        return not set(want.columns) <= self.columns.keys()
+
+    def widen(self, span: Span) -> None:
+        if span != (-1, -1):
+            known = (span, self.versions if self.versions != (-1, -1) else span)
+            self.versions = (min(low for low, _ in known), max(high for _, high in known))
+
+
+class Model:
+    def __init__(self, tasks: Sequence[str], group_size: int | None) -> None:
+        self.tasks, self.group_size = tasks, group_size
+        self.rows: list[Row] = []
+        self.now_s = 0.0
+        self.redelivered = dict.fromkeys(tasks, 0)
+
+    def live(self) -> list[Row]:
+        return [row for row in self.rows if row.end is None]
+
+    def state(self, row: Row, task: str) -> str:
+        claim = row.claims.get(task)
+        if claim == "acked":
+            return "acked"
+        return "leased" if isinstance(claim, float) and claim > self.now_s else "open"
+
+    def ready(self, row: Row, want: Want) -> bool:
+        return self.state(row, want.task) == "open" and not row.lacks(want)
+
+    def tokens(self, row: Row, want: Want) -> int:
+        return max(row.columns[name] for name in want.columns)
+
+    def old(self, row: Row, want: Want) -> bool:
+        return want.min_version is not None and row.versions[0] < want.min_version
+
+    def units(self, want: Want) -> list[list[Row]]:
+        """What is ready, oldest first, of any age."""
+        if not want.whole_groups:
+            return [[row] for row in self.live() if self.ready(row, want)]
+        units = []
+        for group in dict.fromkeys(row.group for row in self.rows):
+            members = [row for row in self.rows if row.group == group]
+            left = [row for row in members if row.end is None and self.state(row, want.task) != "acked"]
+            if left and len(members) == self.group_size and all(self.ready(row, want) for row in left):
+                units.append(left)
+        return units
+
+    def take(self, want: Want) -> tuple[list[Row], list[Row]] | None:
+        """(rows, rows too old that come before them in order) or None."""
+        units = self.units(want)
+        fresh = [unit for unit in units if not any(self.old(row, want) for row in unit)]
+        count = self.filled([sum(self.tokens(row, want) for row in unit) for unit in fresh], want)
+        if count is None:
+            if not (want.partial and fresh):
+                return None
+            count = len(fresh)
+        before = units[: units.index(fresh[count - 1])]
+        too_old = [row for unit in before if unit not in fresh[:count] for row in unit if self.old(row, want)]
+        return [row for unit in fresh[:count] for row in unit], too_old
+
+    def filled(self, tokens: list[int], want: Want) -> int | None:
+        """How many units fill the want."""
+        slots = (self.group_size or 1) if want.whole_groups else 1
+        for k in range(1, len(tokens) + 1):
+            if want.token_budget is not None and (
+                sum(tokens[:k]) >= want.token_budget or (k < len(tokens) and sum(tokens[: k + 1]) > want.token_budget)
+            ):
+                return k
+            if k * slots == want.count:
+                return k
+        return None
+
+    def lease(self, rows: list[Row], task: str) -> None:
+        for row in rows:
+            self.redelivered[task] += row.handed.get(task, 0) > 0
+            row.handed[task] = row.handed.get(task, 0) + 1
+            row.claims[task] = self.now_s + LEASE_S
+
+    def ack(self, rows: list[Row], task: str) -> list[Row]:
+        """The rows that are done by it."""
+        done = []
+        for row in rows:
+            if row.end is None:
+                row.claims[task] = "acked"
+                if [row.claims.get(task) for task in self.tasks] == ["acked"] * len(self.tasks):
+                    row.end = "done"
+                    done.append(row)
+        return done
+
+    def segments(self) -> dict[int, int]:
+        """Live rows per segment."""
+        held = [segment for row in self.live() for segment in {segment for segment, _ in row.places.values()}]
+        return {segment: held.count(segment) for segment in sorted(set(held))}

@@ -1,0 +1,303 @@
+"""The sample table against the model, step by step; its counters against a recount; its copies against itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from distqueue.samples import Ended, SampleTable, Want
+from distqueue.samples.views import View
+from tests.distqueue.samples.model import LEASE_S, Model, Row
+
+TASKS, RAGGED, DENSE, GROUP_SIZE = ("reward", "train"), ("x", "y"), "d", 2
+COLUMNS = (*RAGGED, DENSE)
+PAGE_ROWS = 4
+"""few, so that pages are crossed, used again and added"""
+TASK = st.sampled_from(TASKS)
+SPAN = st.sampled_from([(-1, -1), (0, 0), (1, 3), (2, 2), (3, 3)])
+WANTS = st.builds(
+    lambda partial, count, budget, **want: Want(
+        count=count, token_budget=budget, partial=partial or (count is None and budget is None), **want
+    ),
+    task=TASK,
+    columns=st.sampled_from([("x",), ("y",), ("x", "y"), ("y", "x", "d"), ("d",)]),
+    count=st.none() | st.sampled_from([1, 2, 4]),
+    budget=st.none() | st.integers(1, 12),
+    whole_groups=st.booleans(),
+    min_version=st.none() | st.integers(0, 3),
+    partial=st.booleans(),
+)
+
+
+class TableAgainstModel(RuleBasedStateMachine):
+    @initialize(grouped=st.booleans())
+    def create(self, grouped: bool) -> None:
+        group_size = GROUP_SIZE if grouped else None
+        self.model = Model(TASKS, group_size)
+        self.new_table = lambda: SampleTable(TASKS, LEASE_S, group_size, page_rows=PAGE_ROWS)
+        self.table = self.new_table()
+        self.segment = 0
+        self.journal: list[Callable[[SampleTable], object]] = []
+
+    def do(self, event: Callable[[SampleTable], Any]) -> Any:
+        """An event that a journal keeps."""
+        self.journal.append(event)
+        return event(self.table)
+
+    def put(self, rows: list[Row], names: set[str], data: st.DataObject, is_new: bool) -> tuple[str, ...]:
+        tokens = [data.draw(st.integers(0, 5)) for _ in rows]
+        spans = [data.draw(SPAN) for _ in rows]
+        columns = {name: None if name == DENSE else np.array(tokens) for name in sorted(names)}
+        segment, now_s, ids = self.segment, self.model.now_s, [row.id for row in rows]
+        groups = [row.group for row in rows] if is_new or data.draw(st.booleans()) else ()
+        versions = np.array(spans) if set(spans) != {(-1, -1)} else None
+        self.segment += 1
+        late = self.do(lambda table: table.put(ids, columns, segment, groups, versions, now_s))
+        for i, row in enumerate(rows):
+            if row.end is None:
+                row.columns |= {name: 1 if name == DENSE else tokens[i] for name in names}
+                row.places |= dict.fromkeys(names, (segment, i))
+                row.widen(spans[i])
+        return late
+
+    @rule(data=st.data(), names=st.sets(st.sampled_from(COLUMNS)), count=st.integers(1, 5))
+    def put_new(self, data: st.DataObject, names: set[str], count: int) -> None:
+        first, model = len(self.model.rows), self.model
+        rows = [Row(n, f"s{n}", f"g{n // GROUP_SIZE}", TASKS, model.now_s) for n in range(first, first + count)]
+        model.rows += rows
+        assert self.put(rows, names, data, is_new=True) == ()
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), names=st.sets(st.sampled_from(COLUMNS), min_size=1, max_size=2))
+    def extend(self, data: st.DataObject, names: set[str]) -> None:
+        rows = data.draw(st.lists(st.sampled_from(self.model.rows), min_size=1, max_size=4, unique_by=id))
+        bad = next((row for row in rows if row.end == "done" or (row.end is None and names & row.columns.keys())), None)
+        if bad:
+            columns = {name: np.ones(len(rows), int) for name in names}
+            self.refused(lambda: self.table.put([row.id for row in rows], columns, self.segment), f"{bad.id!r}: ")
+        else:
+            late = [row.id for row in rows if row.end]
+            assert self.put(rows, names, data, is_new=False) == tuple(late), "columns of a dropped sample are late"
+
+    @precondition(lambda self: any(row.lacks(Want("train", COLUMNS, 1)) for row in self.model.live()))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        """All columns that the oldest unfinished rows lack, so that there is something to take."""
+        for row in [row for row in self.model.live() if row.lacks(Want("train", COLUMNS, 1))][:4]:
+            self.put([row], set(COLUMNS) - row.columns.keys(), data, is_new=False)
+
+    @rule(want=WANTS)
+    def take(self, want: Want) -> None:
+        if self.model.group_size is None:
+            want = replace(want, whole_groups=False)
+        elif want.whole_groups and want.count == 1:
+            want = replace(want, count=GROUP_SIZE)
+        taken, expected = self.table.take(want, self.model.now_s), self.model.take(want)
+        if taken is None:
+            assert expected is None and f"with {list(want.columns)}: " in self.table.explain(want)
+            return
+        assert expected is not None
+        rows, too_old = expected
+        assert taken.ids == tuple(row.id for row in rows) and taken.groups == tuple(row.group for row in rows)
+        assert taken.rows.tolist() == [row.number for row in rows]
+        assert taken.versions.tolist() == [list(row.versions) for row in rows]
+        assert taken.tokens.tolist() == [self.model.tokens(row, want) for row in rows]
+        assert taken.too_old == tuple(row.id for row in too_old)
+        self.model.lease(rows, want.task)
+
+    @rule(data=st.data(), task=TASK)
+    def ack(self, data: st.DataObject, task: str) -> None:
+        handed = [row for row in self.model.rows if row.handed.get(task)]
+        rows = data.draw(st.lists(st.sampled_from(handed), max_size=6)) if handed else []
+        ids = [row.id for row in rows]
+        before = self.model.segments()
+        replayed = False
+
+        def event(table: SampleTable) -> Ended:
+            return table.ack(task, ids, replayed=replayed)
+
+        ended = self.do(event)
+        replayed = True
+        self.check_ended(ended, self.model.ack(rows, task), before)
+
+    @precondition(lambda self: self.model.live())
+    @rule(data=st.data(), task=TASK)
+    def ack_of_what_was_never_handed_out(self, data: st.DataObject, task: str) -> None:
+        rows = data.draw(st.permutations(self.model.live()))
+        if not all(row.handed.get(task) for row in rows):
+            self.refused(lambda: self.table.ack(task, [row.id for row in rows]), "which never got it")
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), reason=st.sampled_from(["stale", "filtered"]))
+    def drop(self, data: st.DataObject, reason: str) -> None:
+        rows = data.draw(st.lists(st.sampled_from(self.model.rows), max_size=3, unique_by=id))
+        ids, before = [row.id for row in rows], self.model.segments()
+        ended = self.do(lambda table: table.drop(ids, reason))
+        self.check_ended(ended, self.end(rows, f"dropped:{reason}"), before)
+        self.refused(lambda: self.table.drop([*ids, "unheard of"], "again"), "'unheard of': never put")
+
+    @precondition(lambda self: self.model.segments())
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        before = self.model.segments()
+        lost = data.draw(st.lists(st.sampled_from(sorted(before)), max_size=2))
+        ended = self.do(lambda table: table.lose(lost, "lost:node-2"))
+        rows = [row for row in self.model.live() if {segment for segment, _ in row.places.values()} & set(lost)]
+        self.check_ended(ended, self.end(rows, "lost:node-2"), before)
+
+    def end(self, rows: list[Row], reason: str) -> list[Row]:
+        ended = [row for row in rows if row.end is None]
+        for row in ended:
+            row.end = reason
+        return ended
+
+    def check_ended(self, ended: Ended, rows: list[Row], before: dict[int, int]) -> None:
+        assert ended.ids == tuple(row.id for row in rows)
+        assert ended.segments == tuple(sorted(before.keys() - self.model.segments().keys()))
+
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), task=TASK, renews=st.booleans())
+    def renew_or_release(self, data: st.DataObject, task: str, renews: bool) -> None:
+        rows = data.draw(st.lists(st.sampled_from(self.model.rows), max_size=4))
+        ids = [row.id for row in rows]
+        if renews:
+            self.table.renew(task, ids, self.model.now_s)
+        else:
+            self.table.release_lease(task, ids)
+        for row in rows:
+            if row.end is None and self.model.state(row, task) == "leased":
+                row.claims[task] = self.model.now_s + (LEASE_S if renews else 0.0)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        """What runs out meanwhile is open again."""
+        leased = sum(self.table.leased(task) for task in TASKS)
+        self.model.now_s += seconds
+        opened = self.table.expire(self.model.now_s)
+        assert leased - opened == sum(self.table.leased(task) for task in TASKS)
+
+    @rule()
+    def restore(self) -> None:
+        snapshot = self.table.snapshot()
+        self.table = SampleTable.restore(snapshot, LEASE_S)
+        assert_same(self.table.snapshot(), snapshot)
+        assert self.table.next_expiry_s() is None
+        for row in self.model.live():
+            row.claims = {task: claim for task, claim in row.claims.items() if claim == "acked"}
+
+    @rule()
+    def replay(self) -> None:
+        again = self.new_table()
+        for event in self.journal:
+            event(again)
+        assert_same(durable(again.snapshot()), durable(self.table.snapshot()))
+
+    def refused(self, call: Callable[[], object], message: str) -> None:
+        def everything() -> tuple:
+            return self.table.snapshot(), self.table.stats(self.model.now_s), self.table.next_expiry_s()
+
+        before = everything()
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert_same(everything()[0], before[0])
+        assert everything()[1:] == before[1:]
+
+    @invariant()
+    def rows_are_the_models(self) -> None:
+        live = self.model.live()
+        ids = [row.id for row in live]
+        assert self.table.find(ids).tolist() == [row.number for row in live]
+        assert len(self.table) == len(live) and self.table.snapshot()["row"].tolist() == [row.number for row in live]
+        groups, versions = self.table.describe(np.array([row.number for row in live], np.int64))
+        assert groups == tuple(row.group for row in live)
+        assert versions.tolist() == [list(row.versions) for row in live]
+        for name in COLUMNS:
+            holders = [row for row in live if name in row.columns]
+            numbers = np.array([row.number for row in holders], np.int64)
+            for samples in (numbers, [row.id for row in holders]) if holders else ():
+                segments, inside = self.table.places(samples, name)
+                assert list(zip(segments, inside, strict=True)) == [row.places[name] for row in holders]
+            for row in live:
+                if name not in row.columns:
+                    with pytest.raises(ValueError, match=f"sample '{row.id}' lacks column '{name}'"):
+                        self.table.check_columns([row.id], [name])
+
+    @invariant()
+    def figures_are_the_models(self) -> None:
+        model, live = self.model, self.model.live()
+        stats = self.table.stats(model.now_s)
+        assert stats["rows"] == len(live)
+        assert stats["ended"] == Counter(row.end for row in model.rows if row.end)
+        for task in TASKS:
+            states = Counter(model.state(row, task) for row in live)
+            assert {state: stats["tasks"][task][state] for state in ("open", "leased", "acked")} == {
+                state: states[state] for state in ("open", "leased", "acked")
+            }
+            assert (self.table.open(task), self.table.leased(task)) == (states["open"], states["leased"])
+            assert stats["tasks"][task]["redelivered"] == model.redelivered[task]
+            born_s = next((row.born_s for row in live if model.state(row, task) != "acked"), model.now_s)
+            assert stats["tasks"][task]["age_s"] == model.now_s - born_s
+        ends_s = [row.claims[task] for row in live for task in TASKS if model.state(row, task) == "leased"]
+        assert self.table.next_expiry_s() == min(ends_s, default=None)
+
+    @invariant()
+    def segments_are_the_models(self) -> None:
+        assert self.table.segments() == self.model.segments()
+        for segment in list(self.model.segments())[:2]:
+            rows = [row for row in self.model.live() if segment in {place[0] for place in row.places.values()}]
+            assert self.table.rows_of_segment(segment).tolist() == [row.number for row in rows]
+
+    @invariant()
+    def what_can_be_served_is_what_would_be_taken(self) -> None:
+        whole = self.model.group_size is not None
+        for want in (
+            Want("train", ("x",), 2),
+            Want("train", ("x", "d"), 4, 7, whole_groups=whole),
+            Want("reward", ("y", "x"), token_budget=5),
+            Want("reward", ("d",), partial=True, whole_groups=whole),
+        ):
+            assert self.table.can_serve(want) == (self.model.take(want) is not None)
+            open_rows = [row for row in self.model.live() if self.model.state(row, want.task) == "open"]
+            assert self.table.is_settled(want) == (not any(row.lacks(want) for row in open_rows))
+            aged = replace(want, min_version=2)
+            assert self.table.can_serve(aged) or self.model.take(aged) is None
+
+    @invariant()
+    def counters_are_a_recount(self) -> None:
+        state = self.table.state
+        for view in state.views:
+            names = [state.columns.names[c] for c in view.columns]
+            recount = View(view.task, names, state.pages, state.columns, state.claims, state.groups)
+            for kept, counted in ((view.rows, recount.rows), (view.groups, recount.groups)):
+                assert (kept.count, kept.tokens) == (counted.count, counted.tokens)
+                assert (kept.flags.values == counted.flags.values).all()
+                assert (kept.per_page.values == counted.per_page.values).all()
+            recount.close()
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert np.array_equal(one[name], other[name]), name
+
+
+def durable(snapshot: dict) -> dict:
+    """What a journal of puts, acks, drops and losses tells: all but what was handed out."""
+    about = json.loads(snapshot["about"])
+    about.pop("redelivered")
+    return {name: value for name, value in snapshot.items() if name != "handed"} | {"about": json.dumps(about)}
+
+
+TableAgainstModel.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_table_against_model = TableAgainstModel.TestCase
