@@ -1,14 +1,20 @@
-"""DistQueue: samples between the stages of RL training, packed, versioned and handed out once.
+"""DistQueue: samples between the stages of RL training, packed, versioned, leased, and lost by nobody's death.
 
             put(batch, groups, versions)             get(task, columns, count) ──► leased PackedBatch ──► ack(task, ids)
-                        │                                          ▲
-   ┌────────────────────▼──────────────────────────────────────────┴─────────────────┐
-   │ queue.py    LocalQueue: lock, waiting without polling                           │   client.py: DistQueue, the
-   │    table.py    SampleTable: rows, columns held, groups, leases, endings (pure)  │ ◄ same face across processes,
-   │    storage.py  PayloadStore: segments, gathered once per get                    │   in one async Ray actor;
-   └─────────────────────────────────────────────────────────────────────────────────┘   wire.py: header + bare buffers
-     hierarchy.py    read_once: one request for a group of ranks that need the same, then a broadcast among them
-     packed.py, column.py    PackedBatch of Columns: one buffer and one offsets table each, samples are views
+                     │    │ payload                        ▲ │ who, and where
+    ┌────────────────▼────┼────────────────────────────────┼─▼─────────────────────────────┐
+    │ core.py    decides: │                                │        one actor (host.py)    │ ◄ client.py: DistQueue
+    │   samples/    SampleTable: columns held, versions, leases, groups, endings           │   local.py: LocalQueue,
+    │   segments.py    which segment lies in which file of which shard                     │     the same in one process
+    │   journal.py     every change on disk before it is acknowledged                      │   stream.py: a data loader
+    └─────────────────────┼────────────────────────────────┼───────────────────────────────┘   show.py: what waits for
+                          ▼                                │ payload                             what, on a terminal
+      shard.py    one a node: segments (segment_file.py) in shared memory, mapped by its processes
+
+    packed.py, column.py    PackedBatch of Columns: one buffer and one offsets table each, samples are views
+    gather.py, buffers.py   from where samples lie into memory of the reader's own, each byte copied once
+    hierarchy.py, tree.py   one read for the ranks that need the same samples, then a broadcast among them
+    messages.py, wire.py    metadata and columns as bare bytes: no pickle, no padding
 
 The life of a sample: a first put creates its row; further puts add columns as stages finish; each task gets it when the
 columns it asks for are all there, oldest first; a lease that runs out hands it out again; an acknowledged one never is;
@@ -24,7 +30,20 @@ it is freed when every task has acknowledged it ("done"), or by `drop` ("dropped
 
 from distqueue.client import DistQueue
 from distqueue.column import Column
+from distqueue.config import QueueOptions
+from distqueue.core import QueueClosed, QueueDrained
+from distqueue.local import LocalQueue
 from distqueue.packed import PackedBatch
-from distqueue.queue import LocalQueue, QueueClosed
+from distqueue.stream import QueueDataset, stream
 
-__all__ = ["Column", "DistQueue", "LocalQueue", "PackedBatch", "QueueClosed"]
+__all__ = [
+    "Column",
+    "DistQueue",
+    "LocalQueue",
+    "PackedBatch",
+    "QueueClosed",
+    "QueueDataset",
+    "QueueDrained",
+    "QueueOptions",
+    "stream",
+]

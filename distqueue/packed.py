@@ -22,6 +22,8 @@ class PackedBatch:
     """group id per sample; () where unknown"""
     versions: tuple[tuple[int, int], ...] = ()
     """policy versions of each sample's (oldest, newest) token; () where unknown"""
+    too_old: tuple[str, ...] = ()
+    """what a get with `min_version` passed over and left in the queue: up to 1,000 ids of samples older than that"""
 
     def __post_init__(self) -> None:
         if len(set(self.ids)) != len(self.ids):

@@ -1,6 +1,9 @@
 """Samples between the queue's columns and what engine and trainer speak.
 
 engine Output ─pack_outputs─► prompt, response, behaviour_logprobs, versions ─to_sequences─► trainer Sequences
+
+A stage of a pipeline holds what it looks at (`needed`): the first its tokens, the last the labels and what the loss is
+made of; how long the samples are all stages know.
 """
 
 from __future__ import annotations
@@ -9,15 +12,20 @@ from collections.abc import Sequence
 
 import torch
 
-from distqueue import PackedBatch
+from distqueue import Column, PackedBatch
+from distqueue.hierarchy import Received
 from fusion.inference import Output
+from fusion.model import Mesh
 from fusion.training import Sequences
 
-READ = ("prompt", "response")
-"""Columns a forward pass needs."""
+TOKENS = ("prompt", "response")
+"""What a forward pass begins with."""
 
-TRAIN = (*READ, "behaviour_logprobs", "advantage")
-"""Columns a training step needs; `REFERENCE` too where the loss has a reference."""
+LABELS = ("response",)
+"""What log-probabilities are of."""
+
+LOSS = ("behaviour_logprobs", "advantage")
+"""What a loss is made of beside them; `REFERENCE` too where it has a reference."""
 
 REFERENCE = "ref_logprobs"
 
@@ -37,23 +45,48 @@ def pack_outputs(outputs: Sequence[Output]) -> PackedBatch:
     )
 
 
-def to_sequences(batch: PackedBatch) -> Sequences:
-    """The batch as the trainer reads it, with the columns it has."""
+def needed(mesh: Mesh, of_loss: Sequence[str] = ()) -> tuple[str, ...]:
+    """Columns that a rank of ``mesh`` looks at; the last stage at those ``of_loss`` beside the labels."""
+    first = TOKENS if mesh.first_stage else ()
+    last = (*LABELS, *of_loss) if mesh.last_stage else ()
+    return tuple(dict.fromkeys((*first, *last)))
 
-    def column(name: str) -> list | None:
-        return [batch[name][row] for row in range(len(batch))] if name in batch.columns else None
 
-    return Sequences.from_samples(
-        column("prompt") or [],
-        column("response") or [],
-        advantages=batch["advantage"].buffer if "advantage" in batch.columns else None,
+def nothing(columns: Sequence[str]) -> Received:
+    """No sample with these columns."""
+    batch = PackedBatch((), {name: Column(torch.empty(0)) for name in columns})
+    return Received(batch, {name: torch.empty(0, dtype=torch.int64) for name in (*TOKENS, *columns)})
+
+
+def to_sequences(delivery: Received) -> Sequences:
+    """The samples as the trainer reads them, with the columns they came with.
+
+    Raises:
+        ValueError: a column has another number of values than a sample has response tokens.
+    """
+    batch, lengths = delivery.batch, delivery.lengths
+    for name in ("behaviour_logprobs", REFERENCE):
+        if name in batch.columns and not lengths[name].equal(lengths["response"]):
+            row = int((lengths[name] != lengths["response"]).nonzero()[0])
+            has, tokens = int(lengths[name][row]), int(lengths["response"][row])
+            raise ValueError(f"sample {batch.ids[row]!r}: {name} has {has} values for {tokens} response tokens")
+
+    def column(name: str) -> torch.Tensor | None:
+        return batch[name].buffer if name in batch.columns else None
+
+    return Sequences.from_packed(
+        lengths["prompt"].tolist(),
+        lengths["response"].tolist(),
+        prompts=column("prompt"),
+        responses=column("response"),
+        advantages=column("advantage"),
         behaviour_logprobs=column("behaviour_logprobs"),
         ref_logprobs=column(REFERENCE),
     )
 
 
-def split_responses(values_N: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
-    """A per-token column of `to_sequences(batch)` as one tensor a sample, of its response tokens."""
-    prompts, responses = batch["prompt"].lengths().tolist(), batch["response"].lengths().tolist()
+def split_responses(values_N: torch.Tensor, delivery: Received) -> list[torch.Tensor]:
+    """A per-token column of `to_sequences(delivery)` as one tensor a sample, of its response tokens."""
+    prompts, responses = (delivery.lengths[name].tolist() for name in TOKENS)
     lengths = [size for pair in zip(prompts, responses, strict=True) for size in pair]
     return list(values_N.split(lengths)[1::2])

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from distqueue import PackedBatch
-from distqueue.hierarchy import read_once
+from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.roles import FrozenRoles
-from fusion.colocate.samples import READ, REFERENCE, TRAIN, pack_outputs, split_responses, to_sequences
+from fusion.colocate.samples import LOSS, REFERENCE, needed, nothing, pack_outputs, split_responses, to_sequences
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport
@@ -60,6 +60,8 @@ class Worker:
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self.trainer: TrainEngine | None = None
         self.engine: Engine | None = None
+        self.readers: dict[str, GroupReader] = {}
+        """By stage, from its first batch on"""
 
     def rendezvous(self) -> str:
         """An address at which the other cards can reach this one."""
@@ -159,14 +161,14 @@ class Worker:
         """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it."""
         mesh = self.meshes.reference or self.meshes.train
         assert mesh is not None
-        group = self.meshes.replica if self.meshes.reference is None else self.meshes.reference.tp_group
         with self.log.stage("reference", "ref"), self._as(Phase.REFERENCE, mesh, self.roles.reference_in_hbm()):
             self.phases.require("reference")
-            batch = self._read(shares[mesh.dp_rank], READ, group)
-            logprobs = self.roles.logprobs(to_sequences(batch), self.trainer)
-            if _first_of_replica(mesh) and batch.ids:
-                columns = {REFERENCE: split_responses(logprobs, batch)}
-                self._samples.put(PackedBatch.from_samples(batch.ids, columns))
+            ids = shares[mesh.dp_rank]
+            delivery = self._read("reference", ids, mesh)
+            logprobs = self.roles.logprobs(to_sequences(delivery), self.trainer)
+            if _first_of_replica(mesh) and ids:
+                columns = {REFERENCE: split_responses(logprobs, delivery)}
+                self._samples.put(PackedBatch.from_samples(ids, columns))
             self.log.remember("reference")
         return self.log.report()
 
@@ -181,7 +183,7 @@ class Worker:
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
             if kept is None:
-                batch = self._read(ids, READ, mesh.tp_group)
+                batch = self._read("score", ids, mesh).batch
                 rows = range(len(batch))
                 samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
             else:
@@ -196,14 +198,14 @@ class Worker:
         self.phases.require("train")
         trainer, mesh = self.trainer, self.meshes.train
         assert trainer is not None and mesh is not None
-        columns = (*TRAIN, REFERENCE) if self.spec.deployment.reference else TRAIN
+        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference else LOSS
         with self.log.stage("train", "train"):
             self.switcher.load_optimizer()
             if not trainer.accumulating:
                 together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
             for number, shares in enumerate(minibatches):
-                batch = self._read(shares[mesh.dp_rank], columns, self.meshes.replica)
-                self.log.metrics.update(trainer.forward_backward(to_sequences(batch), self.loss))
+                delivery = self._read("train", shares[mesh.dp_rank], mesh, of_loss)
+                self.log.metrics.update(trainer.forward_backward(to_sequences(delivery), self.loss))
                 arrived = self.switcher.await_optimizer if number == 0 else None
                 self.log.metrics.update(trainer.optimizer_step(arrived))
             self.log.remember("train")
@@ -252,10 +254,16 @@ class Worker:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
         return int(least)
 
-    def _read(self, ids: Sequence[str], columns: Sequence[str], group: dist.ProcessGroup | None) -> PackedBatch:
+    def _read(self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = ()) -> Received:
+        """Samples with what this rank of the stage's ``mesh`` looks at. Collective over the replica, which asks the
+        queue once."""
+        columns = needed(mesh, of_loss)
         if not ids:
-            return PackedBatch.from_samples([], {name: [] for name in columns})
-        return read_once(self._samples, ids, columns, group)
+            return nothing(columns)
+        if stage not in self.readers:
+            group = self.meshes.replica if mesh is self.meshes.train else mesh.tp_group
+            self.readers[stage] = GroupReader(self._samples, group, columns)
+        return self.readers[stage].read(ids)
 
     def _put(self, outputs: list[Output]) -> list[Output]:
         if outputs:

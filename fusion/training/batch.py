@@ -23,13 +23,17 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+UNREAD = -1
+"""In place of a token that this rank does not look at"""
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """B packed sequences of N tokens in all. A column that an algorithm has no use for may be None.
+    """B packed sequences of N tokens in all. A column that the algorithm or this stage of a pipeline has no use for may
+    be None.
 
     Attributes:
-        tokens: int64 [N].
+        held_tokens: int64 [N], or None; see `tokens`.
         lengths: tokens of each sequence, prompt and response, B of them.
         loss_mask: bool [N]; True on the tokens that are trained. The log-probability of a token comes from the one
             before it, so the first token of a sequence cannot be.
@@ -39,7 +43,7 @@ class Sequences:
         token_weight: float32 [N]; a token's share in the loss, which is the weighted mean. None: all alike.
     """
 
-    tokens: torch.Tensor
+    held_tokens: torch.Tensor | None
     lengths: list[int]
     loss_mask: torch.Tensor
     advantages: torch.Tensor | None = None
@@ -87,28 +91,79 @@ class Sequences:
             if column is not None and len(column) != len(prompts):
                 raise ValueError(f"{name} has {len(column)} samples; expected {len(prompts)}, as many as prompts")
 
-        def aligned(name: str, column: Sequence | None) -> torch.Tensor | None:
+        def packed(name: str, column: Sequence | None) -> torch.Tensor | None:
             if column is None:
                 return None
-            pieces = [torch.empty(0)]
-            for i, values in enumerate(_tensors(column, torch.float32)):
-                if len(values) != len(responses_[i]):
-                    raise ValueError(f"{name}[{i}] has {len(values)} values for {len(responses_[i])} response tokens")
-                pieces += [torch.zeros(len(prompts_[i])), values]
-            return torch.cat(pieces)
+            values = _tensors(column, torch.float32)
+            for i, (found, response) in enumerate(zip(values, responses_, strict=True)):
+                if len(found) != len(response):
+                    raise ValueError(f"{name}[{i}] has {len(found)} values for {len(response)} response tokens")
+            return torch.cat([torch.empty(0), *values])
 
-        pairs = list(zip(prompts_, responses_, strict=True))
-        lengths = [len(prompt) + len(response) for prompt, response in pairs]
-        in_loss = torch.ones(len(pairs), dtype=torch.bool) if trained is None else torch.as_tensor(trained)
         empty = torch.empty(0, dtype=torch.int64)
-        return cls(
-            tokens=torch.cat([empty, *(piece for pair in pairs for piece in pair)]),
-            lengths=lengths,
-            loss_mask=_mask(pairs) & in_loss.to(torch.bool).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
-            advantages=None if advantages is None else _spread(advantages, lengths),
-            behaviour_logprobs=aligned("behaviour_logprobs", behaviour_logprobs),
-            ref_logprobs=aligned("ref_logprobs", ref_logprobs),
+        return cls.from_packed(
+            [len(prompt) for prompt in prompts_],
+            [len(response) for response in responses_],
+            prompts=torch.cat([empty, *prompts_]),
+            responses=torch.cat([empty, *responses_]),
+            advantages=None if advantages is None else torch.as_tensor(advantages),
+            behaviour_logprobs=packed("behaviour_logprobs", behaviour_logprobs),
+            ref_logprobs=packed("ref_logprobs", ref_logprobs),
+            trained=None if trained is None else torch.as_tensor(trained),
         )
+
+    @classmethod
+    def from_packed(
+        cls,
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        *,
+        prompts: torch.Tensor | None = None,
+        responses: torch.Tensor | None = None,
+        advantages: torch.Tensor | None = None,
+        behaviour_logprobs: torch.Tensor | None = None,
+        ref_logprobs: torch.Tensor | None = None,
+        trained: torch.Tensor | None = None,
+    ) -> Sequences:
+        """B samples whose columns are packed each by itself, as far as this rank holds them.
+
+        Args:
+            prompts, responses: their tokens, sample after sample. Without the prompts' (which the last stage of a
+                pipeline does not look at) `UNREAD` stands in their places; without either there are no tokens.
+            advantages: one a sample, spread over its tokens.
+            behaviour_logprobs, ref_logprobs: one number a response token.
+            trained: as in `from_samples`.
+        """
+        sizes = torch.tensor(list(zip(prompt_lengths, response_lengths, strict=True)), dtype=torch.int64).reshape(-1, 2)
+        lengths = sizes.sum(1)
+        of_response = torch.tensor([False, True]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
+
+        def aligned(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else _fill(torch.zeros(len(of_response)), of_response, values)
+
+        tokens = None
+        if responses is not None:
+            tokens = _fill(torch.full((len(of_response),), UNREAD), of_response, responses)
+            tokens = tokens if prompts is None else _fill(tokens, ~of_response, prompts)
+        return cls(
+            tokens,
+            lengths=lengths.tolist(),
+            loss_mask=of_response if trained is None else of_response & trained.bool().repeat_interleave(lengths),
+            advantages=None if advantages is None else advantages.float().repeat_interleave(lengths),
+            behaviour_logprobs=aligned(behaviour_logprobs),
+            ref_logprobs=aligned(ref_logprobs),
+        )
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [N]. Held by the stages that look at them, the first (all) and the last (the responses')."""
+        assert self.held_tokens is not None, "this stage of the pipeline holds no tokens"
+        return self.held_tokens
+
+    @property
+    def rows(self) -> int:
+        """N"""
+        return len(self.loss_mask)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -169,11 +224,7 @@ def _tensors(rows: Sequence, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.as_tensor(row, dtype=dtype) for row in rows]
 
 
-def _mask(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    sizes = torch.tensor([len(piece) for pair in pairs for piece in pair], dtype=torch.int64)
-    return torch.tensor([False, True]).repeat(len(pairs)).repeat_interleave(sizes)
-
-
-def _spread(per_sample: Sequence[float] | torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    values = torch.as_tensor(per_sample, dtype=torch.float32)
-    return values.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+def _fill(column_N: torch.Tensor, where_N: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    assert len(values) == int(where_N.sum()), f"{len(values)} values for {int(where_N.sum())} tokens"
+    column_N[where_N] = values.to(column_N.dtype)
+    return column_N

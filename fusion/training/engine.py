@@ -91,9 +91,11 @@ class TrainEngine:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
-        stage; none is allowed). The metrics are the same on every rank: means over the trained tokens of the global
-        batch, and `actor/loss`, what was minimised. The load-balancing loss needs the whole batch's routing before its
-        first backward pass: with more than one micro-batch or stage, an extra forward pass without gradients finds it.
+        stage; none is allowed). The first stage looks at its tokens, the last at those of the responses and at what the
+        loss is made of; a column may be None where a stage does not look at it. The metrics are the same on every rank:
+        means over the trained tokens of the global batch, and `actor/loss`, what was minimised. The load-balancing loss
+        needs the whole batch's routing before its first backward pass: with more than one micro-batch or stage, an
+        extra forward pass without gradients finds it.
         """
         batches, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
@@ -133,7 +135,7 @@ class TrainEngine:
 
         Collective over the mesh, as `forward_backward`; every stage gets the result.
         """
-        found_2N = torch.zeros(2, len(sequences.tokens))
+        found_2N = torch.zeros(2, sequences.rows)
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
         batches, _ = self._micro_batches(sequences, plan)
         places = [sequences.rows_of(indices) for indices in plan]
@@ -211,7 +213,7 @@ class TrainEngine:
         """This rank's micro-batches, as many as the rank with most has, and the totals of all ranks. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget) if plan is None else plan
         weight = sequences.loss_mask if sequences.token_weight is None else sequences.token_weight * sequences.loss_mask
-        ranks = mine = torch.tensor([[weight.sum(), len(sequences.tokens), len(plan)]], dtype=torch.float64)
+        ranks = mine = torch.tensor([[weight.sum(), sequences.rows, len(plan)]], dtype=torch.float64)
         if self.mesh.dp_group is not None:
             ranks = mine.new_empty(self.mesh.parallel.dp, 3)
             dist.all_gather_into_tensor(ranks, mine, group=self.mesh.dp_group)
@@ -222,9 +224,10 @@ class TrainEngine:
     def _hidden(
         self, batch: Sequences, hidden: torch.Tensor | None, router_stats: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        device = self.device.torch_device
-        attend = PackedAttention(batch.lengths)
-        return self.model(batch.tokens.to(device), batch.positions.to(device), attend, router_stats, hidden)
+        positions = batch.positions.to(self.device.torch_device)
+        # behind the first stage the model looks at the number of ids alone, and there need be none
+        ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
+        return self.model(ids, positions, PackedAttention(batch.lengths), router_stats, hidden)
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
         """On the last stage."""
@@ -246,4 +249,4 @@ class TrainEngine:
 
 
 def _rows(batches: list[Sequences]) -> list[int]:
-    return [len(batch.tokens) for batch in batches]
+    return [batch.rows for batch in batches]

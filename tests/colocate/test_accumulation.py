@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fusion.colocate.samples import REFERENCE, TRAIN, to_sequences
+from distqueue.hierarchy import Received
+from fusion.colocate.samples import LOSS, REFERENCE, TOKENS, to_sequences
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
 
@@ -16,8 +17,8 @@ def two_batches_one_step(rank, device, spec, interruptions):
     card.step(0)
     worker, shares = card.worker, card.deal(IDS, spec.train.dp)
     trainer, mine = worker.trainer, shares[worker.meshes.train.dp_rank]
-    batch = worker.queue.read(mine, (*TRAIN, REFERENCE))
-    trainer.forward_backward(to_sequences(batch), worker.loss)
+    batch = worker.queue.read(mine, (*TOKENS, *LOSS, REFERENCE))
+    trainer.forward_backward(to_sequences(Received.of(batch)), worker.loss)
     held = []
     for _ in range(interruptions):
         worker.switch("infer", 1)

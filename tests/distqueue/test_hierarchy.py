@@ -1,53 +1,251 @@
-"""A group of ranks reads once and gets the same."""
+"""Groups of ranks read once: what each of them gets, what leaves the queue, and what travels between them."""
 
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
 import torch
+import torch.distributed as dist
 
-from distqueue import LocalQueue, PackedBatch
-from distqueue.hierarchy import read_once
+from distqueue import LocalQueue, PackedBatch, QueueClosed, hierarchy
+from distqueue.hierarchy import GroupReader, Received
+from distqueue.tree import Member, flat_reads, leader_reads, requests
+from fusion.model import Parallel
 from tests.helpers import run_ranks
+
+LAYOUT = Parallel(8, tp=2, pp=2)
+NEEDS = [("prompt", "response"), ("response", "logprobs", "advantage", "answer")]
+"""Of the first stage and of the last."""
+
+IDS = [f"sample {number}" for number in range(6)]
 
 
 class CountingQueue:
-    """A real queue whose reads are counted."""
+    """A real queue, and what left it."""
 
     def __init__(self):
-        self.reads = 0
-        self.queue = LocalQueue(["train"])
-        self.queue.put(
-            PackedBatch.from_samples(
-                ["a", "b"],
-                {
-                    "tokens": [torch.arange(3), torch.arange(0)],
-                    "logprobs": [torch.ones(3, dtype=torch.bfloat16), torch.ones(0, dtype=torch.bfloat16)],
-                    "answer": ["7", "8"],
-                    "reward": torch.tensor([1.0, 0.0]),
-                },
-            )
+        random = torch.Generator().manual_seed(3)
+        sizes = [3, 0, 7, 1, 4, 2]
+        self.queue, self.requests, self.nbytes = LocalQueue(["train"], group_size=2), 0, 0
+        self.whole = PackedBatch.from_samples(
+            IDS,
+            {
+                "prompt": [torch.randint(99, (size + 1,), generator=random) for size in sizes],
+                "response": [torch.randint(99, (size,), generator=random) for size in sizes],
+                "logprobs": [torch.randn(size, generator=random).to(torch.bfloat16) for size in sizes],
+                "mask": [torch.rand(size, 2, generator=random) > 0.5 for size in sizes],
+                "advantage": torch.randn(6, generator=random),
+                "answer": ["sieben", "", "8", "9", "10", "11"],
+                "facts": [{"n": number} for number in range(6)],
+            },
+            groups=["a", "a", "b", "b", "c", "c"],
+            versions=[(number // 2, number) for number in range(6)],
         )
+        self.queue.put(self.whole)
 
     def read(self, ids, columns):
-        self.reads += 1
-        return self.queue.read(ids, columns)
+        self.requests += 1
+        batch = self.queue.read(ids, columns)
+        self.nbytes += batch.nbytes
+        return batch
+
+    def get(self, task, columns, count=None, **options):
+        self.requests += 1
+        return self.queue.get(task, columns, count, **options)
+
+    def ack(self, task, ids):
+        self.requests += 1
+        self.queue.ack(task, ids)
+
+
+def same(found: PackedBatch, wanted: PackedBatch) -> bool:
+    """To the bit, with all that is known of the samples."""
+    for known in ("ids", "groups", "versions", "too_old"):
+        assert getattr(found, known) == getattr(wanted, known)
+    assert list(found.columns) == list(wanted.columns)
+    for name, column in wanted.columns.items():
+        assert found[name].layout == column.layout, name
+        assert torch.equal(found[name].buffer, column.buffer) and torch.equal(found[name].lengths(), column.lengths())
+    return True
+
+
+def replica_of(rank):
+    """(its process group, its ranks). Collective."""
+    groups: dict[int, list[int]] = {}
+    for other in range(LAYOUT.world):
+        groups.setdefault(LAYOUT.coordinate("dp", other), []).append(other)
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in groups.values()}
+    return next((group, ranks) for ranks, group in made.items() if rank in ranks)
 
 
 def _read(rank, device):
-    import torch.distributed as dist
+    group, ranks = replica_of(rank)
+    queue, mine = CountingQueue(), NEEDS[LAYOUT.coordinate("pp", rank)]
+    reader = GroupReader(queue, group, mine)
+    for ids in (IDS[4::-1], ["sample 1"]):
+        delivery = reader.read(ids)
+        assert same(delivery.batch, queue.queue.read(ids, mine))
+        assert sorted(delivery.lengths) == ["advantage", "answer", "logprobs", "prompt", "response"]
+        for name, lengths in delivery.lengths.items():
+            assert torch.equal(lengths, queue.queue.read(ids, [name])[name].lengths()), name
+    flat = CountingQueue()
+    for ids in (IDS[4::-1], ["sample 1"]):
+        flat.read(ids, mine)
+    assert reader.requests == queue.requests
+    return queue.requests, queue.nbytes, flat.requests, flat.nbytes
 
+
+def test_requests_fall_to_one_of_every_tp_times_pp_ranks_and_every_rank_gets_its_columns():
+    counts = run_ranks(_read, 8)
+    leader_requests, leader_bytes, flat_requests, flat_bytes = map(sum, zip(*counts, strict=True))
+    assert (flat_requests, leader_requests) == (2 * 8, 2 * 2) == tuple(2 * n for n in requests(8, 4))
+    assert [count[0] for count in counts] == [2, 0, 2, 0, 0, 0, 0, 0], "only the leaders ask"
+    queue = CountingQueue().queue
+    members = [Member(rank, "", frozenset(NEEDS[rank // 2])) for rank in range(4)]
+    flat, leader = 0, 0
+    for ids in (IDS[4::-1], ["sample 1"]):
+        sizes = {name: queue.read(ids, [name]).nbytes for name in {*NEEDS[0], *NEEDS[1]}}
+        flat += 2 * flat_reads(members, sizes).nbytes
+        leader += 2 * leader_reads(members, sizes).nbytes
+    assert (flat_bytes, leader_bytes) == (flat, leader), "what was counted is what the plan says"
+    assert leader_bytes < 0.5 * flat_bytes
+
+
+def _get(rank, device):
+    group, ranks = replica_of(rank)
     queue = CountingQueue()
-    group = dist.new_group([0, 1])
-    batch = read_once(queue, ["b", "a"], ["tokens", "logprobs", "reward"], group)
-    try:
-        read_once(queue, ["a"], ["missing"], group)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    tokens = [batch["tokens"][i].tolist() for i in range(2)]
-    return queue.reads, batch.ids, tokens, batch["logprobs"][1].dtype, batch["reward"].buffer.tolist(), refused
+    reader = GroupReader(queue, group, NEEDS[LAYOUT.coordinate("pp", rank)])
+    first = reader.get("train", 4, whole_groups=True, min_version=1, timeout_s=30.0)
+    reader.ack("train", first.batch.ids)
+    assert first.batch.too_old == ("sample 0", "sample 1") and first.batch.ids == tuple(IDS[2:])
+    assert same(replace(first.batch, too_old=()), queue.whole.select(range(2, 6), reader.columns))
+    errors = []
+    calls = [
+        lambda: reader.read(["sample 7"]),
+        lambda: reader.get("trian", 1),
+        lambda: reader.get("train", 9, timeout_s=0.01),
+        lambda: (queue.queue.close(), reader.get("train", 1)),
+        lambda: reader.read(["sample 1"]),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ValueError, TimeoutError, QueueClosed) as error:
+            errors.append((type(error), str(error)))
+    return queue.requests, errors
 
 
-def test_the_leader_reads_and_everyone_gets_it():
-    first, second = run_ranks(_read, 2)
-    assert (first[0], second[0]) == (2, 0), "only the leader asks the queue"
-    assert first[1:] == second[1:]
-    assert first[1] == ("b", "a") and first[2] == [[], [0, 1, 2]] and first[4] == [0.0, 1.0]
-    assert first[3] is torch.bfloat16 and "missing" in first[5] and "'a'" in first[5]
+def test_a_get_is_leased_once_and_its_errors_are_everybodys():
+    ranks = run_ranks(_get, 8)
+    assert [count for count, _ in ranks] == [7, 0, 7, 0, 0, 0, 0, 0]
+    kinds, texts = zip(*ranks[7][1], strict=True)
+    assert kinds == (ValueError, ValueError, TimeoutError, QueueClosed, QueueClosed)
+    assert all(errors == ranks[0][1] for _, errors in ranks), "the same type, the same words"
+    assert "sample 7" in texts[0] and "trian" in texts[1] and "2" in texts[2] and "closed" in texts[3]
+
+
+def _beats(rank, device):
+    hierarchy.BEAT_S = 0.05
+    queue = CountingQueue()
+    reader = GroupReader(queue, dist.new_group([0, 1], timeout=timedelta(seconds=1)), ["prompt", "late"])
+    if rank == 0:
+        late = PackedBatch.from_samples(IDS, {"late": torch.arange(6)})
+        threading.Timer(1.5, lambda: queue.queue.put(late)).start()
+    began_s = time.monotonic()
+    delivery = reader.get("train", 6)
+    hierarchy.BEAT_S = 60.0
+    return delivery.batch["late"].buffer.tolist(), time.monotonic() - began_s, reader.requests
+
+
+def test_ranks_outwait_their_groups_timeout_while_the_leader_waits_for_samples():
+    (first, seconds, asked), (second, _, none) = run_ranks(_beats, 2)
+    assert first == second == [0, 1, 2, 3, 4, 5]
+    assert seconds > 1.4 and asked > 5 and none == 0
+
+
+PLACED = ["here", "there", "there", "here", "there"]
+PLACED_NEEDS = [("prompt",), ("mask", "logprobs", "answer"), ("facts",), (), ("logprobs", "prompt")]
+PLACED_UNION = ["answer", "facts", "logprobs", "mask", "prompt"]
+
+
+def _two_machines(rank, device, on_card):
+    """What every rank sent, by whom to, in two reads."""
+    group = dist.new_group(list(range(5)), backend="hccl" if on_card else "gloo")
+    queue = CountingQueue()
+    card = device.torch_device if on_card else None
+    reader = GroupReader(queue, group, PLACED_NEEDS[rank], place=PLACED[rank], device=card)
+    for ids in (IDS, IDS[::-2]):
+        delivery = reader.read(ids)
+        assert same(delivery.batch, queue.queue.read(ids, PLACED_UNION).select(columns=PLACED_NEEDS[rank]))
+        assert sorted(delivery.lengths) == PLACED_UNION
+    return reader.sent_messages, reader.sent_bytes, reader.tree
+
+
+@pytest.mark.parametrize(("device", "on_card"), [("emulated", False), ("emulated", True), ("adversarial", True)])
+def test_the_slow_link_is_crossed_once_a_message(device, on_card):
+    """CPU tensors over gloo, and messages that lie on a card over hccl, as late as it may bring them."""
+    ranks = run_ranks(_two_machines, 5, on_card, device=device)
+    tree = ranks[0][2]
+    assert all(found == tree for _, _, found in ranks)
+    crossing = {(edge.parent, edge.child) for edge in tree.edges if edge.crosses}
+    assert crossing == {(0, 1)}, "one relay, the one that needs most"
+    dtypes = {"prompt": "int64", "mask": "bool", "logprobs": "bfloat16", "answer": "uint8", "facts": "uint8"}
+    reads, sent = 2, 0
+    queue = CountingQueue().queue
+    for edge in tree.edges:
+        messages = 1 + len({dtypes[name] for name in edge.columns})
+        assert ranks[edge.parent][0][edge.child] == reads * messages, edge
+        for ids in (IDS, IDS[::-2]):
+            columns = queue.read(ids, PLACED_UNION).select(columns=sorted(edge.columns)).columns.values()
+            sent += hierarchy.FIRST_ROOM + sum(column.buffer.nbytes for column in columns)
+    assert sum(found for _, found, _ in ranks) == sent, "payload without a byte of padding"
+
+
+def _many(rank, device):
+    queue = CountingQueue()
+    ids = [f"a sample with quite a long name, {number}" for number in range(300)]
+    groups = [str(number // 2) for number in range(300)]
+    queue.queue.put(PackedBatch.from_samples(ids, {"prompt": [torch.arange(n % 7) for n in range(300)]}, groups))
+    reader = GroupReader(queue, dist.new_group([0, 1, 2]), ["prompt"])
+    messages = []
+    for _ in range(2):
+        assert same(reader.read(ids).batch, queue.queue.read(ids, ["prompt"]))
+        messages.append(dict(reader.sent_messages))
+    return messages
+
+
+def test_metadata_that_outgrows_its_message_does_so_once():
+    first, *_ = run_ranks(_many, 3)
+    assert [sum(sent.values()) for sent in first] == [3, 3 + 2], "two of metadata, one of payload; then one of each"
+
+
+def _left_alone(rank, device):
+    reader = GroupReader(CountingQueue(), dist.new_group([0, 1], timeout=timedelta(seconds=0.5)), ["prompt"])
+    if rank == 0:
+        time.sleep(1.5)
+        return None
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError):
+        reader.read(IDS)
+    return time.monotonic() - began_s
+
+
+def test_a_rank_whose_leader_never_reads_does_not_wait_for_ever():
+    assert run_ranks(_left_alone, 2)[1] < 1.5
+
+
+def test_one_process_is_a_group_of_its_own():
+    queue = CountingQueue()
+    reader = GroupReader(queue, None, ["response", "mask"])
+    delivery = reader.get("train", 6)
+    assert same(delivery.batch, queue.whole.select(columns=["response", "mask"]))
+    assert sorted(delivery.lengths) == ["mask", "response"]
+    assert (reader.requests, reader.sent_bytes) == (1, 0)
+    with pytest.raises(QueueClosed):
+        queue.queue.close()
+        reader.read(IDS)
+    assert same(Received.of(queue.whole).batch, queue.whole)

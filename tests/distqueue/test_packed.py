@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distqueue import Column, PackedBatch
-from distqueue.wire import from_wire, to_wire
 
 DTYPES = [
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -101,20 +100,6 @@ def test_padded_and_back(made: tuple[PackedBatch, dict[str, list]]) -> None:
     for row, value in enumerate(values["ragged"]):
         assert same(padded_BL[row, : lengths_B[row]], value) and bool((padded_BL[row, lengths_B[row] :] == 1).all())
     assert same_batch(PackedBatch.from_padded(batch.ids, padded).labelled(batch.groups, batch.versions), batch)
-
-
-@settings(deadline=None)
-@given(samples(), st.booleans())
-def test_wire_carries_the_payload_and_its_offsets_only(made: tuple[PackedBatch, dict], read_only: bool) -> None:
-    batch, _ = made
-    header, frames = to_wire(batch)
-    assert sum(frame.nbytes for frame in frames) == batch.nbytes
-    if read_only:
-        for frame in frames:
-            frame.flags.writeable = False
-    received = from_wire(header, frames)
-    assert same_batch(received, batch)
-    received["dense"].buffer.zero_()
 
 
 def test_layouts_are_kept() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.training import Sequences, plan_micro_batches, split_over_ranks
+from fusion.training.batch import UNREAD
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 
@@ -81,6 +82,23 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
 def test_a_sample_can_be_left_out_of_the_loss():
     batch = Sequences.from_samples([[5], [6]], [[7, 8], [9]], trained=[False, True])
     assert batch.loss_mask.tolist() == [False, False, False, False, True]
+
+
+def test_a_stage_of_a_pipeline_holds_what_it_looks_at():
+    lengths, tokens = ([2, 1], [1, 3]), {"prompts": torch.tensor([5, 6, 7]), "responses": torch.tensor([8, 9, 3, 4])}
+    first, middle = Sequences.from_packed(*lengths, **tokens), Sequences.from_packed(*lengths)
+    last = Sequences.from_packed(*lengths, responses=tokens["responses"], advantages=torch.tensor([1.0, -1.0]))
+    assert first.tokens.tolist() == [5, 6, 8, 7, 9, 3, 4]
+    assert last.tokens.tolist() == [UNREAD, UNREAD, 8, UNREAD, 9, 3, 4]
+    assert last.advantages.tolist() == [1, 1, 1, -1, -1, -1, -1]
+    for stage in (first, middle.select([1, 0]).select([1, 0]), last):
+        assert stage.lengths == [3, 4] and stage.rows == 7
+        assert stage.loss_mask.tolist() == [False, False, True, False, True, True, True]
+        assert stage.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    with pytest.raises(AssertionError, match="holds no tokens"):
+        middle.tokens  # noqa: B018
+    with pytest.raises(AssertionError, match="2 values for 4 tokens"):
+        Sequences.from_packed(*lengths, ref_logprobs=torch.zeros(2))
 
 
 def test_columns_that_do_not_fit_are_refused_by_name():

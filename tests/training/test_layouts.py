@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from fusion.model import Parallel
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_loss
+from fusion.training.batch import UNREAD
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.training.ranks import Case, make_engine, my_share, sample_batch, train
 
@@ -113,3 +115,34 @@ def test_both_copies_of_a_tied_embedding_stay_bitwise_equal(checkpoints, layout,
         for left, right in zip(ranks[first], ranks[last], strict=True):
             assert torch.equal(left, right) and left.any()
         assert not torch.equal(ranks[first][0].float(), before[: len(ranks[first][0])])
+
+
+def with_and_without(rank, device, case):
+    """Gradients, metrics and log-probabilities from whole sequences, and from what this stage looks at of them."""
+    loss, found = make_loss(AlgorithmConfig(kl_coef=0.1)), []
+    for view in (lambda batch, mesh: batch, looked_at):
+        engine = make_engine(case, device)
+        batch = view(my_share(sample_batch(case.samples, 3), engine), engine.mesh)
+        logprobs, metrics = engine.logprobs(batch)[0], engine.forward_backward(batch, loss)
+        found.append((logprobs, metrics, [flat.cpu() for flat in engine.gradients().values()]))
+    return found
+
+
+def looked_at(batch, mesh):
+    """The batch as it comes to this stage."""
+    if not mesh.first_stage:
+        labels = batch.tokens.where(batch.loss_mask, UNREAD)
+        batch = replace(batch, held_tokens=labels if mesh.last_stage else None)
+    if not mesh.last_stage:
+        batch = replace(batch, advantages=None, behaviour_logprobs=None, ref_logprobs=None)
+    return batch
+
+
+@pytest.mark.parametrize("layout", [Parallel(3, pp=3), Parallel(4, tp=2, pp=2)], ids=str)
+def test_a_stage_computes_the_same_bits_without_what_it_does_not_look_at(checkpoints, layout):
+    case = Case(checkpoints["tied"], layout, training={"load_balancing_coef": 0.05} | MICRO_BATCHES)
+    for whole, cut in run_ranks(with_and_without, layout.world, case):
+        assert torch.equal(whole[0], cut[0]) and whole[0].any()
+        assert whole[1] == cut[1]
+        assert all(torch.equal(*pair) for pair in zip(whole[2], cut[2], strict=True))
+        assert any(flat.any() for flat in cut[2])

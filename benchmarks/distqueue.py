@@ -1,0 +1,228 @@
+"""DistQueue beside its floor and its peers: put in one process, get in another, alternating rounds, medians.
+
+    python benchmarks/distqueue.py --json PATH
+
+    put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
+    copy_s              floor: np.copyto of the same bytes into warm memory
+    ray_*               ray.put / ray.get of the same packed arrays, with the copy into warm memory
+    transferqueue_*     TransferQueue 0.1.11 with its default storage, where it can be imported
+    padded_bytes        what padding every sample to the longest would take; payload_bytes: the samples themselves
+    sent_bytes          of this queue, for a put, metadata included, counted where they are sent; received_bytes: a get
+
+Workloads: `long`, 512 samples of lognormal lengths (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300
+tokens; five columns of 4 bytes a token each. Then requests and bytes of the hierarchical reader, and the table at a
+million rows. TransferQueue has pinned requirements: run this in an environment that has it, torch, numpy and ray.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import importlib.util
+import json
+import logging
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from distqueue import DistQueue, PackedBatch
+
+COLUMNS = {
+    "tokens": torch.int32,
+    "mask": torch.int32,
+    "logprobs": torch.float32,
+    "ref_logprobs": torch.float32,
+    "advantages": torch.float32,
+}
+PEERS = ["ours", "ray"] + ["transferqueue"] * (importlib.util.find_spec("transfer_queue") is not None)
+
+
+def lengths(workload: str) -> np.ndarray:
+    """(B,) tokens of each sample."""
+    rng = np.random.default_rng(7)
+    if workload == "short":
+        return rng.integers(10, 301, 8192)
+    drawn = np.minimum(rng.lognormal(8.31, 1.0, 512).astype(np.int64) + 1, 32768)
+    drawn[0] = 32768
+    return drawn
+
+
+def make_columns(workload: str, round: int) -> dict[str, list[torch.Tensor]]:
+    """The samples of a round, as a rollout leaves them: a tensor a sample and column."""
+    sizes = lengths(workload).tolist()
+    total = sum(sizes)
+    flat = {name: torch.arange(round, round + total).to(dtype) for name, dtype in COLUMNS.items()}
+    return {name: list(column.split(sizes)) for name, column in flat.items()}
+
+
+class Party:
+    """A process that writes or reads, in every way that is compared. Each method returns the seconds it took."""
+
+    def __init__(self, queue: DistQueue, peers: list[str]) -> None:
+        self.queue, self.warm = queue, np.zeros(1, np.uint8)
+        if "transferqueue" in peers:
+            import transfer_queue
+
+            logging.disable(logging.WARNING)
+            transfer_queue.init()
+
+    def put_ours(self, workload: str, round: int) -> tuple[float, int]:
+        ids = [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
+        batch = PackedBatch.from_samples(ids, make_columns(workload, round))
+        before, began_s = self.queue.traffic.sent_bytes, time.perf_counter()
+        self.queue.put(batch)
+        return time.perf_counter() - began_s, self.queue.traffic.sent_bytes - before
+
+    def get_ours(self, workload: str, round: int) -> tuple[float, int]:
+        before, began_s = self.queue.traffic.received_bytes, time.perf_counter()
+        batch = self.queue.get("train", list(COLUMNS), len(lengths(workload)), timeout_s=60)
+        seconds = time.perf_counter() - began_s
+        assert int(batch["mask"].buffer[-1]) == round + int(lengths(workload).sum()) - 1
+        self.queue.ack("train", batch.ids)
+        return seconds, self.queue.traffic.received_bytes - before
+
+    def put_ray(self, workload: str, round: int) -> tuple[float, list[Any]]:
+        columns = make_columns(workload, round)
+        arrays = [torch.cat(column).numpy() for column in columns.values()]
+        began_s = time.perf_counter()
+        ref = ray.put(arrays)
+        return time.perf_counter() - began_s, [ref]
+
+    def get_ray(self, workload: str, refs: list[Any]) -> float:
+        warm = self.warmed(workload)
+        began_s = time.perf_counter()
+        for target, array in zip(warm, ray.get(refs[0]), strict=True):
+            np.copyto(target, array.view(np.uint8))
+        return time.perf_counter() - began_s
+
+    def put_transferqueue(self, workload: str, round: int) -> float:
+        import transfer_queue
+        from tensordict import TensorDict
+
+        columns = make_columns(workload, round)
+        size = len(lengths(workload))
+        nested = {name: torch.nested.as_nested_tensor(c, layout=torch.jagged) for name, c in columns.items()}
+        fields = TensorDict(nested, batch_size=size)
+        keys = [f"{workload}{round}-{row}" for row in range(size)]
+        began_s = time.perf_counter()
+        transfer_queue.kv_batch_put(keys=keys, partition_id=workload, fields=fields)
+        return time.perf_counter() - began_s
+
+    def get_transferqueue(self, workload: str, round: int) -> float:
+        import transfer_queue
+
+        keys = [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
+        began_s = time.perf_counter()
+        found = transfer_queue.kv_batch_get(keys=keys, partition_id=workload, select_fields=list(COLUMNS))
+        seconds = time.perf_counter() - began_s
+        assert int(found["mask"][-1][-1]) == round + int(lengths(workload).sum()) - 1
+        transfer_queue.kv_clear(keys=keys, partition_id=workload)
+        return seconds
+
+    def copy(self, workload: str) -> float:
+        warm = self.warmed(workload)
+        sources = [np.full(len(target), 7, np.uint8) for target in warm]
+        began_s = time.perf_counter()
+        for target, source in zip(warm, sources, strict=True):
+            np.copyto(target, source)
+        return time.perf_counter() - began_s
+
+    def warmed(self, workload: str) -> list[np.ndarray]:
+        """Memory of the reader's own that was written to before, one array a column."""
+        total = 4 * int(lengths(workload).sum())
+        if len(self.warm) < total * len(COLUMNS):
+            self.warm = np.zeros(total * len(COLUMNS), np.uint8)
+        return [self.warm[i * total : (i + 1) * total] for i in range(len(COLUMNS))]
+
+
+def measure(workload: str, rounds: int, writer: Any, reader: Any) -> dict[str, float]:
+    """Medians over the rounds but the first two, each of which runs all peers in turn."""
+    seconds: dict[str, list[float]] = {}
+    sent = received = 0
+    for round in range(rounds + 2):
+        found: dict[str, float] = {"copy_s": ray.get(reader.copy.remote(workload))}
+        order = PEERS[round % len(PEERS) :] + PEERS[: round % len(PEERS)]
+        for peer in order:
+            if peer == "ours":
+                found["put_s"], sent = ray.get(writer.put_ours.remote(workload, round))
+                found["get_s"], received = ray.get(reader.get_ours.remote(workload, round))
+            elif peer == "ray":
+                found["ray_put_s"], refs = ray.get(writer.put_ray.remote(workload, round))
+                found["ray_get_s"] = ray.get(reader.get_ray.remote(workload, refs))
+            else:
+                found["transferqueue_put_s"] = ray.get(writer.put_transferqueue.remote(workload, round))
+                found["transferqueue_get_s"] = ray.get(reader.get_transferqueue.remote(workload, round))
+        if round >= 2:
+            for name, value in found.items():
+                seconds.setdefault(name, []).append(value)
+    sizes, width = lengths(workload), 4 * len(COLUMNS)
+    figures = {name: statistics.median(values) for name, values in seconds.items()}
+    figures |= {"payload_bytes": int(sizes.sum()) * width, "padded_bytes": int(sizes.max()) * len(sizes) * width}
+    return figures | {"sent_bytes": sent, "received_bytes": received}
+
+
+def say(workload: str, figures: dict[str, float]) -> None:
+    copy_s = figures["copy_s"]
+    payload, sent = figures["payload_bytes"], max(figures["sent_bytes"], figures["received_bytes"])
+    print(
+        f"{workload}: {payload / 1e6:.1f} MB of samples, {figures['padded_bytes'] / 1e6:.1f} MB padded; sent "
+        f"{sent / payload:.4f} of the samples' bytes, {1 - sent / figures['padded_bytes']:.1%} less than padded"
+    )
+    print(f"  floor (copy into warm memory)  {copy_s * 1e3:8.2f} ms")
+    for peer, prefix in (("this queue", ""), ("Ray alone", "ray_"), ("TransferQueue", "transferqueue_")):
+        if f"{prefix}put_s" not in figures:
+            print(f"  {peer:<16}not installed")
+            continue
+        put_s, get_s = figures[f"{prefix}put_s"], figures[f"{prefix}get_s"]
+        against = f"   {put_s / figures['put_s']:5.1f} x, {get_s / figures['get_s']:5.1f} x ours" if prefix else ""
+        print(
+            f"  {peer:<16}put {put_s * 1e3:8.2f} ms ({put_s / copy_s:5.1f} x copy)"
+            f"   get {get_s * 1e3:8.2f} ms ({get_s / copy_s:5.1f} x copy){against}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=["transfer", "hierarchy", "metadata"], help="one part alone")
+    given = parser.parse_args()
+    figures: dict[str, Any] = {}
+    if given.only in (None, "transfer"):
+        # TransferQueue reserves a core for each of its processes
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        queue = DistQueue.create(["train"])
+        party = ray.remote(Party).options(num_cpus=0)
+        writer, reader = party.remote(queue, PEERS), party.remote(queue, PEERS)
+        for workload in ("long", "short"):
+            figures[workload] = measure(workload, given.rounds, writer, reader)
+            say(workload, figures[workload])
+        queue.close()
+        ray.shutdown()
+    if given.only in (None, "hierarchy"):
+        from benchmarks.distqueue_hierarchy import measure as measure_hierarchy
+
+        figures["hierarchy"] = measure_hierarchy()
+        print("hierarchy:", json.dumps(figures["hierarchy"]))
+    if given.only in (None, "metadata"):
+        from benchmarks.distqueue_metadata import measure as measure_metadata
+
+        figures["metadata"] = measure_metadata()
+        print("metadata:", json.dumps(figures["metadata"]))
+    if given.json:
+        given.json.write_text(json.dumps({"figures": figures}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What reading once a replica saves, measured: eight processes, TP2 PP2 DP2, and one queue that they share.
+
+    python benchmarks/distqueue_hierarchy.py [--batches 8] [--json hierarchy.json]
+
+flat: every rank asks the queue for the columns of its pipeline stage. leader: one rank of a replica asks for what any
+of them needs and the tree passes it on. Requests and bytes are what the queue's handles exchanged with it, metadata
+included; floor_bytes is the payload of every batch once a replica, and group_bytes what the ranks sent one another.
+The samples are long-tailed: lognormal responses, about 1.6k tokens on average, after prompts of 32 to 512.
+
+The keys with tp8_pp16 are not measured but counted: the requests of 16 replicas of 128 ranks, and the payload that
+leaves the queue for them, for samples as these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)
+
+from distqueue import DistQueue, PackedBatch  # noqa: E402
+from distqueue.hierarchy import GroupReader  # noqa: E402
+from distqueue.tree import Member, flat_reads, leader_reads, requests  # noqa: E402
+from fusion.model import Parallel  # noqa: E402
+
+LAYOUT, LARGE = Parallel(8, tp=2, pp=2), Parallel(2048, tp=8, pp=16)
+FIRST, LAST = ("prompt", "response"), ("response", "behaviour_logprobs", "ref_logprobs", "advantage")
+SAMPLES = 64
+"""A batch of one replica"""
+
+
+def needs(layout: Parallel, rank: int) -> tuple[str, ...]:
+    """Columns of this rank's pipeline stage; the stages between first and last need lengths alone."""
+    return {0: FIRST, layout.pp - 1: LAST}.get(layout.coordinate("pp", rank), ())
+
+
+def replica(layout: Parallel, number: int) -> list[int]:
+    return [rank for rank in range(layout.world) if layout.coordinate("dp", rank) == number]
+
+
+def make_batch(ids: Sequence[str], seed: int) -> PackedBatch:
+    random = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(32, 513, (len(ids),), generator=random).tolist()
+    responses = (7 + torch.randn(len(ids), generator=random)).exp().clamp(1, 8192).int().tolist()
+    columns = {
+        "prompt": [torch.randint(1 << 15, (size,), generator=random) for size in prompts],
+        "response": [torch.randint(1 << 15, (size,), generator=random) for size in responses],
+        "behaviour_logprobs": [torch.randn(size, generator=random) for size in responses],
+        "ref_logprobs": [torch.randn(size, generator=random) for size in responses],
+        "advantage": torch.randn(len(ids), generator=random),
+    }
+    return PackedBatch.from_samples(ids, columns)
+
+
+class Rank:
+    """A process of the trainer's. Methods run on all ranks at once."""
+
+    def __init__(self, rank: int, queue: DistQueue):
+        self.rank, self.queue, self.columns = rank, queue, needs(LAYOUT, rank)
+        self.replica = LAYOUT.coordinate("dp", rank)
+
+    def address(self) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+    def join(self, address: str, warm_up: list[list[str]]) -> None:
+        dist.init_process_group("gloo", init_method=address, rank=self.rank, world_size=LAYOUT.world)
+        groups = [dist.new_group(replica(LAYOUT, number)) for number in range(LAYOUT.dp)]
+        self.reader = GroupReader(self.queue, groups[self.replica], self.columns)
+        self.queue.read(warm_up[self.replica], self.columns)  # finds the queue's shards
+        self.reader.read(warm_up[self.replica])
+
+    def read(self, way: str, batches: list[list[list[str]]]) -> dict[str, int]:
+        """Reads ``[batch][replica]`` of ids the ``flat`` way or through the ``leader``; what that took."""
+        before = self.exchanged()
+        for shares in batches:
+            ids = shares[self.replica]
+            found = self.queue.read(ids, self.columns) if way == "flat" else self.reader.read(ids).batch
+            assert found.ids == tuple(ids) and set(found.columns) == set(self.columns)
+        return {what: count - before[what] for what, count in self.exchanged().items()}
+
+    def exchanged(self) -> dict[str, int]:
+        """Since this process began, with the queue and with its group."""
+        traffic = self.queue.traffic
+        return {
+            "requests": traffic.requests,
+            "bytes": traffic.received_bytes,
+            "group_bytes": self.reader.sent_bytes,
+        }
+
+
+def measure(batches: int = 8) -> dict[str, Any]:
+    """The figures of the docstring. Uses the Ray that runs, or starts one for as long as it lasts."""
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
+    queue = DistQueue.create(["train"])
+    actor = ray.remote(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}})(Rank)
+    ranks = [actor.remote(rank, queue) for rank in range(LAYOUT.world)]
+    try:
+        return _count(queue, ranks, batches)
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+        queue.close()
+        if ours:
+            ray.shutdown()
+
+
+def _count(queue: DistQueue, ranks: list[Any], batches: int) -> dict[str, Any]:
+    shares = [[[f"{b}-{d}-{i}" for i in range(SAMPLES)] for d in range(LAYOUT.dp)] for b in range(batches + 1)]
+    nbytes: dict[str, int] = dict.fromkeys((*FIRST, *LAST), 0)
+    for number, batch in enumerate(shares):
+        for d, ids in enumerate(batch):
+            made = make_batch(ids, number * LAYOUT.dp + d)
+            queue.put(made)
+            for name in nbytes if number else ():
+                nbytes[name] += made[name].buffer.nbytes
+    address = ray.get(ranks[0].address.remote())
+    ray.get([rank.join.remote(address, shares[0]) for rank in ranks])
+    figures: dict[str, Any] = {}
+    for way in ("flat", "leader"):
+        counts = ray.get([rank.read.remote(way, shares[1:]) for rank in ranks])
+        figures |= {f"{what}_{way}": sum(count[what] for count in counts) for what in counts[0]}
+    assert figures.pop("group_bytes_flat") == 0
+    figures["group_bytes"] = figures.pop("group_bytes_leader")
+    return figures | {"floor_bytes": sum(nbytes.values())} | large(nbytes)
+
+
+def large(nbytes: dict[str, int]) -> dict[str, int]:
+    """Requests and payload bytes for one batch of ``nbytes`` a replica in TP8 PP16."""
+    members = [Member(i, "", frozenset(needs(LARGE, rank))) for i, rank in enumerate(replica(LARGE, 0))]
+    flat, leader = requests(LARGE.world, len(members))
+    return {
+        "requests_flat_tp8_pp16": flat,
+        "requests_leader_tp8_pp16": leader,
+        "bytes_flat_tp8_pp16": LARGE.dp * flat_reads(members, nbytes).nbytes,
+        "bytes_leader_tp8_pp16": LARGE.dp * leader_reads(members, nbytes).nbytes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    figures = measure(args.batches)
+    print(f"{args.batches} batches of {SAMPLES} samples for each of {LAYOUT.dp} replicas, TP2 PP2")
+    for what in ("requests", "bytes"):
+        flat, leader = figures[f"{what}_flat"], figures[f"{what}_leader"]
+        print(f"{what:9} flat {flat:14,} leader {leader:14,}   1/{flat / leader:.3f}")
+    print(f"{'floor':9} {figures['floor_bytes']:,} bytes; sent inside the groups {figures['group_bytes']:,}")
+    flat, leader = figures["requests_flat_tp8_pp16"], figures["requests_leader_tp8_pp16"]
+    print(f"TP8 PP16 DP{LARGE.dp}, counted: requests {flat:,} and {leader:,}, 1/{flat // leader}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The journal of a queue: every change of state, in order, on disk before it is acknowledged. SQLite keeps it.
+
+    events    (seq, kind, body)   since the snapshot: what `QueueCore.record` was told
+    snapshot  (body)              the state that the events change; once they outgrow it, a new one takes their place
+
+Changes of one moment share a transaction: while one is written, those that come meanwhile gather for the next. Payloads
+are not in here; their segments are files beside it, synced before the put that names them is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+LEAST_COMPACTED = 16 << 20
+"""Bytes of events below which no new snapshot is made"""
+
+INDEX = "index.db"
+
+
+class Journal:
+    """One process writes a journal at a time; ValueError names the folder where another has it open."""
+
+    def __init__(self, folder: str | Path, snapshot: Callable[[], bytes]) -> None:
+        """`snapshot` makes one of the present state."""
+        self.folder, self._snapshot = Path(folder), snapshot
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ValueError(f"journal {self.folder}: another queue has it open") from None
+        self._store = sqlite3.connect(self.folder / INDEX, isolation_level=None, check_same_thread=False)
+        self._store.execute("pragma journal_mode=wal")
+        self._store.execute("pragma synchronous=full")
+        with _transaction(self._store):
+            self._store.execute("create table if not exists events (seq integer primary key, kind text, body blob)")
+            self._store.execute("create table if not exists snapshot (body blob)")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._pending: list[tuple[str, bytes]] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._event_bytes = self._store.execute("select coalesce(sum(length(body)), 0) from events").fetchone()[0]
+        self._snapshot_bytes = self._store.execute("select coalesce(sum(length(body)), 0) from snapshot").fetchone()[0]
+
+    def read(self) -> tuple[bytes | None, Iterator[tuple[str, bytes]]]:
+        """(snapshot or None, events since)."""
+        return read(self._store)
+
+    def begin(self, snapshot: bytes) -> None:
+        """The first state of a new journal."""
+        self._replace(snapshot)
+
+    def append(self, kind: str, body: bytes) -> None:
+        """Joins the next transaction; `flushed` tells when that is on disk."""
+        self._pending.append((kind, body))
+
+    async def flushed(self) -> None:
+        """Returns when all that was appended before this call is on disk; raises what kept it from being."""
+        if self._writing is not None and not self._writing.done():
+            await asyncio.shield(self._writing)  # what it writes may have begun before the last append
+        if self._pending and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.ensure_future(self._write())
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+
+    def close(self) -> None:
+        self._writer.shutdown()
+        self._commit(self._pending)
+        self._store.close()
+        os.close(self._lock)
+
+    async def _write(self) -> None:
+        batch, self._pending = self._pending, []
+        self._event_bytes += sum(len(body) for _, body in batch)
+        run = asyncio.get_running_loop().run_in_executor
+        if self._event_bytes > max(LEAST_COMPACTED, 2 * self._snapshot_bytes):
+            snapshot = self._snapshot()  # the state after the batch
+            self._event_bytes, self._snapshot_bytes = 0, len(snapshot)
+            await run(self._writer, self._replace, snapshot)
+        else:
+            await run(self._writer, self._commit, batch)
+
+    def _commit(self, batch: list[tuple[str, bytes]]) -> None:
+        with _transaction(self._store):
+            self._store.executemany("insert into events (kind, body) values (?, ?)", batch)
+
+    def _replace(self, body: bytes) -> None:
+        with _transaction(self._store):
+            self._store.execute("delete from events")
+            self._store.execute("delete from snapshot")
+            self._store.execute("insert into snapshot values (?)", (body,))
+
+
+def read(store: sqlite3.Connection) -> tuple[bytes | None, Iterator[tuple[str, bytes]]]:
+    found = store.execute("select body from snapshot").fetchone()
+    return (found[0] if found else None), store.execute("select kind, body from events order by seq")
+
+
+@contextmanager
+def _transaction(store: sqlite3.Connection) -> Iterator[None]:
+    store.execute("begin immediate")
+    try:
+        yield
+    except BaseException:
+        store.execute("rollback")
+        raise
+    store.execute("commit")

@@ -1,0 +1,231 @@
+"""Metadata as it travels and as it is journalled: one `bytes` of a JSON header and bare arrays. No pickle.
+
+    | bytes of the header, uint32 | header | array | array | …     each array at a multiple of 8
+
+`Put` is what a writer says of a batch before it writes the payload; `Delivery` is what a reader is told of samples that
+it gets: who they are, and where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distqueue.column import Layout
+from distqueue.packed import PackedBatch
+
+ALIGN = 8
+
+
+def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """`fields` is JSON; `arrays` are of plain numpy dtypes."""
+    described = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    header = json.dumps({"fields": fields, "arrays": described}, separators=(",", ":")).encode()
+    pieces = [len(header).to_bytes(4, "little"), header]
+    size = 4 + len(header)
+    for array in arrays.values():
+        pieces += [bytes(-size % ALIGN), np.ascontiguousarray(array).tobytes()]
+        size += -size % ALIGN + array.nbytes
+    return b"".join(pieces)
+
+
+def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The arrays are read-only views of the message."""
+    length = int.from_bytes(message[:4], "little")
+    header = json.loads(message[4 : 4 + length])
+    at, arrays = 4 + length, {}
+    for name, (dtype, shape) in header["arrays"].items():
+        at += -at % ALIGN
+        count = int(np.prod(shape))
+        arrays[name] = np.frombuffer(message, dtype=dtype, count=count, offset=at).reshape(shape)
+        at += arrays[name].nbytes
+    return header["fields"], arrays
+
+
+def names_to_array(names: Sequence[str]) -> np.ndarray:
+    """(bytes,) uint8: the names in UTF-8, each but the last followed by a NUL."""
+    joined = "\0".join(names)
+    if joined.count("\0") != max(len(names) - 1, 0):
+        wrong = next(name for name in names if "\0" in name)
+        raise ValueError(f"{wrong!r}: expected a name without a NUL character")
+    return np.frombuffer(joined.encode(), dtype=np.uint8)
+
+
+def array_to_names(array: np.ndarray, count: int) -> tuple[str, ...]:
+    return tuple(array.tobytes().decode().split("\0")) if count else ()
+
+
+def smallest(values: np.ndarray) -> np.ndarray:
+    """The same non-negative integers in the smallest unsigned dtype that holds them."""
+    top = int(values.max()) if values.size else 0
+    return values.astype(np.min_scalar_type(top), copy=False)
+
+
+def runs_of(segments: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """(K, 3) int64 rows (segment, start, stop): neighbours in one segment merged, in the order given."""
+    if not len(segments):
+        return np.empty((0, 3), np.int64)
+    breaks = np.flatnonzero((np.diff(segments) != 0) | (np.diff(places) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    stops = np.concatenate([breaks, [len(segments)]])
+    return np.stack([segments[starts], places[starts], places[stops - 1] + 1], axis=1).astype(np.int64)
+
+
+class ColumnInfo(NamedTuple):
+    """A column of a put: its layout, the tokens of each sample if it is ragged, its bytes without offsets."""
+
+    layout: Layout
+    lengths: np.ndarray | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Put:
+    """A batch without its payload."""
+
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    versions: np.ndarray | None
+    """(B, 2) int32: policy versions of the oldest and the newest token; None where not said"""
+    columns: dict[str, ColumnInfo]
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Put:
+        columns = {}
+        for name, column in batch.columns.items():
+            lengths = None if column.offsets is None else column.lengths().numpy()
+            columns[name] = ColumnInfo(column.layout, lengths, column.buffer.nbytes)
+        versions = np.array(batch.versions, np.int32).reshape(-1, 2) if batch.versions else None
+        return cls(batch.ids, batch.groups, versions, columns)
+
+    @property
+    def tokens(self) -> dict[str, np.ndarray | None]:
+        """Tokens a sample by column; None where each counts as one: dense columns, text and metadata."""
+        return {
+            name: info.lengths if info.lengths is not None and info.layout.kind == "tensor" else None
+            for name, info in self.columns.items()
+        }
+
+    def to_bytes(self) -> bytes:
+        """Lengths that several columns share are sent once."""
+        distinct: list[np.ndarray] = []
+        columns = []
+        for name, (layout, lengths, nbytes) in self.columns.items():
+            columns.append((name, *layout_fields(layout), nbytes, _index_of(lengths, distinct)))
+        unique, group_of = labels(self.groups)
+        fields = {"count": len(self.ids), "groups": unique, "columns": columns}
+        arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
+        if self.versions is not None:
+            uniform = len(self.versions) and (self.versions == self.versions[0]).all()
+            arrays["versions"] = self.versions[:1] if uniform else self.versions
+        arrays |= {f"lengths{i}": smallest(lengths) for i, lengths in enumerate(distinct)}
+        return pack(fields, arrays)
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> Put:
+        fields, arrays = unpack(message)
+        count = fields["count"]
+        columns = {}
+        for name, kind, dtype, trailing, ragged, nbytes, shared in fields["columns"]:
+            lengths = None if shared is None else arrays[f"lengths{shared}"].astype(np.int64)
+            columns[name] = ColumnInfo(layout_of(kind, dtype, trailing, ragged), lengths, nbytes)
+        versions = np.broadcast_to(arrays["versions"], (count, 2)) if "versions" in arrays else None
+        groups = labelled(fields["groups"], arrays["group_of"])
+        return cls(array_to_names(arrays["ids"], count), groups, versions, columns)
+
+
+class Place(NamedTuple):
+    """Where a segment lies."""
+
+    number: int
+    shard: str
+    path: str
+
+
+class Part(NamedTuple):
+    """Columns whose samples lie at the same places: runs (K, 3) of (index into `Delivery.places`, start, stop)."""
+
+    columns: tuple[str, ...]
+    runs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Samples that a reader gets, their payload still where it lies."""
+
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    versions: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
+    parts: tuple[Part, ...]
+    too_old: tuple[str, ...] = ()
+    """Samples that were passed over, older than the bound that was asked for"""
+
+    def to_bytes(self) -> bytes:
+        unique, group_of = labels(self.groups)
+        fields = {
+            "count": len(self.ids),
+            "groups": unique,
+            "places": self.places,
+            "parts": [part.columns for part in self.parts],
+            "too_old": self.too_old,
+        }
+        arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
+        if self.versions:
+            versions = np.array(self.versions, np.int32)
+            arrays["versions"] = versions[:1] if (versions == versions[0]).all() else versions
+        arrays |= {f"runs{i}": smallest(part.runs) for i, part in enumerate(self.parts)}
+        return pack(fields, arrays)
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> Delivery:
+        fields, arrays = unpack(message)
+        count = fields["count"]
+        versions: tuple[tuple[int, int], ...] = ()
+        if "versions" in arrays:
+            versions = tuple(map(tuple, np.broadcast_to(arrays["versions"], (count, 2)).tolist()))
+        return cls(
+            ids=array_to_names(arrays["ids"], count),
+            groups=labelled(fields["groups"], arrays["group_of"]),
+            versions=versions,
+            places=tuple(Place(*place) for place in fields["places"]),
+            parts=tuple(
+                Part(tuple(columns), arrays[f"runs{i}"].astype(np.int64)) for i, columns in enumerate(fields["parts"])
+            ),
+            too_old=tuple(fields["too_old"]),
+        )
+
+
+def layout_fields(layout: Layout) -> tuple[str, str, tuple[int, ...], bool]:
+    """A layout as JSON can say it."""
+    return layout.kind, str(layout.dtype).removeprefix("torch."), layout.trailing, layout.ragged
+
+
+def layout_of(kind: str, dtype: str, trailing: Iterable[int], ragged: bool) -> Layout:
+    return Layout(kind, getattr(torch, dtype), tuple(trailing), ragged)
+
+
+def labels(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """(distinct names in order, index of each): groups are said once."""
+    index: dict[str, int] = {}
+    found = np.fromiter((index.setdefault(name, len(index)) for name in names), np.int64, len(names))
+    return list(index), smallest(found)
+
+
+def labelled(unique: Sequence[str], found: np.ndarray) -> tuple[str, ...]:
+    return tuple(unique[i] for i in found.tolist())
+
+
+def _index_of(lengths: np.ndarray | None, distinct: list[np.ndarray]) -> int | None:
+    if lengths is None:
+        return None
+    for i, known in enumerate(distinct):
+        if np.array_equal(known, lengths):
+            return i
+    distinct.append(lengths)
+    return len(distinct) - 1

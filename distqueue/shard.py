@@ -1,0 +1,187 @@
+"""A shard: the segments of one node, as files in a folder of its shared memory or, with a journal, of its disk.
+
+Writers and readers of the node map the files themselves and never ask the shard. What is left for it: samples that a
+reader elsewhere asks for, gathered once, here; puts from elsewhere; files that come, go, and move to disk. It keeps no
+state that is not in its folder, so one that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from distqueue.buffers import WarmBuffers
+from distqueue.gather import gather_columns
+from distqueue.messages import Part, Place
+from distqueue.segment_file import SegmentFile, Stretch, lay_out
+from distqueue.wire import Frames, from_wire, to_wire
+
+log = logging.getLogger(__name__)
+
+PREFIX = "distqueue-"
+LOCK = "lock"
+ABANDONED_S = 60.0
+"""A folder in shared memory that no process holds is removed after this long; a shard that starts anew takes less"""
+
+MAPPED = 256
+"""Files a process keeps mapped"""
+
+
+def memory_folder(queue: str, name: str) -> Path:
+    """Where a shard of a queue without a journal keeps its files."""
+    memory = Path("/dev/shm")
+    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}{queue}" / name
+
+
+class Mapped:
+    """Segment files as one process has them mapped, the latest used MAPPED of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, SegmentFile] = {}
+        self._lock = threading.Lock()
+
+    def columns(self, place: Place) -> dict[str, Stretch]:
+        """SegmentGone where the segment does not lie there any more."""
+        return self._file(place).columns(place.number)
+
+    def check(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._file(place).check(place.number)
+
+    def writable(self, path: str, size: int) -> SegmentFile:
+        """The file, made where it is not there."""
+        file = self._files.get(path)
+        if file is None or not file.writable or file.size < size:
+            file = SegmentFile(path, size)
+        return self._keep(file)
+
+    def _file(self, place: Place) -> SegmentFile:
+        file = self._files.get(place.path)
+        if file is None or not file.holds(place.number):  # not mapped yet, or when it was smaller
+            file = SegmentFile(place.path)
+        return self._keep(file)
+
+    def _keep(self, file: SegmentFile) -> SegmentFile:
+        with self._lock:
+            self._files.pop(file.path, None)
+            self._files[file.path] = file
+            while len(self._files) > MAPPED:
+                del self._files[next(iter(self._files))]
+        return file
+
+
+class Shard:
+    """Runs inside Ray on its node; calls come from the queue's actor and from clients of other nodes."""
+
+    def __init__(self, folder: str, spill: str | None) -> None:
+        self.folder, self.spill_folder = Path(folder), None if spill is None else Path(spill)
+        self._remove_abandoned()
+        for path in (self.folder, self.spill_folder):
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder.parent / f"{self.folder.name}.{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._mapped = Mapped()
+        self._buffers = WarmBuffers()
+
+    def space(self) -> int:
+        """Bytes free where the files lie."""
+        free = os.statvfs(self.folder)
+        return free.f_bavail * free.f_frsize
+
+    def read(self, places: Sequence[Place], parts: Sequence[Part]) -> list[tuple[bytes, Frames]]:
+        """The columns of each part, gathered. SegmentGone where a segment does not lie there any more."""
+        sources = [self._mapped.columns(place) for place in places]
+        columns = [gather_columns([part], sources, self._buffers) for part in parts]
+        self._mapped.check(places)
+        return [to_wire(found) for found in columns]
+
+    def write(self, number: int, path: str, size: int, durable: bool, header: bytes, *frames: np.ndarray) -> None:
+        """A put from another node, into the file that was reserved for it."""
+        stretches = from_wire(header, list(frames))
+        file = self._mapped.writable(path, size)
+        file.write(number, lay_out(stretches))
+        if durable:
+            file.sync()
+
+    def export(self, number: int, path: str) -> np.ndarray:
+        """A whole segment, for a shard that takes it over."""
+        file = SegmentFile(path)
+        file.check(number)
+        return np.array(file.bytes)
+
+    def take_over(self, path: str, contents: np.ndarray, durable: bool) -> None:
+        """A segment that another shard exported, as a file here."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = SegmentFile(path, len(contents))
+        file.copy_from(contents)
+        if durable:
+            file.sync()
+
+    def spill(self, number: int, path: str, target: str) -> None:
+        """Copies a segment to disk; its file in memory is left to whoever asked."""
+        self.take_over(target, self.export(number, path), durable=False)
+
+    def discard(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            Path(path).unlink(missing_ok=True)
+
+    def missing(self, paths: Sequence[str]) -> list[str]:
+        """Those of `paths` at which there is no file."""
+        return [path for path in paths if not os.path.exists(path)]
+
+    def keep_only(self, paths: Sequence[str]) -> None:
+        """Unlinks what no segment lies in."""
+        wanted = set(paths)
+        for folder in (self.folder, self.spill_folder):
+            for file in folder.iterdir() if folder is not None else ():
+                if str(file) not in wanted:
+                    file.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Removes the shard's folders."""
+        for folder in (self.folder, self.spill_folder):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        (self.folder.parent / f"{self.folder.name}.{LOCK}").unlink(missing_ok=True)
+        try:
+            self.folder.parent.rmdir()
+        except OSError:  # another shard's is there
+            pass
+
+    def _remove_abandoned(self) -> None:
+        """Folders that queues left whose every process was killed."""
+        root = self.folder.parent.parent
+        if not self.folder.parent.name.startswith(PREFIX):
+            return
+        for folder in root.glob(f"{PREFIX}*"):
+            locks = list(folder.glob(f"*.{LOCK}"))
+            if folder != self.folder.parent and locks and all(_abandoned(lock) for lock in locks):
+                log.warning("removing %s: the queue that left it is dead", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _abandoned(lock: Path) -> bool:
+    try:
+        handle = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        if time.time() - os.fstat(handle).st_mtime < ABANDONED_S:
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

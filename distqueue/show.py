@@ -1,0 +1,122 @@
+"""What is waiting for what, and for how long: `python -m distqueue NAME`, or the folder of a journal.
+
+python -m distqueue                      # queues of the Ray cluster on this machine
+python -m distqueue samples              # one of them, live; --watch 2: again every two seconds
+python -m distqueue runs/run/queue       # a journal that no process has open: what it would go on with
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distqueue.core import QueueCore
+from distqueue.journal import INDEX, read
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m distqueue", description=__doc__, formatter_class=_Raw)
+    parser.add_argument("queue", nargs="?", help="name of a live queue, or folder of a journal; none: list them")
+    parser.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this machine)")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="print again every so many seconds")
+    given = parser.parse_args(arguments)
+    try:
+        while True:
+            print(_text(given.queue, given.address))
+            if given.watch is None:
+                return 0
+            time.sleep(given.watch)
+            print()
+    except (ValueError, ConnectionError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def _text(queue: str | None, address: str) -> str:
+    if queue is not None and (Path(queue) / INDEX).is_file():
+        return state_text(journal_state(Path(queue)))
+    import ray
+
+    from distqueue.client import DistQueue
+    from distqueue.host import NAMESPACE
+
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    if queue is not None:
+        return state_text(DistQueue.connect(queue).state())
+    names = [found["name"] for found in ray.util.list_named_actors(True) if found["namespace"] == NAMESPACE]
+    return "\n".join(["live queues:", *(f"  {name}" for name in sorted(names))]) if names else "no live queue"
+
+
+def journal_state(folder: Path) -> dict[str, Any]:
+    """`QueueCore.state` of what a journal holds; only reads. What was leased when it was left is open."""
+    store = sqlite3.connect(f"file:{folder / INDEX}?mode=ro", uri=True)
+    try:
+        snapshot, events = read(store)
+        if snapshot is None:
+            raise ValueError(f"journal {folder}: it was left before its first state was written")
+        core = QueueCore.recover(snapshot, events)
+    finally:
+        store.close()
+    return core.state(time.time()) | {"name": "", "journal": str(folder)}
+
+
+def state_text(state: dict[str, Any]) -> str:
+    """A page for a terminal."""
+    stats = state["stats"]
+    title = f"queue {state['name']}" if state["name"] else "queue"
+    kept = f"journal {state['journal']}" if state.get("journal") else "in memory"
+    lines = [
+        f"{title}: {stats['distqueue/rows']:,} samples, {_bytes(stats['distqueue/bytes'])}, {kept}"
+        + (", sealed" if state["sealed"] else "")
+    ]
+    lines += ["", "task             to get    leased   oldest  handed out again  waiting"]
+    for task in state["tasks"]:
+        names = "depth", "leased", "age_s", "redelivered", "waiters"
+        depth, leased, age_s, redelivered, waiters = (stats[f"distqueue/{task}/{name}"] for name in names)
+        lines.append(f"{task:<14}{depth:>9,}{leased:>10,}{_seconds(age_s):>9}{redelivered:>18,}{waiters:>9,}")
+    ended = {name.split("/", 2)[2]: count for name, count in stats.items() if name.startswith("distqueue/ended/")}
+    lines += ["", "ended: " + (", ".join(f"{count:,} {name}" for name, count in sorted(ended.items())) or "none")]
+    if stats["distqueue/late"]:
+        lines.append(f"late: {stats['distqueue/late']:,} samples were put to after they had been dropped")
+    for waiting in state["waiting"]:
+        who = "1 reader waits" if waiting["waiters"] == 1 else f"{waiting['waiters']} readers wait"
+        lines.append(f"{who}, {_seconds(waiting['longest_s'])}: {waiting['why']}")
+    lines += [f"a writer waits: {why}" for why in state["waiting_writers"]]
+    if state["writing"]:
+        lines.append(f"{state['writing']} puts are being written")
+    lines += ["", "shard                        segments       bytes          of"]
+    for shard in state["shards"]:
+        held, most = _bytes(shard["bytes"]), _bytes(shard["max_bytes"])
+        leaving = "  leaving" if shard["leaving"] else ""
+        lines.append(f"{shard['name']:<26}{shard['segments']:>11,}{held:>12}{most:>12}{leaving}")
+    if state["columns"]:
+        lines.append("")
+    for name, (kind, dtype, trailing, ragged) in state["columns"].items():
+        shape = ", ".join([*(["L"] if ragged else []), *map(str, trailing)])
+        lines.append(f"column {name}: {dtype if kind == 'tensor' else kind} ({shape})")
+    return "\n".join(lines)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

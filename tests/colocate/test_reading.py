@@ -1,0 +1,68 @@
+"""What the cards of a replica ask of the queue, and what comes to each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distqueue import PackedBatch
+from distqueue.hierarchy import Received
+from fusion.colocate.samples import needed, to_sequences
+from fusion.model import Mesh, Parallel
+from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
+from tests.helpers import run_ranks, tiny_checkpoint
+
+IDS = [f"0-{group}/{member}" for group in range(GROUPS) for member in range(GROUP)]
+
+
+def one_step(rank, device, spec):
+    """A step, then what this card got of its samples and what it asked for, by stage."""
+    card = Card(rank, device, spec)
+    checksum = card.step(0)["weights"]
+    worker, found = card.worker, {}
+    for stage, reader in worker.readers.items():
+        requests, arrives = reader.requests, reader.tree.incoming(reader.rank)
+        columns = {name: column.buffer.numel() for name, column in reader.read(IDS).batch.columns.items()}
+        found[stage] = requests, columns, sorted(arrives.columns) if arrives else None
+    return found, checksum
+
+
+def test_every_stage_of_a_pipeline_gets_what_it_looks_at_and_one_card_asks(tmp_path):
+    spec = make_spec(tiny_checkpoint(tmp_path, num_hidden_layers=3), 3, {"pp": 3}, {"tp": 1, "ep": 1})
+    (first, _), (middle, _), (last, _) = run_ranks(one_step, 3, spec)
+    for stage in ("reference", "train"):
+        assert [found[stage][0] for found in (first, middle, last)] == [1, 0, 0]
+        assert first[stage][1].keys() == {"prompt", "response"}
+        assert middle[stage][1:] == ({}, []), "no payload, not even to pass on"
+    assert last["reference"][1].keys() == {"response"}
+    assert last["train"][1].keys() == {"response", "behaviour_logprobs", "advantage", "ref_logprobs"}
+    assert last["train"][2] == sorted(last["train"][1]) and last["train"][1]["response"] > 0
+
+
+def idle_replica(rank, device, spec):
+    card = Card(rank, device, spec)
+    card.step(0)
+    report = card.worker.train([[IDS, []]])
+    return {name: part.value / (part.weight or 1) for name, part in report.metrics.items()}["actor/kl_loss"]
+
+
+def test_a_replica_without_samples_takes_part(tmp_path):
+    left, right = run_ranks(idle_replica, 2, make_spec(tiny_checkpoint(tmp_path), 2, {"ep": 2}, {"tp": 2}))
+    assert left == right > 0
+
+
+def test_what_a_rank_needs():
+    loss = ("advantage", "ref_logprobs")
+    stages = [needed(Mesh(Parallel(3, pp=3), rank), loss) for rank in range(3)]
+    assert stages == [("prompt", "response"), (), ("response", *loss)]
+    assert needed(Mesh.single(), loss) == ("prompt", "response", *loss)
+
+
+def test_a_column_that_does_not_fit_is_refused_by_sample():
+    columns = {
+        "prompt": [torch.arange(2), torch.arange(1)],
+        "response": [torch.arange(3), torch.arange(4)],
+        "behaviour_logprobs": [torch.zeros(3), torch.zeros(5)],
+    }
+    with pytest.raises(ValueError, match="sample 'b': behaviour_logprobs has 5 values for 4 response tokens"):
+        to_sequences(Received.of(PackedBatch.from_samples(["a", "b"], columns)))

@@ -1,0 +1,23 @@
+"""Nothing that was acknowledged is lost or comes twice, whoever is killed. The long version: `-m slow`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distqueue import faults
+
+
+def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
+    journal, folder = tmp_path / "journal", tmp_path / "told"
+    killed = faults.fire(journal, folder, seconds=8, pause_s=(0.2, 0.8), seed=1)
+    assert killed >= 5
+    assert faults.check(folder, faults.drain(journal, folder, seed=2)) > 20
+
+
+@pytest.mark.slow
+def test_hundreds_of_kills_lose_nothing(tmp_path: Path) -> None:
+    journal, folder = tmp_path / "journal", tmp_path / "told"
+    killed = sum(faults.fire(journal, folder, seconds=40, pause_s=(0.0, 0.4), seed=seed) for seed in range(8))
+    passed = faults.check(folder, faults.drain(journal, folder, seed=99))
+    print(f"{killed} killed, {passed} samples passed")
+    assert killed >= 300

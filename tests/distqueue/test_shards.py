@@ -1,0 +1,166 @@
+"""Shards of several nodes, played by several raylets of one machine: rows stay where they were written, readers
+elsewhere get exactly what they asked for, shards join, leave and fill up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from distqueue import DistQueue, PackedBatch
+
+
+class Nodes:
+    """A head, on which the queue's actor and this process run, and nodes that come and go."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        ray.init(address=self.cluster.address, log_to_driver=False)
+        self.head = ray.get_runtime_context().get_node_id()
+
+    def add(self) -> Any:
+        return self.cluster.add_node(num_cpus=1)
+
+    def kill(self, node: Any) -> None:
+        self.cluster.remove_node(node, allow_graceful=False)
+        while [found for found in ray.nodes() if found["Alive"] and found["NodeID"] == node.node_id]:
+            time.sleep(0.1)
+
+    def at(self, node: str, queue: DistQueue) -> Any:
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        return ray.remote(Client).options(num_cpus=0, scheduling_strategy=strategy).remote(queue)
+
+
+class Client:
+    """A process of a node."""
+
+    def __init__(self, queue: DistQueue) -> None:
+        self.queue = queue
+
+    def put(self, *ids: str, length: int = 1000) -> None:
+        self.queue.put(batch_of(*ids, length=length))
+
+    def get(self, count: int) -> tuple[tuple[str, ...], bool, int]:
+        """(ids, whether all is right, bytes that came)."""
+        before = self.queue.traffic.received_bytes
+        batch = self.queue.get("train", ["tokens", "text"], count, timeout_s=60)
+        wanted = batch_of(*batch.ids, length=len(batch["tokens"][0]))
+        right = all(torch.equal(batch[name].buffer, wanted[name].buffer) for name in wanted.columns)
+        self.queue.ack("train", batch.ids)
+        return batch.ids, right, self.queue.traffic.received_bytes - before
+
+
+def batch_of(*ids: str, length: int = 1000) -> PackedBatch:
+    tokens = [torch.arange(length, dtype=torch.int32) + sum(id.encode()) for id in ids]
+    return PackedBatch.from_samples(ids, {"tokens": tokens, "text": list(ids)})
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    ray.shutdown()
+    nodes.cluster.shutdown()
+
+
+def held(queue: DistQueue) -> dict[str, int]:
+    """Segments by shard."""
+    return {shard["name"]: shard["segments"] for shard in queue.state()["shards"]}
+
+
+def test_rows_stay_where_they_were_written_and_are_read_from_anywhere(nodes: Nodes) -> None:
+    other = nodes.add()
+    queue = DistQueue.create(["train"])
+    here, there = nodes.at(nodes.head, queue), nodes.at(other.node_id, queue)
+    shard = {name: node for name, (node, _) in queue._run(queue._call("where")).items()}
+    ray.get([here.put.remote("a", "b", "c"), there.put.remote("d", "e")])
+    found = {shard[name]: segments for name, segments in held(queue).items()}
+    assert found == {nodes.head: 1, other.node_id: 1}
+    ids, right, nbytes = ray.get(there.get.remote(2))
+    assert (ids, right) in [(("a", "b"), True), (("d", "e"), True)]
+    assert nbytes < 2 * 4000 + 1000, "exactly the samples it asked for, not their segment"
+    ids, right, _ = ray.get(here.get.remote(3))
+    assert right and len(ids) == 3
+    assert sum(held(queue).values()) == 0
+    queue.close()
+    nodes.kill(other)
+
+
+def test_shards_join_and_leave_and_rows_are_drained(nodes: Nodes) -> None:
+    queue = DistQueue.create(["train"])
+    other = nodes.add()
+    stranger = nodes.at(other.node_id, queue)
+    ray.get(stranger.put.remote("a"))
+    (home,) = [name for name, segments in held(queue).items() if segments]
+    assert queue._run(queue._call("where"))[home][0] == nodes.head, "a node without a shard writes to another"
+    name = queue.add_shard(other.node_id)
+    assert queue.add_shard(other.node_id) == name, "one a node"
+    ray.get(stranger.put.remote("b", "c"))
+    assert held(queue)[name] == 1
+    queue.remove_shard(other.node_id)
+    assert set(held(queue)) == {home} and held(queue)[home] == 2
+    assert ray.get(stranger.get.remote(3))[:2] == (("a", "b", "c"), True)
+    with pytest.raises(ValueError, match="has the last shard of this queue"):
+        queue.remove_shard(nodes.head)
+    with pytest.raises(ValueError, match="it has no shard; shards are on"):
+        queue.remove_shard(other.node_id)
+    queue.put(batch_of("d"))
+    queue.close()
+    nodes.kill(other)
+
+
+def test_what_a_lost_node_held_ends_by_name_and_the_rest_goes_on(nodes: Nodes) -> None:
+    other = nodes.add()
+    queue = DistQueue.create(["train"])
+    there = nodes.at(other.node_id, queue)
+    ray.get(there.put.remote("a", "b"))
+    queue.put(batch_of("c"))
+    nodes.kill(other)
+    batch = queue.get("train", ["tokens"], 3, timeout_s=60)
+    assert batch.ids == ("c",)
+    (lost,) = [name for name in queue.stats() if name.startswith("distqueue/ended/lost:shard-")]
+    assert queue.stats()[lost] == 2 and queue.stats()["distqueue/rows"] == 1
+    queue.close()
+
+
+def test_a_full_shard_spills_to_disk_and_reads_it_back(nodes: Nodes, tmp_path: Path) -> None:
+    queue = DistQueue.create(["train"], max_bytes=40_000, spill=str(tmp_path / "spill"))
+    for k in range(6):
+        queue.put(batch_of(f"{k}a", f"{k}b"))
+    stats, (shard,) = queue.stats(), queue.state()["shards"]
+    assert stats["distqueue/spilled_bytes"] > 8_000 and shard["bytes"] <= 40_000
+    spilled = list((tmp_path / "spill").rglob("*/*/*"))
+    assert spilled
+    batch = queue.get("train", ["tokens", "text"], 12, timeout_s=60)
+    wanted = batch_of(*batch.ids)
+    assert len(batch) == 12 and torch.equal(batch["tokens"].buffer, wanted["tokens"].buffer)
+    queue.ack("train", batch.ids)
+    assert queue.stats()["distqueue/spilled_bytes"] == 0
+    queue.close()
+    assert not [path for path in spilled if path.exists()]
+
+
+def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    queue = DistQueue.create(["train"], max_rows=3)
+    queue.put(batch_of("a", "b"))
+    writer = nodes.at(nodes.head, queue)
+    waiting = writer.put.remote("c", "d")
+    while not queue.state()["waiting_writers"]:
+        pass
+    assert queue.state()["waiting_writers"] == [
+        "the queue holds 2 samples of max_rows=3; task 'train' has 2 to get and 0 to acknowledge"
+    ]
+    queue.put(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
+    assert not ray.wait([waiting], timeout=0.2)[0], "what completes samples passes by; new ones wait"
+    queue.ack("train", queue.get("train", ["tokens"], 1).ids)
+    ray.get(waiting, timeout=30)
+    with pytest.raises(ValueError, match="a put of 4 new samples; this queue holds max_rows=3"):
+        queue.put(batch_of(*"wxyz"))
+    queue.close()
