@@ -108,7 +108,7 @@ class QueueCore:
         *,
         max_rows: int | None = None,
         epoch: str = "",
-        record: Callable[[str, bytes], None] = lambda kind, body: None,
+        record: Callable[[str, bytes], None] | None = None,
     ) -> None:
         """`epoch`: makes this life's file names its own. `record`: is told every durable change, kind and body."""
         if max_rows is not None and max_rows < 1:
@@ -202,11 +202,12 @@ class QueueCore:
         if number not in self._reserved or segment is None or segment.path != path:
             raise LookupError(f"segment {number} at {path}: not reserved, or given up")
         put = self._reserved[number].put
-        self._check_put(put)
-        del self._reserved[number]
-        where = {"number": number, "shard": segment.shard, "path": path, "nbytes": segment.nbytes, "size": segment.size}
-        self.record("put", pack(where | {"now_s": now_s}, {"put": np.frombuffer(put.to_bytes(), np.uint8)}))
         late = self._apply_put(put, number, path, now_s)
+        del self._reserved[number]
+        if self.record:
+            names = "number", "shard", "path", "nbytes", "size"
+            where = {name: getattr(segment, name) for name in names}
+            self.record("put", pack(where | {"now_s": now_s}, {"put": np.frombuffer(put.to_bytes(), np.uint8)}))
         self.serve(now_s)
         return late
 
@@ -290,18 +291,18 @@ class QueueCore:
     def ack(self, task: str, ids: Sequence[str], now_s: float) -> None:
         self._check_open()
         ended = self.table.ack(task, ids, replayed=self.recovered)
-        self.record("ack", pack({"task": task, "count": len(ids)}, {"ids": names_to_array(ids)}))
+        self._tell("ack", {"task": task, "count": len(ids)}, ids)
         self._end(ended, now_s)
 
     def drop(self, ids: Sequence[str], reason: str, now_s: float) -> None:
         self._check_open()
         ended = self.table.drop(ids, reason)
-        self.record("drop", pack({"reason": reason, "count": len(ids)}, {"ids": names_to_array(ids)}))
+        self._tell("drop", {"reason": reason, "count": len(ids)}, ids)
         self._end(ended, now_s)
 
     def lose(self, numbers: Sequence[int], reason: str, now_s: float) -> tuple[str, ...]:
         """Segments are gone: their samples end as `lost:<reason>`. Returns them."""
-        self.record("lose", pack({"numbers": list(numbers), "reason": reason}, {}))
+        self._tell("lose", {"numbers": list(numbers), "reason": reason})
         return self._apply_lose(numbers, reason, now_s)
 
     def renew(self, task: str, ids: Sequence[str], now_s: float) -> None:
@@ -320,7 +321,7 @@ class QueueCore:
         """No new sample comes: gets are served what is left, then QueueDrained."""
         self._check_open()
         if not self.sealed:
-            self.record("seal", b"")
+            self._tell("seal", {})
             self.sealed = True
             self.serve(now_s)
 
@@ -336,7 +337,7 @@ class QueueCore:
             writer.answer(self._closed())
 
     def moved(self, number: int, shard: str, path: str, spilled: bool = False) -> None:
-        self.record("move", pack({"number": number, "shard": shard, "path": path, "spilled": spilled}, {}))
+        self._tell("move", {"number": number, "shard": shard, "path": path, "spilled": spilled})
         self.ledger.moved(number, shard, path, spilled)
 
     # ---- looking
@@ -428,7 +429,7 @@ class QueueCore:
         core.sealed, core.late = fields["sealed"], fields["late"]
         core._committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
         core.recovered = True
-        record, core.record = core.record, lambda kind, body: None
+        record, core.record = core.record, None
         for kind, body in events:
             core._replay(kind, body)
         core.ledger.discards.clear()
@@ -437,7 +438,7 @@ class QueueCore:
 
     def _replay(self, kind: str, body: bytes) -> None:
         """Does again what was told to `record`."""
-        fields, arrays = unpack(body) if body else ({}, {})
+        fields, arrays = unpack(body)
         match kind:
             case "put":
                 names = "number", "shard", "path", "nbytes", "size"
@@ -461,12 +462,13 @@ class QueueCore:
     # ---- parts of the above
 
     def _apply_put(self, put: Put, number: int, path: str, now_s: float) -> tuple[str, ...]:
+        self._check_layouts(put)
+        late = self.table.put(put.ids, put.tokens, number, put.groups, put.versions, now_s)
         self.ledger.commit(number)
         for name, info in put.columns.items():
             self.layouts.setdefault(name, info.layout)
-        late = self.table.put(put.ids, put.tokens, number, put.groups, put.versions, now_s)
         self.late += len(late)
-        if len(late) == len(put.ids):
+        if len(late) == len(put.ids) or not put.columns:
             self.ledger.free([number])
         self._committed[number, path] = late
         if len(self._committed) > REMEMBERED_PUTS:
@@ -573,6 +575,10 @@ class QueueCore:
             ),
         )
 
+    def _tell(self, kind: str, fields: dict[str, Any], ids: Sequence[str] | None = None) -> None:
+        if self.record:
+            self.record(kind, pack(fields, {} if ids is None else {"ids": names_to_array(ids)}))
+
     def _key(self, waiter: Waiter) -> Key:
         return waiter.want, None if waiter.share is None else waiter.share.readers
 
@@ -586,12 +592,14 @@ class QueueCore:
 
     def _check_put(self, put: Put) -> int:
         """How many samples of it are new."""
-        new = self.table.check_put(put.ids, put.columns, put.groups)
+        self._check_layouts(put)
+        return self.table.check_put(put.ids, put.columns, put.groups)
+
+    def _check_layouts(self, put: Put) -> None:
         for name, info in put.columns.items():
             known = self.layouts.get(name, info.layout)
             if info.layout != known:
                 raise ValueError(f"column {name!r}: put as {info.layout}, but this queue holds it as {known}")
-        return new
 
     def _full_of_rows(self, new: int, now_s: float) -> str | None:
         if self.max_rows is None:

@@ -14,11 +14,15 @@ import torch
 
 from distqueue.buffers import WarmBuffers
 from distqueue.column import Column
+from distqueue.copying import copy_all
 from distqueue.messages import Part
 from distqueue.segment_file import ALIGN, Stretch
 
 BY_RUN = 16
 """Mean elements of a run from which on it is copied by itself"""
+
+LONG_RUN = 1 << 14
+"""Mean bytes of a run from which on the copy outweighs all else"""
 
 
 def gather_columns(
@@ -37,10 +41,12 @@ def gather_columns(
     whole = buffers.take(size)
     memory = whole.numpy()
     columns = {}
+    long: list[tuple[np.ndarray, np.ndarray]] = []
     for name, plan in plans.items():
         target = slice(starts[name], starts[name] + plan.nbytes)
-        plan.copy_into(memory[target])
+        long += plan.copy_into(memory[target])
         columns[name] = plan.column(whole[target])
+    copy_all(long)
     return columns
 
 
@@ -81,19 +87,32 @@ class ColumnPlan:
     def nbytes(self) -> int:
         return self.elements * self.first.element_bytes
 
-    def copy_into(self, target: np.ndarray) -> None:
+    def copy_into(self, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Fills the target, but for copies that are worth sharing among threads: those are returned."""
         if not self.nbytes:
-            return
+            return []
+        if self.nbytes >= LONG_RUN * len(self.runs):
+            return self._long_runs(target)
         if self.elements >= BY_RUN * len(self.runs):
             self._copy_runs(target)
         else:
             self._copy_elements(target)
+        return []
 
     def column(self, memory: torch.Tensor) -> Column:
         layout = self.first.layout
         shape = (self.elements, *layout.trailing)
         buffer = memory.view(layout.dtype).reshape(shape) if self.nbytes else torch.empty(shape, dtype=layout.dtype)
         return Column(buffer, None if self.offsets is None else torch.from_numpy(self.offsets), layout.kind)
+
+    def _long_runs(self, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        pairs, at = [], 0
+        for segment, start, stop in self._byte_runs():
+            source = self.sources[segment]
+            assert source is not None
+            pairs.append((target[at : at + stop - start], source.data[start:stop]))
+            at += stop - start
+        return pairs
 
     def _copy_runs(self, target: np.ndarray) -> None:
         into, at = target.data, 0  # slices of a memoryview cost a third of an array's

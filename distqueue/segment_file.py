@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from distqueue.column import Column, Layout
+from distqueue.copying import copy_all
 from distqueue.messages import layout_fields, layout_of, smallest
 from distqueue.packed import PackedBatch
 
@@ -89,8 +90,7 @@ class SegmentFile:
         table = np.frombuffer(contents.table, np.uint8)
         self._words[0] = 0
         self._words[1] = len(table)
-        for at, piece in ((HEAD, table), *contents.pieces):
-            np.copyto(self.bytes[at : at + piece.nbytes], piece)
+        copy_all([(self.bytes[at : at + piece.nbytes], piece) for at, piece in ((HEAD, table), *contents.pieces)])
         self._words[0] = number
 
     def copy_from(self, contents: np.ndarray) -> None:

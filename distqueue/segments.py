@@ -68,6 +68,8 @@ class SegmentLedger:
         """`epoch` makes the names of files differ from those of any ledger before."""
         self.shards: dict[str, Shard] = {}
         self.segments: dict[int, Segment] = {}
+        self._reserved: dict[int, Segment] = {}
+        """Those of them that are being written"""
         self.discards: list[tuple[str, str]] = []
         """(shard, path) to be unlinked"""
         self._epoch = epoch
@@ -103,12 +105,13 @@ class SegmentLedger:
             shard.held += size
             path = f"{shard.folder}/{self._epoch}-{next(self._files)}"
         segment = Segment(next(self._numbers), name, path, nbytes, size, expires_s=expires_s)
-        self.segments[segment.number] = segment
+        self.segments[segment.number] = self._reserved[segment.number] = segment
         return segment
 
     def commit(self, number: int) -> None:
         segment = self.segments[number]
         segment.live, segment.expires_s = True, float("inf")
+        self._reserved.pop(number, None)
 
     def free(self, numbers: Iterable[int]) -> None:
         """Nobody wants these any more."""
@@ -118,6 +121,7 @@ class SegmentLedger:
                 segment.dead = True
                 continue
             del self.segments[number]
+            self._reserved.pop(number, None)
             self._let_go(segment)
 
     def adopt(self, segment: Segment) -> None:
@@ -139,11 +143,11 @@ class SegmentLedger:
 
     def next_expiry_s(self) -> float | None:
         """When the next reservation is given up."""
-        return min((segment.expires_s for segment in self.segments.values() if not segment.live), default=None)
+        return min((segment.expires_s for segment in self._reserved.values()), default=None)
 
     def expired(self, now_s: float) -> list[int]:
         """Reservations to give up: their writers are gone."""
-        return [segment.number for segment in self.segments.values() if segment.expires_s <= now_s]
+        return [segment.number for segment in self._reserved.values() if segment.expires_s <= now_s]
 
     @contextmanager
     def pinned(self, *numbers: int) -> Iterator[None]:
@@ -164,7 +168,7 @@ class SegmentLedger:
         segment = self.segments[number]
         self._let_go(segment)
         segment.shard, segment.path, segment.spilled = name, path, spilled
-        if not spilled:
+        if name in self.shards and not spilled:  # a journal tells of moves before there are shards
             self.shards[name].held += segment.size
 
     def to_spill(self, name: str, nbytes: int) -> list[int]:

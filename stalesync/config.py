@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
 from fusion.colocate.hardware import hardware_named
 from fusion.colocate.spec import engine_size
@@ -92,6 +93,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
     stalesync: StaleSyncConfig = field(default_factory=StaleSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)

@@ -111,7 +111,7 @@ class Controller:
         tokens = sum(sample.prompt_tokens + sample.response_tokens for sample in scored)
         metrics.update(throughput(tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
-        metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics())
+        metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
         return metrics.result()
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.hardware import hardware_named
 from fusion.colocate.translate import speaks_alike
@@ -73,7 +75,7 @@ def _run(
         view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
         view.phase("start Ray and the workers")
         stack.enter_context(_ray(config.cluster.address))
-        queue = DistQueue.create(TASKS, lease_s=config.cluster.stage_timeout_s)
+        queue = DistQueue.create(TASKS, queue_options(config, folder), name=folder.name)
         stack.callback(queue.close)
         cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
         cards_found = cards.prepare()
@@ -129,6 +131,19 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
             f"{len(tokenizer)} tokens"
         )
     return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), translate)
+
+
+def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
+    """A run's queue begins empty: checkpoints are taken between steps, when every sample has ended."""
+    options = QueueOptions(
+        **asdict(config.queue),
+        group_size=config.algorithm.group_size,
+        lease_s=config.cluster.stage_timeout_s,
+    )
+    if options.durability == "journal":
+        options.journal = str((folder.path / "queue").resolve())
+        shutil.rmtree(options.journal, ignore_errors=True)
+    return options
 
 
 def load_tokenizer(folder: str, model: ModelConfig) -> Any:

@@ -54,6 +54,10 @@ def test_the_default_job_is_valid(checkpoint):
         ({"parallel__infer": LayoutOptions(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
         ({"parallel__train": LayoutOptions(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
         ({"parallel__infer": LayoutOptions(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
+        ({"queue__durability": "disk"}, "queue.durability='disk': expected 'memory' or 'journal'"),
+        ({"queue__max_bytes": 0}, "queue.max_bytes=0: expected a positive number or null"),
+        ({"queue__spill": "here"}, "queue.spill='here': expected an absolute path"),
+        ({"queue__spill": "/d", "queue__durability": "journal"}, "queue.spill='/d': expected null; a journal's"),
         ({"algorithm__minibatches": 3}, "algorithm.minibatches=3 does not divide data.prompts_per_step=64"),
         (
             {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},

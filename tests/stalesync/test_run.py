@@ -100,11 +100,13 @@ def test_a_run_that_goes_on_or_is_deployed_otherwise_is_bitwise_the_one_on_one_c
         assert curves["whole"] == curves["cut"] == curves["separate"], figure
 
 
-def test_four_roles_on_four_cards_and_a_request_that_changes_who_generates(start, tmp_path):
+def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_changes_who_generates(start, tmp_path):
     reward = tiny_reward_model(tmp_path / "judge")
     full = [*FOUR, "parallel=tp2ep2_ep2", "fusion=full", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
-    run = start(*full, "run.steps=1000")
+    run = start(*full, "run.steps=1000", "queue.durability=journal")
     folder = tmp_path / "run"
+    (queue,) = [pid for pid, command in _descendants(run.pid).items() if "ray::QueueActor" in command]
+    os.kill(queue, signal.SIGKILL)
     command = [sys.executable, "scripts/control.py", str(folder)]
     asked = subprocess.run([*command, "engines=1", "rollout.max_seqs=2"], cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
@@ -116,6 +118,9 @@ def test_four_roles_on_four_cards_and_a_request_that_changes_who_generates(start
     assert first["rollout/engines"] == 2 and first["rollout/kv_tokens_min"] > rows[0]["rollout/kv_tokens_min"]
     assert first["memory/reward/weights_mib"] > 0 and first["memory/reference/weights_mib"] > 0
     assert first["reward/failed"] == 0 and first["critic/rewards/std"] > 0
+    assert first["distqueue/ended/done"] == 32 and first["distqueue/rows"] == 0
+    last = _rows(folder)[-1]
+    assert last["distqueue/ended/done"] == 32 * last["step"], "the journal went on where the queue was killed"
     (record,) = [json.loads(line) for line in (folder / "control.jsonl").read_text().splitlines()]
     assert record["outcome"] == "applied" and record["step"] == rows[0]["step"]
     assert "actor_train 0-3, actor_generation 0-3, reference 0-3, reward_model 0-3" in out
