@@ -201,7 +201,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
     if given.only in (None, "transfer"):
         # TransferQueue reserves a core for each of its processes
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(address="local", num_cpus=16, **quiet)
         queue = DistQueue.create(["train"])
         party = ray.remote(Party).options(num_cpus=0)
         writer, reader = party.remote(queue, PEERS), party.remote(queue, PEERS)

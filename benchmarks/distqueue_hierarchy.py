@@ -105,7 +105,7 @@ def measure(batches: int = 8) -> dict[str, Any]:
     """The figures of the docstring. Uses the Ray that runs, or starts one for as long as it lasts."""
     ours = not ray.is_initialized()
     if ours:
-        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
     queue = DistQueue.create(["train"])
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}})(Rank)
     ranks = [actor.remote(rank, queue) for rank in range(LAYOUT.world)]

@@ -1,51 +1,35 @@
 """The queue across processes: an actor decides (`host.py`), shards of shared memory hold, and this is the face.
 
-    put   reserve ─► the payload is written into shared memory ─► commit          two calls
-    get   ask ─► samples and where they lie ─► copied from there                  one call; more for samples elsewhere
-
-Each step of a client is a call of an actor; the same steps are driven by `ray.get` for threads and by `await` for
-coroutines. An actor that is started anew (after it was killed, with a journal) is awaited, and asked again: every call
-may be repeated without harm.
+put   reserve ─► the payload is written into shared memory ─► commit          two calls
+get   ask ─► samples and where they lie ─► copied from there                  one call; more for samples elsewhere
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import ray
 
-from distqueue.buffers import WarmBuffers
 from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, Share
-from distqueue.gather import gather_columns
-from distqueue.host import GONE, MAX_CALLS, NAMESPACE, TURN_S, UNAVAILABLE, QueueActor, Turn
-from distqueue.messages import Delivery, Part, Place, Put
+from distqueue.host import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
+from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
+from distqueue.payloads import Payloads
 from distqueue.samples import SampleTable, Span, Want
-from distqueue.segment_file import Contents, SegmentGone, Stretch, bare_bytes, lay_out, stretches_of
-from distqueue.shard import Mapped
-from distqueue.wire import from_wire, to_wire
+from distqueue.segment_file import SegmentGone, lay_out, stretches_of
+from distqueue.steps import Steps, run, run_async
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 120.0
-"""An actor or shard that is being started anew is awaited for this long"""
-
-RETRY_S = 0.2
-"""… and asked again this often"""
-
-T = TypeVar("T")
-Steps = Generator[Callable[[], Any], Any, T]
-"""Yields calls that make an object reference each, is sent what they return"""
+MOVES = 10
+"""Times that samples may move while they are read before the queue is asked to look for them"""
 
 
 @dataclass
@@ -57,10 +41,6 @@ class Traffic:
     received_bytes: int = 0
 
 
-class ActorGone(QueueClosed):
-    """An actor that was called has ended for good."""
-
-
 class DistQueue:
     """A handle on a queue; the face is `LocalQueue`'s. Picklable: pass it to workers. Thread-safe.
 
@@ -69,9 +49,7 @@ class DistQueue:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._mapped, self._buffers = Mapped(), WarmBuffers()
-        self._shards: dict[str, tuple[str, Any]] = {}
-        self._node = ""
+        self._payloads = Payloads(self._call)
         self.traffic = Traffic()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,7 +82,7 @@ class DistQueue:
         )
         queue = cls(actor_class.remote(name or "", tasks, options, node))
         try:
-            queue._run(queue._call("start"))
+            run(queue._call("start"))
         except ValueError:
             ray.kill(queue._actor)
             raise
@@ -119,13 +97,13 @@ class DistQueue:
         self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = ()
     ) -> tuple[str, ...]:
         """See `LocalQueue.put`; returns when the queue has its own copy, so the batch stays the caller's."""
-        return self._run(self._put(batch.labelled(groups, versions)))
+        return run(self._put(batch.labelled(groups, versions)))
 
     async def put_async(
         self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = ()
     ) -> tuple[str, ...]:
         """`put` for a coroutine."""
-        return await self._run_async(self._put(batch.labelled(groups, versions)))
+        return await run_async(self._put(batch.labelled(groups, versions)))
 
     def get(
         self,
@@ -141,7 +119,7 @@ class DistQueue:
     ) -> PackedBatch:
         """See `LocalQueue.get`."""
         want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
-        return self._run(self._get(want, share, timeout_s))
+        return run(self._get(want, share, timeout_s))
 
     async def get_async(
         self,
@@ -157,60 +135,60 @@ class DistQueue:
     ) -> PackedBatch:
         """`get` for a coroutine. What a get cancelled at the last moment had taken comes back when its lease ends."""
         want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
-        return await self._run_async(self._get(want, share, timeout_s))
+        return await run_async(self._get(want, share, timeout_s))
 
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
         """See `LocalQueue.read`."""
-        return self._run(self._read(tuple(ids), tuple(columns)))
+        return run(self._read(tuple(ids), tuple(columns)))
 
     async def read_async(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
         """`read` for a coroutine."""
-        return await self._run_async(self._read(tuple(ids), tuple(columns)))
+        return await run_async(self._read(tuple(ids), tuple(columns)))
 
     def ack(self, task: str, ids: Iterable[str]) -> None:
         """See `LocalQueue.ack`."""
-        self._run(self._call("call", "ack", task, tuple(ids)))
+        run(self._call("call", "ack", task, tuple(ids)))
 
     async def ack_async(self, task: str, ids: Iterable[str]) -> None:
         """`ack` for a coroutine."""
-        await self._run_async(self._call("call", "ack", task, tuple(ids)))
+        await run_async(self._call("call", "ack", task, tuple(ids)))
 
     def drop(self, ids: Iterable[str], reason: str) -> None:
         """See `LocalQueue.drop`."""
-        self._run(self._call("call", "drop", tuple(ids), reason))
+        run(self._call("call", "drop", tuple(ids), reason))
 
     def renew(self, task: str, ids: Iterable[str]) -> None:
         """See `LocalQueue.renew`."""
-        self._run(self._call("call", "renew", task, tuple(ids)))
+        run(self._call("call", "renew", task, tuple(ids)))
 
     def give_back(self, task: str, ids: Iterable[str]) -> None:
         """See `LocalQueue.give_back`."""
-        self._run(self._call("call", "give_back", task, tuple(ids)))
+        run(self._call("call", "give_back", task, tuple(ids)))
 
     def seal(self) -> None:
         """See `LocalQueue.seal`."""
-        self._run(self._call("call", "seal"))
+        run(self._call("call", "seal"))
 
     def stats(self) -> dict[str, float]:
         """See `LocalQueue.stats`."""
-        return self._run(self._call("stats"))
+        return run(self._call("stats"))
 
     def state(self) -> dict[str, Any]:
         """See `LocalQueue.state`."""
-        return json.loads(self._run(self._call("state")))
+        return json.loads(run(self._call("state")))
 
     def add_shard(self, node: str) -> str:
         """Starts a shard on a node (its Ray id) that has joined; returns the shard's name."""
-        return self._run(self._call("add_shard", node))
+        return run(self._call("add_shard", node))
 
     def remove_shard(self, node: str) -> None:
         """Moves what a node's shard holds to the others and ends it. ValueError: no such shard, or the last one."""
-        self._run(self._call("remove_shard", node))
+        run(self._call("remove_shard", node))
 
     def close(self) -> None:
         """Ends the queue and its processes; whoever waits, and every later call, gets QueueClosed. A journal stays."""
         try:
-            self._run(self._call("close"))
+            run(self._call("close"))
         except QueueClosed:
             return
         ray.kill(self._actor)
@@ -226,14 +204,10 @@ class DistQueue:
             return ()
         contents, message = lay_out(stretches_of(batch)), Put.of(batch).to_bytes()
         while True:
-            number, path, size, shard, home, durable = yield from self._reserve(message, contents.nbytes)
+            where = yield from self._reserve(message, contents.nbytes)
+            number, path = where[:2]
             try:
-                if home == self._here():
-                    self._write(number, path, size, contents, durable)
-                else:
-                    header, frames = to_wire(batch.columns)
-                    actor = yield from self._shard(shard)
-                    yield partial(actor.write.remote, number, path, size, durable, header, *frames)
+                yield from self._payloads.write(where, batch, contents)
             except Exception:
                 yield from self._call("cancel", number)
                 raise
@@ -246,17 +220,11 @@ class DistQueue:
     def _reserve(self, message: bytes, nbytes: int) -> Steps[Any]:
         place = None
         while True:
-            found = yield from self._call("reserve", message, self._here(), nbytes, place)
+            found = yield from self._call("reserve", message, self._payloads.here(), nbytes, place)
             if not isinstance(found, Turn):
                 return found
             place = found.number
             log.warning("a put of %s bytes waits: %s", f"{nbytes:,}", found.why)
-
-    def _write(self, number: int, path: str, size: int, contents: Contents, durable: bool) -> None:
-        file = self._mapped.writable(path, size)
-        file.write(number, contents)
-        if durable:
-            file.sync()
 
     def _get(self, want: Want, share: tuple[int, int] | None, timeout_s: float | None) -> Steps[PackedBatch]:
         part = None if share is None else Share(*share)
@@ -287,147 +255,17 @@ class DistQueue:
 
     def _fetch(self, delivery: Delivery, columns: Sequence[str]) -> Steps[PackedBatch]:
         """The payload of a delivery; samples that end meanwhile are left out."""
-        too_old = delivery.too_old
-        while True:
+        too_old, tried = delivery.too_old, 0
+        while delivery.ids:
             try:
-                sources, parts = yield from self._sources(delivery)
-                found = gather_columns(parts, sources, self._buffers)
-                self._mapped.check(place for place in delivery.places if self._is_here(place))
-                self.traffic.received_bytes += sum(bare_bytes(column).nbytes for column in found.values())
+                found = yield from self._payloads.gather(delivery)
+                self.traffic.received_bytes += sum(column.buffer.nbytes for column in found.values())
                 return PackedBatch(delivery.ids, found, delivery.groups, delivery.versions, too_old)
-            except SegmentGone:  # moved, or written again because its samples have ended
+            except SegmentGone as gone:  # moved, or written again because its samples have ended; or lost
+                tried += 1
+                if tried > MOVES:
+                    log.warning("samples are not where the queue says: %s", gone)
+                    yield from self._call("find_lost", [place.number for place in delivery.places])
                 message = yield from self._call("locate", delivery.ids, tuple(columns), skip_ended=True)
                 delivery = Delivery.from_bytes(message)
-                if not delivery.ids:
-                    return PackedBatch((), {})
-
-    def _sources(self, delivery: Delivery) -> Steps[tuple[list[dict[str, Stretch]], list[Part]]]:
-        """Where the columns lie in this process, and the delivery's parts as runs of that. What lies on other nodes is
-        asked for first, each shard once."""
-        for place in delivery.places:
-            if place.shard not in self._shards:
-                self._shards = yield from self._call("where")
-        sources: list[dict[str, Stretch]] = [
-            self._mapped.columns(place) if self._is_here(place) else {} for place in delivery.places
-        ]
-        parts = list(delivery.parts)
-        elsewhere = sorted({place.shard for place in delivery.places if not self._is_here(place)})
-        for shard in elsewhere:
-            ours = np.array([place.shard == shard for place in delivery.places])
-            asked = [Part(part.columns, part.runs[ours[part.runs[:, 0]]]) for part in delivery.parts]
-            asked = [part for part in asked if len(part.runs)]
-            actor = yield from self._shard(shard)
-            places = [place for place, here in zip(delivery.places, ours.tolist(), strict=True) if here]
-            try:
-                answers = yield partial(actor.read.remote, places, [_renumbered(part, ours) for part in asked])
-            except ActorGone:
-                yield from self._call("shard_lost", shard)
-                raise SegmentGone(f"shard {shard!r} is lost") from None
-            by_columns = {part.columns: from_wire(*answer) for part, answer in zip(asked, answers, strict=True)}
-            for i, part in enumerate(parts):
-                if part.columns in by_columns:
-                    parts[i] = Part(part.columns, _rerun(part.runs, ours, len(sources)))
-                    sources.append(by_columns[part.columns])
-        return sources, parts
-
-    def _shard(self, name: str) -> Steps[Any]:
-        if name not in self._shards:
-            self._shards = yield from self._call("where")
-        if name not in self._shards:
-            raise SegmentGone(f"shard {name!r} has left")
-        return self._shards[name][1]
-
-    def _is_here(self, place: Place) -> bool:
-        return self._shards[place.shard][0] == self._here()
-
-    def _here(self) -> str:
-        if not self._node:
-                self._node = ray.get_runtime_context().get_node_id()
-        return self._node
-
-    # ---- driving steps
-
-    def _run(self, steps: Steps[T]) -> T:
-        driver = _Driver(steps)
-        while driver.call is not None:
-            ref = driver.call()
-            with driver.answering(ref):
-                driver.answer(ray.get(ref))
-            time.sleep(driver.wait_s)
-        return driver.result  # type: ignore[return-value]
-
-    async def _run_async(self, steps: Steps[T]) -> T:
-        driver = _Driver(steps)
-        while driver.call is not None:
-            ref = driver.call()
-            with driver.answering(ref):
-                driver.answer(await ref)
-            await asyncio.sleep(driver.wait_s)
-        return driver.result  # type: ignore[return-value]
-
-
-class _Driver:
-    """Where the steps of a call stand: `call` is the next one to make, None at the end."""
-
-    def __init__(self, steps: Steps[Any]) -> None:
-        self.steps, self.result, self.wait_s = steps, None, 0.0
-        self.call: Callable[[], Any] | None = None
-        self._unavailable_s: float | None = None
-        self._go_on(lambda: next(steps))
-
-    def answer(self, value: Any) -> None:
-        self.wait_s, self._unavailable_s = 0.0, None
-        self._go_on(lambda: self.steps.send(value))
-
-    @contextmanager
-    def answering(self, ref: Any) -> Iterator[None]:
-        """What an actor raised is raised in the steps; a wait that is broken off here ends there, too."""
-        try:
-            yield
-        except ray.exceptions.RayTaskError as error:
-            self._throw(error.cause)
-        except UNAVAILABLE as error:
-            self._come_again(error)
-        except GONE:
-            self._throw(ActorGone("the queue's actor is gone: closed, killed, or its node lost"))
-        except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
-            ray.cancel(ref)
-            self.steps.close()
-            raise
-
-    def _come_again(self, error: Exception) -> None:
-        """The actor is being started anew: the same call once more, soon."""
-        now_s = time.monotonic()
-        if self._unavailable_s is None:
-            self._unavailable_s = now_s
-            log.warning("a process of the queue has died; waiting for it to be started anew")
-        if now_s - self._unavailable_s > PATIENCE_S:
-            self._throw(ActorGone(f"a process of the queue has not come back in {PATIENCE_S:.0f} s: {error}"))
-        self.wait_s = RETRY_S
-
-    def _throw(self, error: BaseException) -> None:
-        self.wait_s = 0.0
-        self._go_on(lambda: self.steps.throw(error))
-
-    def _go_on(self, advance: Callable[[], Callable[[], Any]]) -> None:
-        try:
-            self.call = advance()
-        except StopIteration as end:
-            self.call, self.result = None, end.value
-
-
-def _renumbered(part: Part, kept: np.ndarray) -> Part:
-    """The part, its runs' sources numbered among those that are kept."""
-    runs = part.runs.copy()
-    runs[:, 0] = (np.cumsum(kept) - 1)[runs[:, 0]]
-    return Part(part.columns, runs)
-
-
-def _rerun(runs: np.ndarray, moved: np.ndarray, source: int) -> np.ndarray:
-    """The same runs, where those of `moved` sources lie one after the other in a new one."""
-    runs = runs.copy()
-    here = moved[runs[:, 0]]
-    sizes = runs[here, 2] - runs[here, 1]
-    stops = np.cumsum(sizes)
-    runs[here] = np.stack([np.full(len(sizes), source), stops - sizes, stops], axis=1)
-    return runs
+        return PackedBatch((), {}, too_old=too_old)

@@ -17,29 +17,21 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, QueueCore, Share
+from distqueue.fleet import Fleet
 from distqueue.journal import Journal
 from distqueue.messages import Put
 from distqueue.samples import SampleTable, Want
-from distqueue.segments import Segment
-from distqueue.segments import Shard as ShardEntry
-from distqueue.shard import Shard, memory_folder
+from distqueue.steps import GONE
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "distqueue"
-
-GONE = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
-"""An actor has ended for good, or its node has"""
-
-UNAVAILABLE = ray.exceptions.ActorUnavailableError
-"""… or, a kind of the former, it is being started anew"""
 
 TURN_S = 20.0
 """A call that waits answers after at most this long, so that the client, if it lives, calls again"""
@@ -66,10 +58,7 @@ class QueueActor:
         self.tasks = tasks
         self.journal: Journal | None = None
         self.core: QueueCore
-        self.shards: dict[str, Any] = {}
-        """Actors by name"""
-        self.nodes: dict[str, str] = {}
-        """Node by shard"""
+        self.fleet: Fleet
         self._started: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = 0.0
@@ -85,14 +74,16 @@ class QueueActor:
 
     async def _start(self) -> None:
         self.core = self._make_core(self.tasks)
+        self.fleet = Fleet(self.core, self.options, self.epoch)
         for node in _alive_nodes():
             try:
-                await self._add_shard(node)
+                await self.fleet.add(node)
             except GONE as error:  # it died meanwhile
                 log.warning("node %s gets no shard: %s", node, error)
-        if not self.shards:
+        if not self.fleet.shards:
             raise QueueClosed("no node of the cluster took a shard")
-        await self._adopt()
+        if self.journal is not None:
+            await self.fleet.adopt()
 
     def _make_core(self, tasks: tuple[str, ...]) -> QueueCore:
         """A new core, or the one that a journal holds."""
@@ -114,25 +105,6 @@ class QueueActor:
         core.record = self.journal.append
         return core
 
-    async def _adopt(self) -> None:
-        """Gives every segment that was found in the journal to a shard that sees its file."""
-        if self.journal is None:
-            return
-        segments = list(self.core.ledger.segments.values())
-        missing = {segment.path for segment in segments}
-        for name, shard in self.shards.items():
-            found = missing - set(await shard.missing.remote(sorted(missing)))
-            for segment in segments:
-                if segment.path in found:
-                    self.core.ledger.adopted_by(segment.number, name)
-            missing -= found
-        if missing:
-            lost = self.core.lose([s.number for s in segments if s.path in missing], "not found", time.time())
-            log.error("%d segments of the journal are not on any node; %d samples are lost", len(missing), len(lost))
-        kept = [segment.path for segment in self.core.ledger.segments.values()]
-        for shard in self.shards.values():
-            await shard.keep_only.remote(kept)
-
     async def close(self) -> None:
         """Ends waiting calls with QueueClosed, and the shards; without a journal their folders, too."""
         await self.start()
@@ -141,128 +113,32 @@ class QueueActor:
             await self.journal.flushed()
             self.journal.close()
         else:
-            await asyncio.gather(*(shard.end.remote() for shard in self.shards.values()), return_exceptions=True)
+            await self.fleet.end()
 
     # ---- shards
 
     async def add_shard(self, node: str) -> str:
-        """Starts a shard on a node that has none yet; returns its name."""
-        await self.start()
-        for name, home in self.nodes.items():
-            if home == node and not self.core.ledger.shards[name].leaving:
-                return name
-        return await self._add_shard(node)
-
-    async def _add_shard(self, node: str) -> str:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        name = f"shard-{node[:8]}"
-        while name in self.core.ledger.shards:
-            name += "+"
-        if self.options.journal is not None:
-            folder = Path(self.options.journal) / "segments" / name
-        else:
-            folder = memory_folder(self.epoch, name)
-        spill = None if self.options.spill is None else str(Path(self.options.spill) / self.epoch / name)
-        actor = ray.remote(Shard).options(
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=8,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        shard: Any = actor.remote(str(folder), spill)
-        space = await shard.space.remote()  # and it has made its folder
-        most = self.options.max_bytes or space // 2
-        recycles = self.journal is None
-        self.core.ledger.add_shard(ShardEntry(name, node, str(folder), most, recycles, spill))
-        self.shards[name], self.nodes[name] = shard, node
-        self.core.serve_writers(time.time())
-        return name
+        async with self._call():
+            return await self.fleet.add(node)
 
     async def remove_shard(self, node: str) -> None:
-        """Drains a node's shard to the others and ends it. ValueError if there is no other."""
-        await self.start()
-        names = [name for name, home in self.nodes.items() if home == node]
-        if not names:
-            raise ValueError(f"node {node!r}: it has no shard; shards are on {sorted(set(self.nodes.values()))}")
-        for name in names:
-            entry = self.core.ledger.shards[name]
-            entry.leaving = True
-            if self.core.ledger.shard_for(node) is None:
-                entry.leaving = False
-                raise ValueError(f"node {node!r} has the last shard of this queue")
-        for name in names:
-            await self._drain(name)
-            shard = self.shards.pop(name)
-            self.core.ledger.remove_shard(name)
-            del self.nodes[name]
-            await shard.end.remote()
-            ray.kill(shard)
+        async with self._call():
+            await self.fleet.remove(node, self._settle)
 
     async def shard_lost(self, name: str) -> None:
-        """A client could not reach a shard: if its process is gone for good, so is what it held."""
-        await self.start()
-        if name not in self.shards:
-            return
-        try:
-            await self.shards[name].space.remote()
-            return
-        except UNAVAILABLE:
-            return
-        except GONE:
-            numbers = [segment.number for segment in self.core.ledger.of_shard(name)]
-        self.core.ledger.shards[name].leaving = True
-        lost = self.core.lose(numbers, name, time.time())
-        log.error("%s is gone with its node; %d samples are lost with it: %s …", name, len(lost), lost[:3])
-        del self.shards[name]
-        await self._settle()
+        async with self._call():
+            await self.fleet.find_dead(name)
 
-    async def _drain(self, name: str) -> None:
-        """Moves every segment of a leaving shard; writers that have reserved there come to their end first."""
-        ledger = self.core.ledger
-        while segments := ledger.of_shard(name):
-            live = [segment for segment in segments if segment.live and not segment.dead]
-            if not live:  # what is left is still being written, or read for a checkpoint
-                await asyncio.sleep(0.05)
-                self.core.tick(time.time())
-                continue
-            for segment in live:
-                if segment.number in ledger.segments:
-                    await self._move(segment)
-
-    async def _move(self, segment: Segment) -> None:
-        target = self.core.ledger.shard_for("")
-        assert target is not None
-        with self.core.ledger.pinned(segment.number):
-            path = f"{target.folder}/{self.epoch}-{segment.number}-moved"
-            contents = self.shards[segment.shard].export.remote(segment.number, segment.path)
-            await self.shards[target.name].take_over.remote(path, contents, self.journal is not None)
-            self.core.moved(segment.number, target.name, path)
-        await self._settle()
-
-    async def _spill(self, node: str, nbytes: int) -> bool:
-        """Brings segments of a writer's full shard to disk, enough for a put of `nbytes`; whether that was possible."""
-        entry = self.core.ledger.shard_for(node)
-        if entry is None:
-            return False
-        shard = entry.name
-        numbers = self.core.ledger.to_spill(shard, nbytes) if entry.spill else []
-        for number in numbers:
-            with self.core.ledger.pinned(number):
-                segment = self.core.ledger.segments[number]
-                target = f"{entry.spill}/{number}"
-                await self.shards[shard].spill.remote(number, segment.path, target)
-                self.core.moved(number, shard, target, spilled=True)
-        if numbers:
-            log.warning("shard %s was full: %d segments went to %s", shard, len(numbers), entry.spill)
-        return bool(numbers)
+    async def find_lost(self, numbers: Sequence[int]) -> None:
+        async with self._call():
+            await self.fleet.find_lost(numbers)
 
     # ---- calls of clients
 
     async def where(self) -> dict[str, tuple[str, Any]]:
         """Shards: name → (node, actor)."""
         await self.start()
-        return {name: (self.nodes[name], shard) for name, shard in self.shards.items()}
+        return dict(self.fleet.shards)
 
     async def reserve(self, message: bytes, node: str, nbytes: int, place: int | None) -> tuple[Any, ...] | Turn:
         """(number, path, bytes, shard, node, whether to sync) of the file to write, or Turn: the queue is full."""
@@ -270,21 +146,21 @@ class QueueActor:
             found, answer = _question()
             writer = self.core.ask_room(Put.from_bytes(message), node, nbytes, time.time(), answer, place)
             try:
-                if not found.done() and await self._spill(node, nbytes):
-                    self.core.serve_writers(time.time())
+                if not found.done() and await self.fleet.spill(node, nbytes):
+                    self.core.writers.serve(time.time())
                 if place is not None:
                     await self._turn(found, TURN_S)
                 if not found.done():
                     return Turn(writer.number, 0.0, writer.full)
                 segment = found.result()
-                where = segment.number, segment.path, segment.size, segment.shard, self.nodes[segment.shard]
+                where = segment.number, segment.path, segment.size, segment.shard, self.fleet.shards[segment.shard].node
                 return *where, self.journal is not None
             except asyncio.CancelledError:
                 if found.done() and not found.exception():
                     self.core.cancel(found.result().number, time.time())
                 raise
             finally:
-                self.core.leave_room(writer)
+                self.core.writers.leave(writer)
 
     async def commit(self, number: int, path: str) -> tuple[str, ...]:
         """LookupError: reserve again."""
@@ -312,7 +188,7 @@ class QueueActor:
                     self.core.give_back(want.task, found.result().ids, time.time())
                 raise
             finally:
-                self.core.leave(waiter)
+                self.core.readers.leave(waiter)
 
     async def locate(self, ids: Sequence[str], columns: Sequence[str], skip_ended: bool = False) -> bytes:
         async with self._call():
@@ -345,13 +221,13 @@ class QueueActor:
         self._set_alarm()
         discards, self.core.ledger.discards = self.core.ledger.discards, []
         if self.journal is not None:
-            await self.journal.flushed()
-        by_shard: dict[str, list[str]] = {}
-        for shard, path in discards:
-            by_shard.setdefault(shard, []).append(path)
-        for shard, paths in by_shard.items():
-            if shard in self.shards:
-                self.shards[shard].discard.remote(paths)
+            try:
+                await self.journal.flushed()
+            except Exception as error:  # what is in memory is not on disk: nothing more may be answered
+                self.core.close()
+                log.exception("the journal cannot be written")
+                raise QueueClosed(f"journal {self.options.journal}: {error}") from None
+        self.fleet.discard(discards)
 
     async def _turn(self, found: asyncio.Future[Any], wait_s: float) -> None:
         """Waits for an answer; leases that end meanwhile are seen to."""
@@ -361,7 +237,7 @@ class QueueActor:
 
     def _set_alarm(self) -> None:
         """While someone waits, has the core look again when the next lease ends."""
-        if self.core.closed or not (self.core.waiting or self.core.writers):
+        if self.core.closed or not self.core.awaited:
             return
         next_s = self.core.tick(time.time())
         if next_s is not None and (self._alarm is None or self._alarm_s > next_s):

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from distqueue.durable import make_folder
+
 LEAST_COMPACTED = 16 << 20
 """Bytes of events below which no new snapshot is made"""
 
@@ -29,8 +31,7 @@ class Journal:
 
     def __init__(self, folder: str | Path, snapshot: Callable[[], bytes]) -> None:
         """`snapshot` makes one of the present state."""
-        self.folder, self._snapshot = Path(folder), snapshot
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._snapshot = make_folder(folder), snapshot
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +63,8 @@ class Journal:
         self._pending.append((kind, body))
 
     async def flushed(self) -> None:
-        """Returns when all that was appended before this call is on disk; raises what kept it from being."""
+        """Returns when all that was appended before this call is on disk; raises what kept it from being. What could not
+        be written is tried again with the next: a journal has no holes."""
         if self._writing is not None and not self._writing.done():
             await asyncio.shield(self._writing)  # what it writes may have begun before the last append
         if self._pending and (self._writing is None or self._writing.done()):
@@ -80,12 +82,16 @@ class Journal:
         batch, self._pending = self._pending, []
         self._event_bytes += sum(len(body) for _, body in batch)
         run = asyncio.get_running_loop().run_in_executor
-        if self._event_bytes > max(LEAST_COMPACTED, 2 * self._snapshot_bytes):
-            snapshot = self._snapshot()  # the state after the batch
-            self._event_bytes, self._snapshot_bytes = 0, len(snapshot)
-            await run(self._writer, self._replace, snapshot)
-        else:
-            await run(self._writer, self._commit, batch)
+        try:
+            if self._event_bytes > max(LEAST_COMPACTED, 2 * self._snapshot_bytes):
+                snapshot = self._snapshot()  # the state after the batch
+                await run(self._writer, self._replace, snapshot)
+                self._event_bytes, self._snapshot_bytes = 0, len(snapshot)
+            else:
+                await run(self._writer, self._commit, batch)
+        except BaseException:
+            self._pending = batch + self._pending
+            raise
 
     def _commit(self, batch: list[tuple[str, bytes]]) -> None:
         with _transaction(self._store):

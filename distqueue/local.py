@@ -69,17 +69,16 @@ class LocalQueue:
         batch = batch.labelled(groups, versions)
         if not batch.ids:
             return ()
-        found: futures.Future[Segment] = futures.Future()
-        with self._lock:
-            writer = self._core.ask_room(Put.of(batch), HERE, batch.nbytes, time.time(), _answer(found))
-        if not found.done():
-            log.warning("a put of %d samples waits: %s", len(batch), writer.full)
-        segment = found.result()
-        with self._lock:
-            self._payloads[segment.path] = stretches_of(batch)
-            late = self._core.commit(segment.number, segment.path, time.time())
-            self._follow_up()
-        return late
+        while True:
+            segment = self._room(batch)
+            with self._lock:
+                self._payloads[segment.path] = stretches_of(batch)
+                try:
+                    return self._core.commit(segment.number, segment.path, time.time())
+                except LookupError:  # this thread came to it only after lease_s
+                    self._payloads.pop(segment.path, None)
+                finally:
+                    self._follow_up()
 
     def get(
         self,
@@ -124,7 +123,9 @@ class LocalQueue:
         """`get` for a coroutine; one cancelled while it waits has taken nothing."""
         want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
         with self._asking(want, share) as found:
-            await asyncio.wait([asyncio.wrap_future(found)], timeout=timeout_s)
+            answered = asyncio.wrap_future(found)
+            answered.add_done_callback(_heard)
+            await asyncio.wait([answered], timeout=timeout_s)
             return self._gather(*self._taken(found, want))
 
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
@@ -171,8 +172,26 @@ class LocalQueue:
         with self._lock:
             self._core.close()
             self._payloads.clear()
+            if self._alarm is not None:
+                self._alarm.cancel()
 
     # ---- parts of the above
+
+    def _room(self, batch: PackedBatch) -> Segment:
+        found: futures.Future[Segment] = futures.Future()
+        with self._lock:
+            writer = self._core.ask_room(Put.of(batch), HERE, batch.nbytes, time.time(), _answer(found))
+            self._follow_up()
+        try:
+            if not found.done():
+                log.warning("a put of %d samples waits: %s", len(batch), writer.full)
+            return found.result()
+        except BaseException:
+            with self._lock:
+                self._core.writers.leave(writer)
+                if found.done() and not found.exception():
+                    self._core.cancel(found.result().number, time.time())
+            raise
 
     def _change(self, method: str, *args: Any) -> None:
         with self._lock:
@@ -182,9 +201,9 @@ class LocalQueue:
     def _follow_up(self) -> None:
         """After every change: frees payloads, and sets the alarm where someone waits."""
         for _, path in self._core.ledger.discards:
-            del self._payloads[path]
+            self._payloads.pop(path, None)  # a reservation that was given up has none
         self._core.ledger.discards.clear()
-        if self._core.closed or not (self._core.waiting or self._core.writers):
+        if self._core.closed or not self._core.awaited:
             return
         next_s = self._core.tick(time.time())
         if next_s is not None and next_s < self._alarm_s:
@@ -216,7 +235,7 @@ class LocalQueue:
             raise
         finally:
             with self._lock:
-                self._core.leave(waiter)
+                self._core.readers.leave(waiter)
 
     def _taken(self, found: futures.Future[Found], want: Want) -> Found:
         with self._lock:
@@ -231,6 +250,12 @@ class LocalQueue:
     def _gather(self, delivery: Delivery, sources: list[dict[str, Stretch]]) -> PackedBatch:
         columns = gather_columns(delivery.parts, sources, self._buffers)
         return PackedBatch(delivery.ids, columns, delivery.groups, delivery.versions, delivery.too_old)
+
+
+def _heard(answered: asyncio.Future[Any]) -> None:
+    """What it was answered is read elsewhere; or asyncio would say that nobody has."""
+    if not answered.cancelled():
+        answered.exception()
 
 
 Found = tuple[Delivery, list[dict[str, Stretch]]]

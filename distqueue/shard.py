@@ -13,16 +13,16 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from distqueue.buffers import WarmBuffers
+from distqueue.durable import make_folder
 from distqueue.gather import gather_columns
 from distqueue.messages import Part, Place
-from distqueue.segment_file import SegmentFile, Stretch, lay_out
+from distqueue.segment_file import SegmentFile, SegmentGone, Stretch, lay_out
 from distqueue.wire import Frames, from_wire, to_wire
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 PREFIX = "distqueue-"
 LOCK = "lock"
 ABANDONED_S = 60.0
-"""A folder in shared memory that no process holds is removed after this long; a shard that starts anew takes less"""
+"""A folder in shared memory that nobody holds now and after this long is removed; to start a shard anew takes less"""
 
 MAPPED = 256
 """Files a process keeps mapped"""
@@ -84,14 +84,17 @@ class Shard:
 
     def __init__(self, folder: str, spill: str | None) -> None:
         self.folder, self.spill_folder = Path(folder), None if spill is None else Path(spill)
-        self._remove_abandoned()
         for path in (self.folder, self.spill_folder):
             if path is not None:
-                path.mkdir(parents=True, exist_ok=True)
+                make_folder(path)
         self._lock = os.open(self.folder.parent / f"{self.folder.name}.{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self._mapped = Mapped()
         self._buffers = WarmBuffers()
+        if self.folder.parent.name.startswith(PREFIX) and (left := self._abandoned()):
+            broom = threading.Timer(ABANDONED_S, self._sweep, (left,))
+            broom.daemon = True
+            broom.start()
 
     def space(self) -> int:
         """Bytes free where the files lie."""
@@ -132,6 +135,13 @@ class Shard:
         """Copies a segment to disk; its file in memory is left to whoever asked."""
         self.take_over(target, self.export(number, path), durable=False)
 
+    def holds(self, number: int, path: str) -> bool:
+        """Whether the segment lies there."""
+        try:
+            return SegmentFile(path).holds(number)
+        except SegmentGone:
+            return False
+
     def discard(self, paths: Sequence[str]) -> None:
         for path in paths:
             Path(path).unlink(missing_ok=True)
@@ -140,11 +150,12 @@ class Shard:
         """Those of `paths` at which there is no file."""
         return [path for path in paths if not os.path.exists(path)]
 
-    def keep_only(self, paths: Sequence[str]) -> None:
-        """Unlinks what no segment lies in."""
+    def keep_only(self, paths: Sequence[str], shards: Sequence[str]) -> None:
+        """Unlinks what no segment lies in: here, and in what folders lie beside this one but those of `shards`."""
         wanted = set(paths)
-        for folder in (self.folder, self.spill_folder):
-            for file in folder.iterdir() if folder is not None else ():
+        strangers = [folder for folder in self.folder.parent.iterdir() if folder.is_dir() and folder.name not in shards]
+        for folder in (self.folder, *strangers):
+            for file in folder.iterdir():
                 if str(file) not in wanted:
                     file.unlink(missing_ok=True)
 
@@ -159,26 +170,23 @@ class Shard:
         except OSError:  # another shard's is there
             pass
 
-    def _remove_abandoned(self) -> None:
-        """Folders that queues left whose every process was killed."""
-        root = self.folder.parent.parent
-        if not self.folder.parent.name.startswith(PREFIX):
-            return
-        for folder in root.glob(f"{PREFIX}*"):
-            locks = list(folder.glob(f"*.{LOCK}"))
-            if folder != self.folder.parent and locks and all(_abandoned(lock) for lock in locks):
-                log.warning("removing %s: the queue that left it is dead", folder)
-                shutil.rmtree(folder, ignore_errors=True)
+    def _abandoned(self) -> set[Path]:
+        """Folders that nobody holds: of queues whose every process was killed, or is being started anew."""
+        folders = set(self.folder.parent.parent.glob(f"{PREFIX}*")) - {self.folder.parent}
+        return {folder for folder in folders if all(_is_free(lock) for lock in folder.glob(f"*.{LOCK}"))}
+
+    def _sweep(self, left: set[Path]) -> None:
+        for folder in left & self._abandoned():
+            log.warning("removing %s: the queue that left it is dead", folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _abandoned(lock: Path) -> bool:
+def _is_free(lock: Path) -> bool:
     try:
         handle = os.open(lock, os.O_RDWR)
     except OSError:
         return False
     try:
-        if time.time() - os.fstat(handle).st_mtime < ABANDONED_S:
-            return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:

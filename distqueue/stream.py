@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,24 +31,30 @@ def stream(queue: Any, task: str, columns: Sequence[str], *, ahead: int = 1, **w
     before it was drained; TimeoutError as `get` says.
     """
     fetched: deque[Future[PackedBatch]] = deque()
-    present: PackedBatch | None = None
-    with _event_loop() as loop:
-        try:
+    held: list[PackedBatch] = []
+    """What was got and is not acknowledged"""
+
+    async def fetch() -> PackedBatch:
+        batch = await queue.get_async(task, columns, **want)
+        held.append(batch)
+        return batch
+
+    try:
+        with _event_loop() as loop:
             while True:
-                if present is not None:
-                    queue.ack(task, present.ids)
-                    present = None
                 while len(fetched) < max(1, ahead):
-                    fetched.append(asyncio.run_coroutine_threadsafe(queue.get_async(task, columns, **want), loop))
+                    fetched.append(asyncio.run_coroutine_threadsafe(fetch(), loop))
                 try:
                     present = fetched.popleft().result()
                 except QueueDrained:
                     return
                 if ahead:
-                    fetched.append(asyncio.run_coroutine_threadsafe(queue.get_async(task, columns, **want), loop))
+                    fetched.append(asyncio.run_coroutine_threadsafe(fetch(), loop))
                 yield present
-        finally:
-            _give_back(queue, task, present, fetched)
+                queue.ack(task, present.ids)
+                held.remove(present)
+    finally:
+        _give_back(queue, task, held)
 
 
 class QueueDataset(IterableDataset):
@@ -61,15 +67,7 @@ class QueueDataset(IterableDataset):
         return stream(*self._arguments, **self._want)
 
 
-def _give_back(queue: Any, task: str, present: PackedBatch | None, fetched: deque[Future[PackedBatch]]) -> None:
-    held = [] if present is None else [present]
-    for future in fetched:
-        future.cancel()  # one that still waits takes nothing
-    for future in fetched:
-        try:
-            held.append(future.result())
-        except (CancelledError, QueueClosed, TimeoutError):
-            continue
+def _give_back(queue: Any, task: str, held: list[PackedBatch]) -> None:
     try:
         for batch in held:
             queue.give_back(task, batch.ids)
@@ -79,22 +77,23 @@ def _give_back(queue: Any, task: str, present: PackedBatch | None, fetched: dequ
 
 @contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop in a thread of its own."""
+    """A loop in a thread of its own. What still waits in it is cancelled at the end."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="stream", daemon=True)
     thread.start()
     try:
         yield loop
     finally:
-        tasks = asyncio.run_coroutine_threadsafe(_settled(), loop)
-        tasks.result(timeout=10)
+        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
 
-async def _settled() -> None:
-    """Returns when what was cancelled has ended."""
+async def _cancel_others() -> None:
+    """Returns when all else in this loop has ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
     if others:
         await asyncio.wait(others, timeout=5)

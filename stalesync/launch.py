@@ -191,7 +191,7 @@ def _ray(address: str | None) -> Iterator[None]:
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if address is None:
             quiet |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
-        ray.init(address=address, **quiet)
+        ray.init(address=address or "local", **quiet)  # None would join a cluster that happens to run here
     try:
         yield
     finally:

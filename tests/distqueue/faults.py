@@ -27,6 +27,7 @@ import ray
 import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed, QueueDrained
+from distqueue.steps import run
 
 TASKS = ("reward", "train")
 LEASE_S = 3.0
@@ -97,7 +98,7 @@ def told(folder: Path, what: str) -> set[str]:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
@@ -126,7 +127,7 @@ def fire(journal: Path, folder: Path, seconds: float, pause_s: tuple[float, floa
         running = {getattr(actor, job).remote(*args): (actor, job, args) for actor, job, args in jobs}
         while time.time() < until_s:
             time.sleep(rng.uniform(*pause_s))
-            shards = [actor for _, actor in queue._run(queue._call("where")).values()]
+            shards = [actor for _, actor in run(queue._call("where")).values()]
             everybody = [queue._actor, *shards, *writers, *(reader for _, reader in readers)]
             killed += _kill_one(rng, everybody)
             running = _go_on(running)

@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue, PackedBatch
+from distqueue.steps import run
 
 
 class Nodes:
@@ -79,7 +80,7 @@ def test_rows_stay_where_they_were_written_and_are_read_from_anywhere(nodes: Nod
     other = nodes.add()
     queue = DistQueue.create(["train"])
     here, there = nodes.at(nodes.head, queue), nodes.at(other.node_id, queue)
-    shard = {name: node for name, (node, _) in queue._run(queue._call("where")).items()}
+    shard = {name: node for name, (node, _) in run(queue._call("where")).items()}
     ray.get([here.put.remote("a", "b", "c"), there.put.remote("d", "e")])
     found = {shard[name]: segments for name, segments in held(queue).items()}
     assert found == {nodes.head: 1, other.node_id: 1}
@@ -99,7 +100,7 @@ def test_shards_join_and_leave_and_rows_are_drained(nodes: Nodes) -> None:
     stranger = nodes.at(other.node_id, queue)
     ray.get(stranger.put.remote("a"))
     (home,) = [name for name, segments in held(queue).items() if segments]
-    assert queue._run(queue._call("where"))[home][0] == nodes.head, "a node without a shard writes to another"
+    assert run(queue._call("where"))[home][0] == nodes.head, "a node without a shard writes to another"
     name = queue.add_shard(other.node_id)
     assert queue.add_shard(other.node_id) == name, "one a node"
     ray.get(stranger.put.remote("b", "c"))
@@ -163,4 +164,17 @@ def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: py
     ray.get(waiting, timeout=30)
     with pytest.raises(ValueError, match="a put of 4 new samples; this queue holds max_rows=3"):
         queue.put(batch_of(*"wxyz"))
+    queue.close()
+
+
+def test_a_file_that_vanished_ends_its_samples_by_name_instead_of_a_hang(nodes: Nodes) -> None:
+    queue = DistQueue.create(["train"])
+    folder = Path(queue.state()["shards"][0]["folder"])
+    queue.put(batch_of("a", "b"))
+    queue.put(batch_of("c"))
+    first, _ = sorted((found for found in folder.iterdir() if found.is_file()), key=lambda file: file.stat().st_mtime)
+    first.unlink()
+    reader = nodes.at(nodes.head, queue)
+    assert ray.get(reader.get.remote(3), timeout=60)[0] == ("c",)
+    assert queue.stats()["distqueue/ended/lost:not found"] == 2
     queue.close()

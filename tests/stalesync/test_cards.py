@@ -39,7 +39,7 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cards(spec):
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     with Cards(spec, DistQueue.create(["train"]), timeout_s=120) as running:
         assert all("npu:0" in found for found in running.prepare())
         yield running

@@ -1,0 +1,73 @@
+"""What a journal is told of a queue, and the queue that comes of it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distqueue.messages import Put, array_to_names, layout_fields, layout_of, pack, unpack
+from distqueue.samples import SampleTable
+from distqueue.segments import Segment
+
+if TYPE_CHECKING:
+    from distqueue.core.queue import QueueCore
+
+
+def snapshot(core: QueueCore) -> bytes:
+    """All that is durable; leases and reservations are not."""
+    live = [segment for segment in core.ledger.segments.values() if segment.live and not segment.dead]
+    fields = {
+        "segments": [(s.number, s.shard, s.path, s.nbytes, s.size, s.spilled) for s in live],
+        "layouts": {name: layout_fields(layout) for name, layout in core.layouts.items()},
+        "sealed": core.sealed,
+        "late": core.late,
+        "committed": list(core.committed.items()),
+    }
+    arrays = {f"table.{name}": value for name, value in core.table.snapshot().items()}
+    texts = {name: value for name, value in arrays.items() if isinstance(value, str)}
+    return pack(fields | {"texts": texts}, {name: a for name, a in arrays.items() if not isinstance(a, str)})
+
+
+def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict[str, Any]) -> QueueCore:
+    """The core that made the snapshot."""
+    fields, arrays = unpack(snapshot)
+    table = {name.removeprefix("table."): value for name, value in (arrays | fields["texts"]).items()}
+    core = cls(SampleTable.restore(table, lease_s), **options)
+    for number, shard, path, nbytes, size, spilled in fields["segments"]:
+        core.ledger.adopt(Segment(number, shard, path, nbytes, size, live=True, spilled=spilled))
+    core.layouts = {name: layout_of(*layout) for name, layout in fields["layouts"].items()}
+    core.writers.sealed, core.late = fields["sealed"], fields["late"]
+    core.committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
+    core.recovered = True
+    return core
+
+
+def put_event(segment: Segment, put: Put, now_s: float) -> bytes:
+    names = "number", "shard", "path", "nbytes", "size"
+    where = {name: getattr(segment, name) for name in names}
+    return pack(where | {"now_s": now_s}, {"put": np.frombuffer(put.to_bytes(), np.uint8)})
+
+
+def replay(core: QueueCore, kind: str, body: bytes) -> None:
+    """Does again what was told to `record`."""
+    fields, arrays = unpack(body)
+    match kind:
+        case "put":
+            names = "number", "shard", "path", "nbytes", "size"
+            core.ledger.adopt(Segment(**{name: fields[name] for name in names}, live=True))
+            put = Put.from_bytes(arrays["put"].tobytes())
+            core.apply_put(put, fields["number"], fields["path"], fields["now_s"])
+        case "ack":
+            ids = array_to_names(arrays["ids"], fields["count"])
+            core.end(core.table.ack(fields["task"], ids, replayed=True), 0.0)
+        case "drop":
+            core.end(core.table.drop(array_to_names(arrays["ids"], fields["count"]), fields["reason"]), 0.0)
+        case "move":
+            core.ledger.moved(fields["number"], fields["shard"], fields["path"], fields["spilled"])
+        case "lose":
+            core.apply_lose(fields["numbers"], fields["reason"], 0.0)
+        case "seal":
+            core.writers.sealed = True
+        case _:
+            raise AssertionError(f"a journal of another version: {kind!r}")

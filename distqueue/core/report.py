@@ -1,0 +1,69 @@
+"""What a queue says of itself: figures as metrics, and who waits for what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distqueue.messages import layout_fields
+
+if TYPE_CHECKING:
+    from distqueue.core.queue import QueueCore
+
+
+def stats(core: QueueCore, now_s: float) -> dict[str, float]:
+    """Metrics; `LocalQueue.stats` says which."""
+    table = core.table.stats(now_s)
+    waiters = dict.fromkeys(core.table.tasks, 0)
+    for waiter in core.readers.everybody():
+        waiters[waiter.want.task] += 1
+    found: dict[str, float] = {
+        "distqueue/rows": len(core.table),
+        "distqueue/bytes": core.ledger.nbytes,
+        "distqueue/spilled_bytes": sum(s.nbytes for s in core.ledger.segments.values() if s.spilled),
+        "distqueue/late": core.late,
+    }
+    found |= {f"distqueue/ended/{name}": ended for name, ended in table["ended"].items()}
+    for task, figures in table["tasks"].items():
+        found |= {
+            f"distqueue/{task}/depth": figures["open"],
+            f"distqueue/{task}/leased": figures["leased"],
+            f"distqueue/{task}/waiters": waiters[task],
+            f"distqueue/{task}/redelivered": figures["redelivered"],
+            f"distqueue/{task}/age_s": figures["age_s"],
+        }
+    return found
+
+
+def state(core: QueueCore, now_s: float) -> dict[str, Any]:
+    """What `python -m distqueue` prints: stats, shards, and who waits for what, for how long, and why."""
+    waiting = [
+        {
+            "task": want.task,
+            "columns": want.columns,
+            "waiters": len(waiters),
+            "longest_s": now_s - waiters[0].since_s,
+            "why": core.explain(want),
+        }
+        for (want, _), waiters in core.readers.waiting.items()
+    ]
+    shards = [
+        {
+            "name": shard.name,
+            "folder": shard.folder,
+            "segments": len(core.ledger.of_shard(shard.name)),
+            "bytes": shard.held,
+            "max_bytes": shard.max_bytes,
+            "leaving": shard.leaving,
+        }
+        for shard in core.ledger.shards.values()
+    ]
+    return {
+        "stats": stats(core, now_s),
+        "waiting": waiting,
+        "shards": shards,
+        "columns": {name: list(layout_fields(layout)) for name, layout in core.layouts.items()},
+        "writing": len(core.writers.reserved),
+        "waiting_writers": [writer.full for writer in core.writers.waiting],
+        "sealed": core.sealed,
+        "tasks": core.table.tasks,
+    }

@@ -1,0 +1,82 @@
+"""A shard's folder: what it holds, what is left over, and what a queue that died left in shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from distqueue import PackedBatch, shard
+from distqueue.messages import Part, Place, runs_of
+from distqueue.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
+from distqueue.shard import PREFIX, Mapped, Shard
+from distqueue.wire import from_wire, to_wire
+
+
+def write(path: Path, number: int, *values: int) -> Place:
+    contents = lay_out(stretches_of(PackedBatch.from_samples([str(v) for v in values], {"n": torch.tensor(values)})))
+    SegmentFile(path, contents.nbytes).write(number, contents)
+    return Place(number, "s", str(path))
+
+
+def numbers(columns: dict) -> list[int]:
+    return columns["n"].data.view("int64").tolist()
+
+
+def test_rows_of_several_segments_are_gathered_for_a_reader_elsewhere(tmp_path: Path) -> None:
+    home = Shard(str(tmp_path / "a"), None)
+    places = [write(home.folder / "1", 1, 10, 11, 12), write(home.folder / "2", 2, 20, 21)]
+    runs = runs_of(torch.tensor([1, 0, 0]).numpy(), torch.tensor([1, 0, 1]).numpy())
+    (answer,) = home.read(places, [Part(("n",), runs)])
+    assert numbers(from_wire(*answer)) == [21, 10, 11]
+    with pytest.raises(SegmentGone):
+        home.read([Place(9, "s", places[0].path)], [Part(("n",), runs)])
+
+
+def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
+    home, other = Shard(str(tmp_path / "s" / "a"), str(tmp_path / "disk")), Shard(str(tmp_path / "s" / "b"), None)
+    header, frames = to_wire(PackedBatch.from_samples(["x"], {"n": torch.tensor([7])}).columns)
+    home.write(3, str(home.folder / "3"), 4096, True, header, *frames)
+    other.take_over(str(other.folder / "moved"), home.export(3, str(home.folder / "3")), durable=True)
+    home.spill(3, str(home.folder / "3"), str(tmp_path / "disk" / "3"))
+    for path in (other.folder / "moved", tmp_path / "disk" / "3"):
+        assert numbers(Mapped().columns(Place(3, "", str(path)))) == [7]
+    assert home.missing([str(home.folder / "3"), str(home.folder / "4")]) == [str(home.folder / "4")]
+    home.keep_only([str(other.folder / "moved")], ["a", "b"])
+    assert not (home.folder / "3").exists() and (tmp_path / "disk" / "3").exists()
+    other.keep_only([], ["a"])
+    assert not (other.folder / "moved").exists()
+    home.discard([str(tmp_path / "disk" / "3"), "gone already"])
+    assert not (tmp_path / "disk" / "3").exists()
+    home.end()
+    assert not home.folder.exists() and other.folder.exists()
+
+
+def test_a_process_keeps_the_latest_files_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "MAPPED", 2)
+    mapped, places = Mapped(), [write(tmp_path / str(n), n, n) for n in (1, 2, 3)]
+    assert [numbers(mapped.columns(place)) for place in places] == [[1], [2], [3]]
+    assert list(mapped._files) == [place.path for place in places[1:]]
+    write(tmp_path / "3", 4, 40)
+    with pytest.raises(SegmentGone):
+        mapped.check(places[2:])
+    assert numbers(mapped.columns(Place(4, "s", places[2].path))) == [40]
+
+
+def test_what_a_dead_queue_left_in_memory_is_swept_and_what_a_living_one_holds_is_not(tmp_path: Path) -> None:
+    ours = Shard(str(tmp_path / f"{PREFIX}ours" / "s"), None)
+    living = Shard(str(tmp_path / f"{PREFIX}living" / "s"), None)
+    for name in ("dead", "returning"):
+        (tmp_path / f"{PREFIX}{name}" / "s").mkdir(parents=True)
+        (tmp_path / f"{PREFIX}{name}" / "s.lock").touch()
+    left = ours._abandoned()
+    assert {folder.name for folder in left} == {f"{PREFIX}dead", f"{PREFIX}returning"}
+    back = os.open(tmp_path / f"{PREFIX}returning" / "s.lock", os.O_RDWR)
+    fcntl.flock(back, fcntl.LOCK_SH)
+    ours._sweep(left)
+    os.close(back)
+    assert {folder.name.removeprefix(PREFIX) for folder in tmp_path.iterdir()} == {"ours", "living", "returning"}
+    assert living.folder.exists()
