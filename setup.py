@@ -24,5 +24,5 @@ setup(
         "rich>=14.1",
         "pyyaml",
     ],
-    extras_require={"test": ["pytest", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"]},
+    extras_require={"test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"]},
 )

@@ -15,6 +15,7 @@
     gather.py, buffers.py   from where samples lie into memory of the reader's own, each byte copied once
     hierarchy.py, tree.py   one read for the ranks that need the same samples, then a broadcast among them
     messages.py, wire.py    metadata and columns as bare bytes: no pickle, no padding
+    checkpoint.py           all of it as it was at one instant, in a folder, for another queue to go on from
 
 The life of a sample: a first put creates its row; further puts add columns as stages finish; each task gets it when the
 columns it asks for are all there, oldest first; a lease that runs out hands it out again; an acknowledged one never is;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,9 +17,11 @@ from typing import Any
 
 import ray
 
-from distqueue.config import QueueOptions
+from distqueue.checkpoint import check as check_checkpoint
+from distqueue.config import QueueOptions, check_absolute
 from distqueue.core import QueueClosed, Share
 from distqueue.host import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
+from distqueue.journal import read_folder
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
 from distqueue.payloads import Payloads
@@ -57,13 +60,21 @@ class DistQueue:
 
     @classmethod
     def create(
-        cls, tasks: Iterable[str], options: QueueOptions | None = None, *, name: str | None = None, **given: Any
+        cls,
+        tasks: Iterable[str],
+        options: QueueOptions | None = None,
+        *,
+        name: str | None = None,
+        checkpoint: str | None = None,
+        **given: Any,
     ) -> DistQueue:
         """Starts the queue: its actor on this node, a shard on every node. It ends with `close`, or when the process
         that created it ends. `options`, or its fields as arguments; `name`: for `connect` and `python -m distqueue`.
-        With a journal that is there already, goes on from it. ray.init() has been called.
+        With a journal that is there already, goes on from it; with the folder of a `checkpoint`, from that: what was
+        leased in it is open. ray.init() has been called.
 
-        ValueError names the option that is wrong, or the journal that another queue has open.
+        ValueError names the option that is wrong or not that of the journal or checkpoint, a journal that another queue
+        has open, or one that holds a queue already where a checkpoint is to be gone on from.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -78,9 +89,16 @@ class DistQueue:
             num_cpus=0,
             max_concurrency=MAX_CALLS,
             max_restarts=-1 if options.durability == "journal" else 0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        queue = cls(actor_class.remote(name or "", tasks, options, node))
+        if name is not None and name in live_queues():
+            raise ValueError(f"name={name!r}: a queue of this name lives in this Ray cluster")
+        if checkpoint is not None:
+            check_absolute("checkpoint", checkpoint)
+            check_checkpoint(checkpoint, tasks, options.group_size)
+            if options.journal is not None and read_folder(options.journal)[0] is not None:
+                raise ValueError(f"journal={options.journal!r}: it holds a queue; expected a new one for {checkpoint=}")
+        queue = cls(actor_class.remote(name or "", tasks, options, node, checkpoint))
         try:
             run(queue._call("start"))
         except ValueError:
@@ -90,8 +108,12 @@ class DistQueue:
 
     @classmethod
     def connect(cls, name: str) -> DistQueue:
-        """The queue created under `name` in this Ray cluster. ValueError if there is none."""
-        return cls(ray.get_actor(name, namespace=NAMESPACE))
+        """The queue created under `name` in this Ray cluster. ValueError names those that there are."""
+        try:
+            return cls(ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            found = ", ".join(map(repr, live_queues())) or "none"
+            raise ValueError(f"queue {name!r}: not in this Ray cluster; live queues: {found}") from None
 
     def put(
         self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = ()
@@ -185,6 +207,13 @@ class DistQueue:
         """Moves what a node's shard holds to the others and ends it. ValueError: no such shard, or the last one."""
         run(self._call("remove_shard", node))
 
+    def checkpoint(self, folder: str) -> None:
+        """Writes the queue as it is at one instant to a new folder, one that every node sees; `create` goes on from it.
+        What was answered before this call is in it; puts and gets go on meanwhile. Returns when it is on disk; where it
+        was not to be written, nothing of this name is there. ValueError: the folder is there already."""
+        check_absolute("checkpoint", folder)
+        run(self._call("checkpoint", folder, uuid.uuid4().hex))
+
     def close(self) -> None:
         """Ends the queue and its processes; whoever waits, and every later call, gets QueueClosed. A journal stays."""
         try:
@@ -269,3 +298,9 @@ class DistQueue:
                 message = yield from self._call("locate", delivery.ids, tuple(columns), skip_ended=True)
                 delivery = Delivery.from_bytes(message)
         return PackedBatch((), {}, too_old=too_old)
+
+
+def live_queues() -> list[str]:
+    """Names of the queues of this Ray cluster."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(found["name"] for found in named if found["namespace"] == NAMESPACE)

@@ -17,7 +17,7 @@ from distqueue.core import QueueCore
 from distqueue.segments import Segment
 from distqueue.segments import Shard as ShardEntry
 from distqueue.shard import Shard, memory_folder
-from distqueue.steps import GONE, UNAVAILABLE
+from distqueue.steps import GONE, RETRY_S, UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,51 @@ class Fleet:
         kept = [segment.path for segment in self.core.ledger.segments.values()]
         for home in self.shards.values():
             await home.actor.keep_only.remote(kept, list(self.shards))
+
+    async def copy_out(self, numbers: Iterable[int], target: Callable[[int], str]) -> None:
+        """Copies segments, which are pinned, on disk by the end. RuntimeError: one is lost."""
+        places = {number: self._place(number) for number in numbers}
+        while places:
+            gone = await self._copy([(number, *place, target(number)) for number, place in places.items()])
+            now = {number: self._place(number) for number in gone}
+            lost = [number for number, place in now.items() if place == places[number]]
+            if lost:
+                raise RuntimeError(f"segment {lost[0]} was lost from {places[lost[0]]} while it was copied")
+            places = now  # these were moved meanwhile
+
+    async def copy_in(self, folder: Path) -> None:
+        """Copies all segments from a checkpoint to the shards, each to the emptiest. ValueError: one is not there."""
+        ledger = self.core.ledger
+        copies = []
+        for segment in ledger.live:
+            shard, source = ledger.shard_for(""), str(folder / segment.path)
+            assert shard is not None
+            ledger.moved(segment.number, shard.name, f"{shard.folder}/{self.epoch}-{segment.number}-restored")
+            copies.append((segment.number, shard.name, source, segment.path))
+        if missing := await self._copy(copies):
+            raise ValueError(f"checkpoint={str(folder)!r}: segments {missing[:3]} are not there, or are others")
+
+    async def _copy(self, copies: Sequence[tuple[int, str, str, str]]) -> list[int]:
+        """Has (number, shard, path, target) copied by their shards; the numbers of those that are not there."""
+        by_shard: dict[str, list[tuple[int, str, str]]] = {}
+        for number, name, path, target in copies:
+            by_shard.setdefault(name, []).append((number, path, target))
+        found = await asyncio.gather(*(self._copy_at(name, files) for name, files in by_shard.items()))
+        return [number for gone in found for number in gone]
+
+    async def _copy_at(self, name: str, files: list[tuple[int, str, str]]) -> list[int]:
+        while name in self.shards:
+            try:
+                return await self.shards[name].actor.copy.remote(files)
+            except UNAVAILABLE:  # it is being started anew, and its files are there
+                await asyncio.sleep(RETRY_S)
+            except GONE:
+                break
+        return [number for number, _, _ in files]
+
+    def _place(self, number: int) -> tuple[str, str]:
+        segment = self.core.ledger.segments[number]
+        return segment.shard, segment.path
 
     async def remove(self, node: str, settle: Callable[[], Awaitable[None]]) -> None:
         """Drains a node's shard to the others and ends it. `settle` makes each move durable."""

@@ -17,10 +17,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from distqueue import checkpoint
 from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, QueueCore, Share
 from distqueue.fleet import Fleet
@@ -52,8 +54,12 @@ class Turn:
 class QueueActor:
     """Runs inside Ray. Metadata only: what is put and got travels through the shards' files."""
 
-    def __init__(self, name: str, tasks: tuple[str, ...], options: QueueOptions, node: str) -> None:
+    def __init__(
+        self, name: str, tasks: tuple[str, ...], options: QueueOptions, node: str, checkpoint: str | None = None
+    ) -> None:
+        """`checkpoint`: what a queue without a journal, or whose journal is new, goes on from."""
         self.name, self.options, self.node = name, options, node
+        self.checkpoint_folder = checkpoint
         self.epoch = uuid.uuid4().hex[:12]
         self.tasks = tasks
         self.journal: Journal | None = None
@@ -73,8 +79,18 @@ class QueueActor:
         return self.name
 
     async def _start(self) -> None:
-        self.core = self._make_core(self.tasks)
+        self.core, recovered = self._make_core(self.tasks)
         self.fleet = Fleet(self.core, self.options, self.epoch)
+        await self._start_shards()
+        if recovered:
+            await self.fleet.adopt()
+        elif self.checkpoint_folder is not None:
+            await self.fleet.copy_in(Path(self.checkpoint_folder))
+        if self.journal is not None and not recovered:
+            self.journal.begin(self.core.snapshot())
+            self.core.record = self.journal.append
+
+    async def _start_shards(self) -> None:
         for node in _alive_nodes():
             try:
                 await self.fleet.add(node)
@@ -82,28 +98,26 @@ class QueueActor:
                 log.warning("node %s gets no shard: %s", node, error)
         if not self.fleet.shards:
             raise QueueClosed("no node of the cluster took a shard")
-        if self.journal is not None:
-            await self.fleet.adopt()
 
-    def _make_core(self, tasks: tuple[str, ...]) -> QueueCore:
-        """A new core, or the one that a journal holds."""
+    def _make_core(self, tasks: tuple[str, ...]) -> tuple[QueueCore, bool]:
+        """(the core that a journal holds, True), or (that of a checkpoint or a new one, False)."""
         given = self.options
         options: dict[str, Any] = {"max_rows": given.max_rows, "epoch": self.epoch}
         new = QueueCore(SampleTable(tasks, given.lease_s, given.group_size), **options)
-        if given.journal is None:
-            return new
-        self.journal = Journal(given.journal, lambda: self.core.snapshot())
-        snapshot, events = self.journal.read()
-        if snapshot is None:
-            self.journal.begin(new.snapshot())
-            core = new
-        else:
-            core = QueueCore.recover(snapshot, events, given.lease_s, **options)
-            found, asked = ((of.table.tasks, of.table.group_size) for of in (core, new))
-            if found != asked:
-                raise ValueError(f"journal {given.journal}: its (tasks, group_size) are {found}; asked for {asked}")
-        core.record = self.journal.append
-        return core
+        if given.journal is not None:
+            self.journal = Journal(given.journal, lambda: self.core.snapshot())
+            snapshot, events = self.journal.read()
+            if snapshot is not None:
+                core = QueueCore.recover(snapshot, events, given.lease_s, **options)
+                for key in ("tasks", "group_size"):
+                    has, asked = getattr(core.table, key), getattr(new.table, key)
+                    if has != asked:
+                        raise ValueError(f"{key}={asked}: journal {given.journal} has {key}={has}")
+                core.record = self.journal.append
+                return core, True
+        if self.checkpoint_folder is not None:
+            return QueueCore.recover(checkpoint.load(self.checkpoint_folder), (), given.lease_s, **options), False
+        return new, False
 
     async def close(self) -> None:
         """Ends waiting calls with QueueClosed, and the shards; without a journal their folders, too."""
@@ -132,6 +146,25 @@ class QueueActor:
     async def find_lost(self, numbers: Sequence[int]) -> None:
         async with self._call():
             await self.fleet.find_lost(numbers)
+
+    # ---- checkpoints
+
+    async def checkpoint(self, folder: str, cut: str) -> None:
+        """Writes the state of this moment and copies of its segments to `folder`. A call made again with its `cut` does
+        no harm."""
+        async with self._call():
+            if checkpoint.is_whole(folder, cut):
+                return
+            snapshot, numbers = self.core.snapshot(checkpoint.segment_path), [s.number for s in self.core.ledger.live]
+            with self.core.ledger.pinned(*numbers):
+                unfinished = checkpoint.Unfinished(folder, cut)
+                try:
+                    partial = unfinished.partial
+                    await self.fleet.copy_out(numbers, lambda number: str(partial / checkpoint.segment_path(number)))
+                    await asyncio.to_thread(unfinished.finish, snapshot, numbers)
+                except BaseException:
+                    unfinished.give_up()
+                    raise
 
     # ---- calls of clients
 

@@ -15,10 +15,10 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from distqueue.durable import make_folder
+from distqueue.durable import make_folder, sync
 
 LEAST_COMPACTED = 16 << 20
 """Bytes of events below which no new snapshot is made"""
@@ -44,6 +44,7 @@ class Journal:
         with _transaction(self._store):
             self._store.execute("create table if not exists events (seq integer primary key, kind text, body blob)")
             self._store.execute("create table if not exists snapshot (body blob)")
+        sync(self.folder)  # some builds of SQLite leave the names of its files to others (SQLITE_DISABLE_DIRSYNC)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._pending: list[tuple[str, bytes]] = []
         self._writing: asyncio.Task[None] | None = None
@@ -63,8 +64,8 @@ class Journal:
         self._pending.append((kind, body))
 
     async def flushed(self) -> None:
-        """Returns when all that was appended before this call is on disk; raises what kept it from being. What could not
-        be written is tried again with the next: a journal has no holes."""
+        """Returns when all that was appended before this call is on disk; raises what kept it from being. What could
+        not be written is tried again with the next: a journal has no holes."""
         if self._writing is not None and not self._writing.done():
             await asyncio.shield(self._writing)  # what it writes may have begun before the last append
         if self._pending and (self._writing is None or self._writing.done()):
@@ -102,6 +103,19 @@ class Journal:
             self._store.execute("delete from events")
             self._store.execute("delete from snapshot")
             self._store.execute("insert into snapshot values (?)", (body,))
+
+
+def read_folder(folder: str | Path) -> tuple[bytes | None, list[tuple[str, bytes]]]:
+    """What `Journal.read` would say, of a journal that may be open elsewhere; (None, []) where there is none."""
+    index = Path(folder).absolute() / INDEX
+    if not index.is_file():
+        return None, []
+    with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro", uri=True, isolation_level=None)) as store:
+        store.execute("begin")  # snapshot and events of one moment
+        if not store.execute("select 1 from sqlite_schema where name = 'snapshot'").fetchone():
+            return None, []
+        snapshot, events = read(store)
+        return snapshot, list(events)
 
 
 def read(store: sqlite3.Connection) -> tuple[bytes | None, Iterator[tuple[str, bytes]]]:

@@ -24,6 +24,7 @@ import torch
 
 from distqueue.column import Column, Layout
 from distqueue.copying import copy_all
+from distqueue.durable import sync
 from distqueue.messages import layout_fields, layout_of, smallest
 from distqueue.packed import PackedBatch
 
@@ -115,12 +116,8 @@ class SegmentFile:
 
     def sync(self) -> None:
         """Returns when the file is on disk, with its name."""
-        for path, flags in ((self.path, os.O_RDWR), (os.path.dirname(self.path), os.O_RDONLY)):
-            handle = os.open(path, flags)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        sync(self.path)
+        sync(os.path.dirname(self.path))
 
     def _parse(self) -> dict[str, Stretch]:
         try:

@@ -12,6 +12,7 @@ Invariants (property-tested in tests/distqueue/test_segments.py):
    `max_bytes` but one that may go beyond.
 3. A pinned segment's file is neither written again nor discarded until it is let go.
 4. Numbers are never given twice.
+5. The file of a reservation that was not committed is not written again: its writer may be slow rather than dead.
 """
 
 from __future__ import annotations
@@ -187,6 +188,11 @@ class SegmentLedger:
         return [segment for segment in self.segments.values() if segment.shard == name]
 
     @property
+    def live(self) -> list[Segment]:
+        """Segments with samples that somebody wants."""
+        return [segment for segment in self.segments.values() if segment.live and not segment.dead]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all live segments."""
         return sum(segment.nbytes for segment in self.segments.values() if segment.live)
@@ -195,7 +201,7 @@ class SegmentLedger:
         shard = self.shards.get(segment.shard)
         if shard is None:
             return  # it left, and its folder with it
-        if segment.spilled or not shard.recycles or shard.leaving:
+        if segment.spilled or not segment.live or not shard.recycles or shard.leaving:
             self.discards.append((segment.shard, segment.path))
             shard.held -= 0 if segment.spilled else segment.size
             return

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from distqueue.buffers import WarmBuffers
-from distqueue.durable import make_folder
+from distqueue.durable import make_folder, sync
 from distqueue.gather import gather_columns
 from distqueue.messages import Part, Place
 from distqueue.segment_file import SegmentFile, SegmentGone, Stretch, lay_out
@@ -135,6 +135,15 @@ class Shard:
         """Copies a segment to disk; its file in memory is left to whoever asked."""
         self.take_over(target, self.export(number, path), durable=False)
 
+    def copy(self, segments: Sequence[tuple[int, str, str]]) -> list[int]:
+        """Copies segments (number, path, target), on disk by the end. Returns the numbers of those not found there."""
+        gone = [number for number, path, target in segments if not _copy(number, path, target)]
+        for target in [target for number, _, target in segments if number not in gone]:
+            sync(target)
+        for folder in {os.path.dirname(target) for _, _, target in segments}:
+            sync(folder)
+        return gone
+
     def holds(self, number: int, path: str) -> bool:
         """Whether the segment lies there."""
         try:
@@ -179,6 +188,18 @@ class Shard:
         for folder in left & self._abandoned():
             log.warning("removing %s: the queue that left it is dead", folder)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(number: int, path: str, target: str) -> bool:
+    """Whether the segment was there all the while."""
+    try:
+        file = SegmentFile(path)
+        file.check(number)
+        Path(target).write_bytes(file.bytes.data)
+        file.check(number)
+        return True
+    except SegmentGone:
+        return False
 
 
 def _is_free(lock: Path) -> bool:

@@ -2,22 +2,21 @@
 
 python -m distqueue                      # queues of the Ray cluster on this machine
 python -m distqueue samples              # one of them, live; --watch 2: again every two seconds
-python -m distqueue runs/run/queue       # a journal that no process has open: what it would go on with
+python -m distqueue runs/run/queue       # a journal, or a checkpoint: what a queue would go on with
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import sqlite3
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distqueue.core import QueueCore
-from distqueue.journal import INDEX, read
+from distqueue.core import QueueClosed, QueueCore
+from distqueue.journal import INDEX, read_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             time.sleep(given.watch)
             print()
-    except (ValueError, ConnectionError) as error:
+    except (ValueError, QueueClosed) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -47,27 +46,26 @@ def _text(queue: str | None, address: str) -> str:
         return state_text(journal_state(Path(queue)))
     import ray
 
-    from distqueue.client import DistQueue
-    from distqueue.host import NAMESPACE
+    from distqueue.client import DistQueue, live_queues
 
-    if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        asked = "live queues" if queue is None else f"queue {queue!r}, which is no folder of a journal"
+        raise ValueError(f"{asked}: no Ray cluster at address={address!r}") from None
     if queue is not None:
         return state_text(DistQueue.connect(queue).state())
-    names = [found["name"] for found in ray.util.list_named_actors(True) if found["namespace"] == NAMESPACE]
-    return "\n".join(["live queues:", *(f"  {name}" for name in sorted(names))]) if names else "no live queue"
+    names = live_queues()
+    return "\n".join(["live queues:", *(f"  {name}" for name in names)]) if names else "no live queue"
 
 
 def journal_state(folder: Path) -> dict[str, Any]:
     """`QueueCore.state` of what a journal holds; only reads. What was leased when it was left is open."""
-    store = sqlite3.connect(f"file:{folder / INDEX}?mode=ro", uri=True)
-    try:
-        snapshot, events = read(store)
-        if snapshot is None:
-            raise ValueError(f"journal {folder}: it was left before its first state was written")
-        core = QueueCore.recover(snapshot, events)
-    finally:
-        store.close()
+    snapshot, events = read_folder(folder)
+    if snapshot is None:
+        raise ValueError(f"journal {folder}: it was left before its first state was written")
+    core = QueueCore.recover(snapshot, events)
     return core.state(time.time()) | {"name": "", "journal": str(folder)}
 
 

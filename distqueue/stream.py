@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,9 @@ from distqueue.core import QueueClosed, QueueDrained
 from distqueue.packed import PackedBatch
 
 
-def stream(queue: Any, task: str, columns: Sequence[str], *, ahead: int = 1, **want: Any) -> Iterator[PackedBatch]:
+def stream(
+    queue: Any, task: str, columns: Sequence[str], *, ahead: int = 1, **want: Any
+) -> Generator[PackedBatch, None, None]:
     """Yields leased batches of a `DistQueue` or `LocalQueue` until it is sealed and drained.
 
     `want`: as for `get`. `ahead`: batches fetched beyond the present one; 0: none. QueueClosed if the queue is closed

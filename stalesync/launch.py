@@ -75,7 +75,8 @@ def _run(
         view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
         view.phase("start Ray and the workers")
         stack.enter_context(_ray(config.cluster.address))
-        queue = DistQueue.create(TASKS, queue_options(config, folder), name=folder.name)
+        name = folder.name if config.cluster.address is None else f"{folder.name}-{os.getpid()}"
+        queue = DistQueue.create(TASKS, queue_options(config, folder), name=name)
         stack.callback(queue.close)
         cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
         cards_found = cards.prepare()

@@ -62,7 +62,7 @@ def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
 def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", timeout_s: float = 120) -> list[Any]:
     """Calls ``fn(rank, device, *args)`` in ``world`` joined processes; returns the results by rank.
 
-    ``fn`` is a module-level function. The first failure is raised with its rank and traceback; the processes are then
+    ``fn`` is a module-level function. The first failure is raised with its rank and traceback; its processes are then
     ended, as the others may wait for the failed one for ever. ``device="adversarial"``: emulated cards with
     streams=adversarial.
 
@@ -87,26 +87,24 @@ def _run_ranks(fn: Callable, world: int, args: tuple[Any, ...], device: str, tim
 
 class _RankPool:
     def __init__(self) -> None:
-        self.processes: list[Any] = []
-        self.pipes: list[Connection] = []
+        self.processes: dict[int, Any] = {}
+        self.pipes: dict[int, Connection] = {}
 
     def grow(self, world: int) -> None:
         context = mp.get_context("spawn")
-        while len(self.processes) < world:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
+        for rank in set(range(world)) - self.processes.keys():
+            self.pipes[rank], there = context.Pipe()
+            self.processes[rank] = context.Process(target=_serve, args=(there,), daemon=True)
+            self.processes[rank].start()
             there.close()
-            self.processes.append(process)
-            self.pipes.append(here)
 
     def collect(self, world: int, timeout_s: float) -> list[Any]:
-        waiting, results = dict(zip(self.pipes[:world], range(world), strict=False)), [None] * world
+        waiting, results = {self.pipes[rank]: rank for rank in range(world)}, [None] * world
         deadline = time.monotonic() + timeout_s
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.stop()
+                self.stop(world)
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {timeout_s} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -115,16 +113,18 @@ class _RankPool:
                 except EOFError:
                     ok, value = False, "the process died"
                 if not ok:
-                    self.stop()
+                    self.stop(world)
                     raise RuntimeError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
         return results
 
-    def stop(self) -> None:
-        for process in self.processes:
+    def stop(self, world: int | None = None) -> None:
+        """Ends the processes of a group, or all."""
+        for rank in sorted(self.processes)[:world]:
+            process = self.processes.pop(rank)
             process.kill()
             process.join()
-        self.processes, self.pipes = [], []
+            self.pipes.pop(rank).close()
 
 
 def _serve(pipe: Connection) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +16,15 @@ if TYPE_CHECKING:
     from distqueue.core.queue import QueueCore
 
 
-def snapshot(core: QueueCore) -> bytes:
-    """All that is durable; leases and reservations are not."""
-    live = [segment for segment in core.ledger.segments.values() if segment.live and not segment.dead]
+def snapshot(core: QueueCore, copied_to: Callable[[int], str] | None = None) -> bytes:
+    """All that is durable; leases and reservations are not. `copied_to`: where every segment, by its number, lies in a
+    checkpoint, in no shard."""
+    live = core.ledger.live
+    segments = [(s.number, s.shard, s.path, s.nbytes, s.size, s.spilled) for s in live]
+    if copied_to is not None:
+        segments = [(s.number, "", copied_to(s.number), s.nbytes, s.size, False) for s in live]
     fields = {
-        "segments": [(s.number, s.shard, s.path, s.nbytes, s.size, s.spilled) for s in live],
+        "segments": segments,
         "layouts": {name: layout_fields(layout) for name, layout in core.layouts.items()},
         "sealed": core.sealed,
         "late": core.late,
@@ -27,6 +33,13 @@ def snapshot(core: QueueCore) -> bytes:
     arrays = {f"table.{name}": value for name, value in core.table.snapshot().items()}
     texts = {name: value for name, value in arrays.items() if isinstance(value, str)}
     return pack(fields | {"texts": texts}, {name: a for name, a in arrays.items() if not isinstance(a, str)})
+
+
+def outline(snapshot: bytes) -> tuple[tuple[str, ...], int | None, list[str]]:
+    """(tasks, group_size, paths of the segments), without making a core of it."""
+    fields, _ = unpack(snapshot)
+    about = json.loads(fields["texts"]["table.about"])
+    return tuple(about["tasks"]), about["group_size"], [path for _, _, path, *_ in fields["segments"]]
 
 
 def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict[str, Any]) -> QueueCore:

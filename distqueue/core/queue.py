@@ -217,9 +217,9 @@ class QueueCore:
 
     # ---- going on
 
-    def snapshot(self) -> bytes:
-        """All that is durable; leases and reservations are not."""
-        return history.snapshot(self)
+    def snapshot(self, copied_to: Callable[[int], str] | None = None) -> bytes:
+        """All that is durable; leases and reservations are not. `copied_to`: path of a segment's copy, by number."""
+        return history.snapshot(self, copied_to)
 
     @classmethod
     def recover(

@@ -335,7 +335,7 @@ def test_every_reader_of_shares_hears_of_the_end() -> None:
     assert sorted(id for part in parts for id in part.ids) == sorted(numbered(3)), "fewer than readers"
     waiting = [ask(core, want(8), (rank, 4)) for rank in range(4)]
     assert waiting == [[], [], [], []]
-    core.ack("train", numbered(3), 0.0)
+    core.ack("train", list(numbered(3)), 0.0)
     assert all(isinstance(answers[0], QueueDrained) for answers in waiting)
 
 
@@ -425,10 +425,14 @@ def count_looks(core: QueueCore) -> dict[str, int]:
 
 def test_the_longest_waiting_is_served_first_and_keeps_its_place() -> None:
     core, answers = new_core(), []
-    first = core.ask(want(1), None, 0.0, lambda found: answers.append(("first", found.ids)))
-    core.ask(want(1), None, 1.0, lambda found: answers.append(("second", found.ids)))
+
+    def told_as(name: str) -> Any:
+        return lambda found: answers.append((name, found.ids))
+
+    first = core.ask(want(1), None, 0.0, told_as("first"))
+    core.ask(want(1), None, 1.0, told_as("second"))
     core.readers.leave(first)
-    core.ask(want(1), None, 2.0, lambda found: answers.append(("first", found.ids)), (first.number, first.since_s))
+    core.ask(want(1), None, 2.0, told_as("first"), (first.number, first.since_s))
     store(core, put_of({"a": 1, "b": 1}))
     assert answers == [("first", ("a",)), ("second", ("b",))]
 

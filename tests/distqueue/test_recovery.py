@@ -32,6 +32,7 @@ class Recovery(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s, self.born, self.lives, self.moves = 0.0, 0, 0, 0
+        self.events: list[tuple[str, bytes]] = []
         self.handed: dict[str, list[str]] = {task: [] for task in TASKS}
         self.writing: list[Segment] = []
 

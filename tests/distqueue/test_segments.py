@@ -124,6 +124,7 @@ def test_a_freed_file_is_written_again_before_a_new_one_is_made() -> None:
     ledger = SegmentLedger("e")
     ledger.add_shard(Shard("a", "a", "/a", 100 * GRAIN))
     first = ledger.reserve("a", 3 * GRAIN, 1.0)
+    ledger.commit(first.number)
     ledger.free([first.number])
     assert ledger.reserve("a", GRAIN, 1.0).path != first.path, "one more than twice as large is not wasted on it"
     again = ledger.reserve("a", 2 * GRAIN, 1.0)

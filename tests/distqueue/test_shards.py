@@ -22,7 +22,9 @@ class Nodes:
     """A head, on which the queue's actor and this process run, and nodes that come and go."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        often = {"health_check_period_ms": 200, "health_check_initial_delay_ms": 200}  # a dead node is missed sooner
+        head = {"num_cpus": 1, "include_dashboard": False, "_system_config": often}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self.cluster.address, log_to_driver=False)
         self.head = ray.get_runtime_context().get_node_id()
 

@@ -256,7 +256,8 @@ def _demands(plan: Plan, held: dict[int, np.ndarray], need: dict[int, np.ndarray
     nobody there holds it, and passes it on among those that need it."""
     ranks, topology = plan.ranks, plan.topology
     table = np.stack([*(held[rank] for rank in ranks), *(need[rank] for rank in ranks)])
-    kinds, counts = np.unique(table, axis=1, return_counts=True)
+    codes, counts = np.unique((1 << np.arange(len(table))) @ table, return_counts=True)
+    kinds = codes[:, None] >> np.arange(len(table)) & 1
     demands: list[dict[frozenset[int], int]] = [defaultdict(int) for _ in topology.classes]
 
     def reach(have: frozenset[int], lack: frozenset[int], speed: int, count: int) -> None:
@@ -285,8 +286,8 @@ def _demands(plan: Plan, held: dict[int, np.ndarray], need: dict[int, np.ndarray
     def same(one: int, other: int, speed: int) -> bool:
         return topology.group(one, speed) == topology.group(other, speed)
 
-    for column, count in zip(kinds.T, counts, strict=True):
-        have, lack = (frozenset(r for r, yes in zip(ranks, part, strict=True) if yes) for part in np.split(column, 2))
+    for kind, count in zip(kinds, counts, strict=True):
+        have, lack = (frozenset(r for r, yes in zip(ranks, part, strict=True) if yes) for part in np.split(kind, 2))
         if lack:
             reach(have, lack, len(topology.classes) - 1, int(count))
     return demands

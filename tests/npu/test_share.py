@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from multiprocessing.connection import Listener
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,12 +53,18 @@ def _ask(pipe, order, value):
     return pipe.recv()
 
 
+def _named_memory(pid):
+    """Files under /dev/shm that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+
+
 def _bytes(card, nbytes, value=0):
     return torch.full((nbytes,), value, dtype=torch.uint8, device=card.torch_device)
 
 
 def test_memory_is_shared_both_ways_and_charged_to_its_owner(card, mate):
-    before = set(os.listdir("/dev/shm"))
+    before = _named_memory(os.getpid())
     with card.owner("buckets"):
         mine = _bytes(card, 3 * MIB, 4)
     assert _ask(mate, "map", card.share(mine)) == ([5] * 4, 0), "the mapper is not charged"
@@ -75,6 +82,8 @@ def test_memory_is_shared_both_ways_and_charged_to_its_owner(card, mate):
     assert theirs.eq(7).all()
     assert card.memory().allocated == 4 * MIB + 512, "mapping costs the card nothing"
     view = theirs.view(torch.float32)[1:]
+    named = _named_memory(os.getpid()) | _named_memory(mate.process.pid)
+    assert named <= before, "what is shared has no name that could be left behind"
     mate.process.kill()
     mate.process.wait()
     assert view.view(torch.uint8).eq(7).all(), "who maps it keeps it, whatever happens to the owner"
@@ -83,7 +92,6 @@ def test_memory_is_shared_both_ways_and_charged_to_its_owner(card, mate):
 
     del mine, second, small
     assert card.memory().allocated == 0
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_storage_that_went_and_came_back_is_found_at_its_new_place(card):
