@@ -129,6 +129,7 @@ def _transaction(store: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        store.execute("rollback")
+        if store.in_transaction:  # a full disk has ended it already
+            store.execute("rollback")
         raise
     store.execute("commit")

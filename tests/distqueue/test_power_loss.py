@@ -38,6 +38,6 @@ def test_a_loss_of_power_at_any_moment_takes_nothing_that_was_acknowledged(shim:
 
 @pytest.mark.slow
 def test_hundreds_of_losses_of_power_take_nothing(shim: Path, tmp_path: Path) -> None:
-    for seed in range(4):
+    for seed in range(2):
         (tmp_path / str(seed)).mkdir()
         lose_power_often(shim, tmp_path / str(seed), 100, seed + 10)
