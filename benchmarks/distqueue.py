@@ -21,6 +21,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import logging
@@ -172,6 +173,32 @@ def measure(workload: str, rounds: int, writer: Any, reader: Any) -> dict[str, f
     return figures | {"sent_bytes": sent, "received_bytes": received}
 
 
+def measure_starved(queue: DistQueue, rounds: int = 100, readers: int = 512) -> dict[str, float]:
+    """Median milliseconds of a small put, get and ack of one client, alone and beside readers that wait in vain."""
+
+    def round_trips(name: str) -> float:
+        seconds = []
+        for i in range(rounds):
+            batch = PackedBatch.from_samples([f"{name}{i}"], {"tokens": [torch.arange(100, dtype=torch.int32)]})
+            began_s = time.perf_counter()
+            queue.put(batch)
+            queue.ack("train", queue.get("train", ["tokens"], 1).ids)
+            seconds.append(time.perf_counter() - began_s)
+        return statistics.median(seconds[rounds // 10 :]) * 1e3
+
+    async def beside() -> float:
+        waiting = [asyncio.create_task(queue.get_async("train", ["never"], 1)) for _ in range(readers)]
+        while (await asyncio.to_thread(queue.stats))["distqueue/train/waiters"] < readers:
+            await asyncio.sleep(0.05)
+        found = await asyncio.to_thread(round_trips, "beside")
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        return found
+
+    return {"alone_ms": round_trips("alone"), "beside_ms": asyncio.run(beside()), "readers": readers}
+
+
 def say(workload: str, figures: dict[str, float]) -> None:
     copy_s = figures["copy_s"]
     payload, sent = figures["payload_bytes"], max(figures["sent_bytes"], figures["received_bytes"])
@@ -209,6 +236,10 @@ def main() -> None:
         for workload in ("long", "short"):
             figures[workload] = measure(workload, given.rounds, writer, reader)
             say(workload, figures[workload])
+        queue.close()
+        queue = DistQueue.create(["train"])
+        figures["starved"] = measure_starved(queue)
+        print("a put, a get and an ack, in ms, alone and beside readers that wait:", json.dumps(figures["starved"]))
         queue.close()
         ray.shutdown()
     if given.only in (None, "hierarchy"):

@@ -3,16 +3,17 @@
             put(batch, groups, versions)             get(task, columns, count) ──► leased PackedBatch ──► ack(task, ids)
                      │    │ payload                        ▲ │ who, and where
     ┌────────────────▼────┼────────────────────────────────┼─▼─────────────────────────────┐
-    │ core.py    decides: │                                │        one actor (host.py)    │ ◄ client.py: DistQueue
+    │ core/      decides: │                                │        one actor (host.py)    │ ◄ client.py: DistQueue
     │   samples/    SampleTable: columns held, versions, leases, groups, endings           │   local.py: LocalQueue,
     │   segments.py    which segment lies in which file of which shard                     │     the same in one process
     │   journal.py     every change on disk before it is acknowledged                      │   stream.py: a data loader
     └─────────────────────┼────────────────────────────────┼───────────────────────────────┘   show.py: what waits for
                           ▼                                │ payload                             what, on a terminal
-      shard.py    one a node: segments (segment_file.py) in shared memory, mapped by its processes
+      shard.py    one a node (fleet.py): segments (segment_file.py) in shared memory, mapped by its processes
 
     packed.py, column.py    PackedBatch of Columns: one buffer and one offsets table each, samples are views
-    gather.py, buffers.py   from where samples lie into memory of the reader's own, each byte copied once
+    payloads.py, gather.py  from where samples lie into memory of the reader's own (buffers.py), each byte copied once
+    steps.py                a client's call as steps, driven by threads and by coroutines alike
     hierarchy.py, tree.py   one read for the ranks that need the same samples, then a broadcast among them
     messages.py, wire.py    metadata and columns as bare bytes: no pickle, no padding
     checkpoint.py           all of it as it was at one instant, in a folder, for another queue to go on from

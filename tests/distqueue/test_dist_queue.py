@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -19,6 +20,16 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+def call_s(queue: DistQueue) -> float:
+    """Median seconds of a call."""
+    seconds = []
+    for _ in range(15):
+        began_s = time.perf_counter()
+        queue.stats()
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
 
 
 def test_samples_travel_between_processes_while_others_starve() -> None:
@@ -39,6 +50,7 @@ def test_samples_travel_between_processes_while_others_starve() -> None:
             return str(error)
         return "served"
 
+    alone_s = call_s(queue)
     starved = starve.remote()
     writer = write.remote(queue)
     batch = queue.get("reward", ["tokens", "mask", "answer"], 2, whole_groups=True, timeout_s=60)
@@ -53,9 +65,8 @@ def test_samples_travel_between_processes_while_others_starve() -> None:
     while queue.stats()["distqueue/train/waiters"] == 0:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    began_s = time.monotonic()
+    assert call_s(queue) < 5 * alone_s + 0.05, "one that waits delays nobody"
     queue.ack("reward", batch.ids)
-    assert time.monotonic() - began_s < 1
     queue.close()
     assert "closed" in ray.get(starved, timeout=60)
     with pytest.raises(QueueClosed):
