@@ -17,7 +17,10 @@ def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hundreds_of_kills_lose_nothing(tmp_path: Path) -> None:
     journal, folder = tmp_path / "journal", tmp_path / "told"
-    killed = sum(faults.fire(journal, folder, seconds=40, pause_s=(0.0, 0.4), seed=seed) for seed in range(8))
+    killed = 0
+    for seed in range(20):  # most of the time goes into starting anew what was killed
+        if killed < 300:
+            killed += faults.fire(journal, folder, seconds=40, pause_s=(0.0, 0.4), seed=seed)
     passed = faults.check(folder, faults.drain(journal, folder, seed=99))
     print(f"{killed} killed, {passed} samples passed")
     assert killed >= 300
