@@ -75,6 +75,7 @@ class Payloads:
             try:
                 answers = yield partial(actor.read.remote, places, [_renumbered(part, ours) for part in asked])
             except ActorGone:
+                self._shards = {}  # one that has left may have come back under its name
                 yield from self._ask("shard_lost", shard)
                 raise SegmentGone(f"shard {shard!r} is lost") from None
             by_columns = {part.columns: from_wire(*answer) for part, answer in zip(asked, answers, strict=True)}
