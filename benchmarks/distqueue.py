@@ -4,6 +4,7 @@
 
     put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
     copy_s              floor: np.copyto of the same bytes into warm memory
+    call_s              floor: a bare call of an actor like the queue's; ray.put tells nobody, a put here is one call
     ray_*               ray.put / ray.get of the same packed arrays, with the copy into warm memory
     transferqueue_*     TransferQueue 0.1.11 with its default storage, where it can be imported
     padded_bytes        what padding every sample to the longest would take; payload_bytes: the samples themselves
@@ -11,7 +12,8 @@
 
 Workloads: `long`, 512 samples of lognormal lengths (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300
 tokens; five columns of 4 bytes a token each. Then requests and bytes of the hierarchical reader, and the table at a
-million rows. TransferQueue has pinned requirements: run this in an environment that has it, torch, numpy and ray.
+million rows. TransferQueue has pinned requirements: run this in an environment that has it, torch, numpy, ray and
+safetensors.
 """
 
 from __future__ import annotations
@@ -67,11 +69,16 @@ def make_columns(workload: str, round: int) -> dict[str, list[torch.Tensor]]:
     return {name: list(column.split(sizes)) for name, column in flat.items()}
 
 
+class Bare:
+    async def call(self, message: bytes) -> None:
+        pass
+
+
 class Party:
     """A process that writes or reads, in every way that is compared. Each method returns the seconds it took."""
 
-    def __init__(self, queue: DistQueue, peers: list[str]) -> None:
-        self.queue, self.warm = queue, np.zeros(1, np.uint8)
+    def __init__(self, queue: DistQueue, bare: Any, peers: list[str]) -> None:
+        self.queue, self.bare, self.warm = queue, bare, np.zeros(1, np.uint8)
         if "transferqueue" in peers:
             import transfer_queue
 
@@ -131,6 +138,12 @@ class Party:
         transfer_queue.kv_clear(keys=keys, partition_id=workload)
         return seconds
 
+    def call(self, workload: str) -> float:
+        message = bytes(20 * len(lengths(workload)))
+        began_s = time.perf_counter()
+        ray.get(self.bare.call.remote(message))
+        return time.perf_counter() - began_s
+
     def copy(self, workload: str) -> float:
         warm = self.warmed(workload)
         sources = [np.full(len(target), 7, np.uint8) for target in warm]
@@ -152,7 +165,10 @@ def measure(workload: str, rounds: int, writer: Any, reader: Any) -> dict[str, f
     seconds: dict[str, list[float]] = {}
     sent = received = 0
     for round in range(rounds + 2):
-        found: dict[str, float] = {"copy_s": ray.get(reader.copy.remote(workload))}
+        found: dict[str, float] = {
+            "copy_s": ray.get(reader.copy.remote(workload)),
+            "call_s": ray.get(reader.call.remote(workload)),
+        }
         order = PEERS[round % len(PEERS) :] + PEERS[: round % len(PEERS)]
         for peer in order:
             if peer == "ours":
@@ -206,7 +222,7 @@ def say(workload: str, figures: dict[str, float]) -> None:
         f"{workload}: {payload / 1e6:.1f} MB of samples, {figures['padded_bytes'] / 1e6:.1f} MB padded; sent "
         f"{sent / payload:.4f} of the samples' bytes, {1 - sent / figures['padded_bytes']:.1%} less than padded"
     )
-    print(f"  floor (copy into warm memory)  {copy_s * 1e3:8.2f} ms")
+    print(f"  floor (copy into warm memory)  {copy_s * 1e3:8.2f} ms; a call {figures['call_s'] * 1e3:.2f} ms")
     for peer, prefix in (("this queue", ""), ("Ray alone", "ray_"), ("TransferQueue", "transferqueue_")):
         if f"{prefix}put_s" not in figures:
             print(f"  {peer:<16}not installed")
@@ -232,7 +248,8 @@ def main() -> None:
         ray.init(address="local", num_cpus=16, **quiet)
         queue = DistQueue.create(["train"])
         party = ray.remote(Party).options(num_cpus=0)
-        writer, reader = party.remote(queue, PEERS), party.remote(queue, PEERS)
+        bare = ray.remote(Bare).options(num_cpus=0).remote()
+        writer, reader = party.remote(queue, bare, PEERS), party.remote(queue, bare, PEERS)
         for workload in ("long", "short"):
             figures[workload] = measure(workload, given.rounds, writer, reader)
             say(workload, figures[workload])

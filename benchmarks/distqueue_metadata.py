@@ -32,7 +32,7 @@ from distqueue.samples import SampleTable, Want  # noqa: E402
 ROWS, BATCH, GROUP_SIZE, TASKS, COLUMNS = 1_000_000, 4096, 8, ("reward", "train"), 16
 WAITING, UPDATES, GETS = 512, 200, 40
 NAMES = tuple(f"column{c}" for c in range(COLUMNS))
-PART_BYTES, TOKENS_BYTES = 8, 4
+PART_BYTES, TOKENS_BYTES = 4, 4
 
 
 def ids_of(rows: np.ndarray) -> list[str]:

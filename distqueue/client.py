@@ -1,7 +1,8 @@
 """The queue across processes: an actor decides (`host.py`), shards of shared memory hold, and this is the face.
 
-put   reserve ─► the payload is written into shared memory ─► commit          two calls
-get   ask ─► samples and where they lie ─► copied from there                  one call; more for samples elsewhere
+put   the payload is written into shared memory ─► commit, which grants a file for the next      one call
+      the first of a client, or one of another size, asks for a file before: reserve             two calls
+get   ask ─► samples and where they lie ─► copied from there               one call; more for samples elsewhere
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +24,7 @@ from distqueue.config import QueueOptions, check_absolute
 from distqueue.core import QueueClosed, Share
 from distqueue.host import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
 from distqueue.journal import read_folder
-from distqueue.messages import Delivery, Put
+from distqueue.messages import Delivery, File, Put
 from distqueue.packed import PackedBatch
 from distqueue.payloads import Payloads
 from distqueue.samples import SampleTable, Span, Want
@@ -53,6 +55,8 @@ class DistQueue:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._payloads = Payloads(self._call)
+        self._grants: deque[tuple[float, File]] = deque()
+        """Files for puts to come, each until a time by this process's clock"""
         self.traffic = Traffic()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -232,19 +236,45 @@ class DistQueue:
         if not batch.ids:
             return ()
         contents, message = lay_out(stretches_of(batch)), Put.of(batch).to_bytes()
+        where = self._granted(contents.nbytes)
+        told = None if where is None else message
         while True:
-            where = yield from self._reserve(message, contents.nbytes)
-            number, path = where[:2]
+            if where is None:
+                where, told = (yield from self._reserve(message, contents.nbytes)), None
             try:
                 yield from self._payloads.write(where, batch, contents)
-            except Exception:
-                yield from self._call("cancel", number)
+                self.traffic.sent_bytes += len(message) + contents.sent_bytes
+                late, granted = yield from self._commit(where, contents.nbytes, told)
+            except LookupError as gone:
+                if told is None:
+                    log.warning("a put of %d samples is repeated: %s", len(batch), gone)
+                self._give_back(where)
+                where = None
+                continue
+            except BaseException:
+                self._give_back(where)
                 raise
-            self.traffic.sent_bytes += len(message) + contents.sent_bytes
-            try:
-                return (yield from self._call("commit", number, path))
-            except LookupError:
-                log.warning("a put of %d samples is repeated: the queue has given its reservation up", len(batch))
+            if granted is not None:
+                self._grants.append((time.monotonic() + granted.lease_s / 2, granted))
+            return late
+
+    def _granted(self, nbytes: int) -> File | None:
+        """The file that the last put left us for this one, if it does."""
+        try:
+            until_s, file = self._grants.pop()
+        except IndexError:
+            return None
+        if time.monotonic() < until_s and file.fits(nbytes):
+            return file
+        self._give_back(file)
+        return None
+
+    def _commit(self, where: File, nbytes: int, told: bytes | None) -> Steps[Any]:
+        return (yield from self._call("commit", where.number, where.path, self._payloads.here(), nbytes, told))
+
+    def _give_back(self, file: File) -> None:
+        """Nothing will be written there; nobody waits for the queue to have heard of it."""
+        self._actor.cancel.remote(file.number)
 
     def _reserve(self, message: bytes, nbytes: int) -> Steps[Any]:
         place = None

@@ -129,6 +129,8 @@ class Fleet:
                 ledger.shards[name].leaving = False
                 raise ValueError(f"node {node!r} has the last shard of this queue")
         for name in names:
+            while self.core.writers.revoke(name):
+                pass
             await self._drain(name, settle)
             ledger.remove_shard(name)
             shard = self.shards.pop(name).actor

@@ -27,8 +27,9 @@ from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, QueueCore, Share
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
-from distqueue.messages import Put
+from distqueue.messages import File, Put
 from distqueue.samples import SampleTable, Want
+from distqueue.segments import Segment
 from distqueue.steps import GONE
 
 log = logging.getLogger(__name__)
@@ -173,8 +174,8 @@ class QueueActor:
         await self.start()
         return dict(self.fleet.shards)
 
-    async def reserve(self, message: bytes, node: str, nbytes: int, place: int | None) -> tuple[Any, ...] | Turn:
-        """(number, path, bytes, shard, node, whether to sync) of the file to write, or Turn: the queue is full."""
+    async def reserve(self, message: bytes, node: str, nbytes: int, place: int | None) -> File | Turn:
+        """The file to write, or Turn: the queue is full."""
         async with self._call():
             found, answer = _question()
             writer = self.core.ask_room(Put.from_bytes(message), node, nbytes, time.time(), answer, place)
@@ -185,9 +186,7 @@ class QueueActor:
                     await self._turn(found, TURN_S)
                 if not found.done():
                     return Turn(writer.number, 0.0, writer.full)
-                segment = found.result()
-                where = segment.number, segment.path, segment.size, segment.shard, self.fleet.shards[segment.shard].node
-                return *where, self.journal is not None
+                return self._file(found.result())
             except asyncio.CancelledError:
                 if found.done() and not found.exception():
                     self.core.cancel(found.result().number, time.time())
@@ -195,10 +194,19 @@ class QueueActor:
             finally:
                 self.core.writers.leave(writer)
 
-    async def commit(self, number: int, path: str) -> tuple[str, ...]:
-        """LookupError: reserve again."""
+    async def commit(
+        self, number: int, path: str, node: str, nbytes: int, message: bytes | None = None
+    ) -> tuple[tuple[str, ...], File | None]:
+        """(ids that came too late, a file for the next put). `message`: the put, where the file was granted before it.
+        LookupError: reserve."""
         async with self._call():
-            return self.core.commit(number, path, time.time())
+            now_s = time.time()
+            if message is None:
+                late = self.core.commit(number, path, now_s)
+            else:
+                late = self.core.put(Put.from_bytes(message), nbytes, number, path, now_s)
+            granted = self.core.grant(node, nbytes + nbytes // 4, now_s)
+            return late, None if granted is None else self._file(granted)
 
     async def cancel(self, number: int) -> None:
         async with self._call():
@@ -241,6 +249,12 @@ class QueueActor:
             return json.dumps(self.core.state(time.time()) | {"name": self.name, "journal": self.options.journal})
 
     # ---- parts of the above
+
+    def _file(self, segment: Segment) -> File:
+        home, durable = self.fleet.shards[segment.shard], self.journal is not None
+        return File(
+            segment.number, segment.path, segment.size, segment.shard, home.node, durable, self.core.table.lease_s
+        )
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:

@@ -139,6 +139,23 @@ class Put:
         return cls(array_to_names(arrays["ids"], count), groups, versions, columns)
 
 
+class File(NamedTuple):
+    """A file that a writer may write."""
+
+    number: int
+    path: str
+    size: int
+    shard: str
+    node: str
+    durable: bool
+    """Whether it is to be on disk before it is committed"""
+    lease_s: float
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether it is large enough and would not waste more than it holds."""
+        return nbytes <= self.size <= 2 * max(nbytes, 4096)
+
+
 class Place(NamedTuple):
     """Where a segment lies."""
 

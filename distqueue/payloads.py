@@ -12,7 +12,7 @@ import ray
 from distqueue.buffers import WarmBuffers
 from distqueue.column import Column
 from distqueue.gather import gather_columns
-from distqueue.messages import Delivery, Part, Place
+from distqueue.messages import Delivery, File, Part, Place
 from distqueue.packed import PackedBatch
 from distqueue.segment_file import Contents, SegmentGone, Stretch
 from distqueue.shard import Mapped
@@ -36,18 +36,21 @@ class Payloads:
             self._node = ray.get_runtime_context().get_node_id()
         return self._node
 
-    def write(self, where: tuple[Any, ...], batch: PackedBatch, contents: Contents) -> Steps[None]:
-        """Writes a batch where the queue says; on disk by the end where it says that, too."""
-        number, path, size, shard, node, durable = where
-        if node == self.here():
-            file = self._mapped.writable(path, size)
-            file.write(number, contents)
-            if durable:
+    def write(self, where: File, batch: PackedBatch, contents: Contents) -> Steps[None]:
+        """Writes a batch where the queue says; on disk by the end where it says that, too. SegmentGone: the shard has
+        left or is lost."""
+        if where.node == self.here():
+            file = self._mapped.writable(where.path, where.size)
+            file.write(where.number, contents)
+            if where.durable:
                 file.sync()
-        else:
-            header, frames = to_wire(batch.columns)
-            actor = yield from self._shard(shard)
-            yield partial(actor.write.remote, number, path, size, durable, header, *frames)
+            return
+        header, frames = to_wire(batch.columns)
+        actor = yield from self._shard(where.shard)
+        try:
+            yield partial(actor.write.remote, where.number, where.path, where.size, where.durable, header, *frames)
+        except ActorGone:
+            yield from self._lost(where.shard)
 
     def gather(self, delivery: Delivery) -> Steps[dict[str, Column]]:
         """The columns of a delivery in memory of this process's own. SegmentGone where something moved or ended."""
@@ -75,9 +78,7 @@ class Payloads:
             try:
                 answers = yield partial(actor.read.remote, places, [_renumbered(part, ours) for part in asked])
             except ActorGone:
-                self._shards = {}  # one that has left may have come back under its name
-                yield from self._ask("shard_lost", shard)
-                raise SegmentGone(f"shard {shard!r} is lost") from None
+                yield from self._lost(shard)
             by_columns = {part.columns: from_wire(*answer) for part, answer in zip(asked, answers, strict=True)}
             for i, part in enumerate(parts):
                 if part.columns in by_columns:
@@ -91,6 +92,11 @@ class Payloads:
         if name not in self._shards:
             raise SegmentGone(f"shard {name!r} has left")
         return self._shards[name][1]
+
+    def _lost(self, shard: str) -> Steps[Any]:
+        self._shards = {}  # one that has left may have come back under its name
+        yield from self._ask("shard_lost", shard)
+        raise SegmentGone(f"shard {shard!r} is lost")
 
     def _is_here(self, place: Place) -> bool:
         return self._shards[place.shard][0] == self.here()

@@ -12,21 +12,20 @@ from distqueue.segments import SegmentLedger
 
 
 def deliver(
-    table: SampleTable, ledger: SegmentLedger, ids: tuple[str, ...], rows: np.ndarray, columns: Sequence[str]
+    table: SampleTable,
+    ledger: SegmentLedger,
+    ids: tuple[str, ...],
+    groups: tuple[str, ...],
+    versions: np.ndarray,
+    rows: np.ndarray,
+    columns: Sequence[str],
+    too_old: tuple[str, ...] = (),
 ) -> Delivery:
-    """`rows` are the numbers of the live samples `ids`."""
+    """Of live samples that hold the columns: `rows` are their numbers, `groups` ("" for none) and `versions` (B, 2; -1:
+    not known) what is known of them."""
     if not ids:
-        return Delivery((), (), (), (), ())
-    groups, versions = table.describe(rows)
-    parts: list[tuple[list[str], np.ndarray, np.ndarray]] = []
-    for name in columns:
-        segments, inside = table.places(rows, name)
-        for names, known, at in parts:
-            if np.array_equal(known, segments) and np.array_equal(at, inside):
-                names.append(name)
-                break
-        else:
-            parts.append(([name], segments, inside))
+        return Delivery((), (), (), (), (), too_old)
+    parts = table.parts(rows, columns)
     numbers = np.unique(np.concatenate([segments for _, segments, _ in parts]))
     return Delivery(
         ids=ids,
@@ -38,4 +37,5 @@ def deliver(
         parts=tuple(
             Part(tuple(names), runs_of(np.searchsorted(numbers, segments), inside)) for names, segments, inside in parts
         ),
+        too_old=too_old,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -86,7 +85,8 @@ class QueueCore:
         self._check_open()
         if (number, path) in self.committed:
             return self.committed[number, path]
-        put, segment = self.writers.find(number, path), self.ledger.segments[number]
+        reservation, segment = self.writers.find(number, path), self.ledger.segments[number]
+        put = reservation.put
         try:
             late = self.apply_put(put, number, path, now_s)
         except ValueError:
@@ -97,6 +97,18 @@ class QueueCore:
             self.record("put", history.put_event(segment, put, now_s))
         self.readers.serve(now_s)
         return late
+
+    def put(self, put: Put, nbytes: int, number: int, path: str, now_s: float) -> tuple[str, ...]:
+        """A put whose payload is written already, into a file that was granted: see `commit`."""
+        self._check_open()
+        if (number, path) not in self.committed:
+            self.writers.declare(number, path, put, nbytes, now_s)
+        return self.commit(number, path, now_s)
+
+    def grant(self, node: str, nbytes: int, now_s: float) -> Segment | None:
+        """A file of so many bytes for what a writer of this node puts next, or None: let it ask for room then. It is
+        taken back where its room is wanted, and after the lease."""
+        return None if self.closed else self.writers.grant(node, nbytes, now_s)
 
     def cancel(self, number: int, now_s: float) -> None:
         """A writer that cannot write gives its reservation back."""
@@ -139,7 +151,10 @@ class QueueCore:
         if skip_ended:
             ids = [id for id, live in zip(ids, self.table.are_live(ids).tolist(), strict=True) if live]
         self.table.check_columns(ids, columns)
-        return deliver(self.table, self.ledger, tuple(ids), self.table.find(ids), columns)
+        if not ids:
+            return Delivery((), (), (), (), ())
+        rows = self.table.find(ids)
+        return deliver(self.table, self.ledger, tuple(ids), *self.table.describe(rows), rows, columns)
 
     def tick(self, now_s: float) -> float | None:
         """Ends leases and reservations that have run out, and serves; returns when to come again."""
@@ -262,8 +277,8 @@ class QueueCore:
             self.writers.serve(now_s)
 
     def _delivered(self, taken: Taken, columns: Sequence[str]) -> Delivery:
-        found = deliver(self.table, self.ledger, taken.ids, taken.rows, columns)
-        return replace(found, too_old=taken.too_old)
+        about = taken.ids, taken.groups, taken.versions, taken.rows
+        return deliver(self.table, self.ledger, *about, columns, taken.too_old)
 
     def _tell(self, kind: str, fields: dict[str, Any], ids: Sequence[str] | None = None) -> None:
         if self.record:

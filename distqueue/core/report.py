@@ -63,6 +63,7 @@ def state(core: QueueCore, now_s: float) -> dict[str, Any]:
         "shards": shards,
         "columns": {name: list(layout_fields(layout)) for name, layout in core.layouts.items()},
         "writing": len(core.writers.reserved),
+        "granted": len(core.writers.granted),
         "waiting_writers": [writer.full for writer in core.writers.waiting],
         "sealed": core.sealed,
         "tasks": core.table.tasks,

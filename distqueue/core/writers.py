@@ -3,9 +3,12 @@
 First come, first served. What only adds columns to samples that are here passes by those who wait, and by the bounds:
 it is what lets samples end.
 
+Who has put once is granted a file for the next time, so that a put takes one call; a grant is a file without a put yet,
+and is taken back where its room is wanted.
+
 Invariants (tests/distqueue/test_core.py): a writer is answered once, or leaves; the rows that are here and those that
 are being written are never more than `max_rows`, nor a shard's bytes more than its own bound, but for puts that only
-add columns; a reservation is committed, cancelled, or given up after the lease.
+add columns; a reservation is committed, cancelled, or given up after the lease; nobody waits for room that is granted.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Writer:
 class Reservation:
     put: Put
     new_rows: int
+    node: str
 
 
 class Writers:
@@ -49,6 +53,8 @@ class Writers:
         self._table, self._ledger, self._max_rows, self._check = table, ledger, max_rows, check
         self.waiting: list[Writer] = []
         self.reserved: dict[int, Reservation] = {}
+        self.granted: dict[int, str] = {}
+        """Files without a put yet, oldest first: the node whose writer has it"""
         self.sealed = False
 
     def join(self, writer: Writer) -> None:
@@ -76,16 +82,52 @@ class Writers:
             else:
                 writer.full = full = found
 
-    def find(self, number: int, path: str) -> Put:
+    def find(self, number: int, path: str) -> Reservation:
         """What was reserved. LookupError: it was given up, or never was."""
         segment = self._ledger.segments.get(number)
         if number not in self.reserved or segment is None or segment.path != path:
             raise LookupError(f"segment {number} at {path}: not reserved, or given up")
-        return self.reserved[number].put
+        return self.reserved[number]
+
+    def grant(self, node: str, nbytes: int, now_s: float) -> Segment | None:
+        """A file for what a writer of this node may put next, unless room is short."""
+        shard = self._ledger.shard_for(node)
+        if shard is None or self.waiting or self.sealed or nbytes > shard.max_bytes:
+            return None
+        segment = self._ledger.reserve(shard.name, nbytes, now_s + self._table.lease_s)
+        if segment is not None:
+            self.granted[segment.number] = node
+        return segment
+
+    def declare(self, number: int, path: str, put: Put, nbytes: int, now_s: float) -> None:
+        """What was granted holds this put. LookupError: it was taken back, or there is no room for the rows.
+        ValueError: the put is wrong. Then the file is given back."""
+        segment = self._ledger.segments.get(number)
+        if number not in self.granted or segment is None or segment.path != path:
+            raise LookupError(f"segment {number} at {path}: not granted, or taken back")
+        node, new = self.granted[number], 0
+        try:
+            if self.waiting or self.sealed or self._max_rows is not None:  # else to store it is the check
+                new = self._check_new(put)
+                if new and (self.waiting or self._full_of_rows(new, now_s)):
+                    raise LookupError(f"segment {number}: no room for {new} new samples yet")
+        except (LookupError, ValueError):
+            self.cancel(number)
+            raise
+        del self.granted[number]
+        segment.nbytes = nbytes
+        self.reserved[number] = Reservation(put, new, node)
+
+    def revoke(self, shard: str) -> bool:
+        """Takes back the oldest grant of a shard; whether there was one."""
+        for number in self.granted:
+            if self._ledger.segments[number].shard == shard:
+                return self.cancel(number)
+        return False
 
     def cancel(self, number: int) -> bool:
-        """Gives a reservation back; whether there was one."""
-        if self.reserved.pop(number, None) is None:
+        """Gives a reservation or a grant back; whether there was one."""
+        if self.reserved.pop(number, None) is None and self.granted.pop(number, None) is None:
             return False
         self._ledger.free([number])
         return True
@@ -103,21 +145,29 @@ class Writers:
     def _reserve(self, writer: Writer, now_s: float, full: str) -> Segment | str:
         """A file, or why there is none; `full`: why one who came before waits."""
         put = writer.put
-        new = self._check(put)
+        new = self._check_new(put)
         if new and full:
             return full
-        if new and self.sealed:
-            raise ValueError(f"sample {put.ids[0]!r}: the queue is sealed; no new sample can be put")
         if new and (rows := self._full_of_rows(new, now_s)):
             return rows
         shard = self._ledger.shard_for(writer.node)
         if shard is None:
             return "every shard is leaving"
-        segment = self._ledger.reserve(shard.name, writer.nbytes, now_s + self._table.lease_s, beyond=not new)
+        while True:
+            segment = self._ledger.reserve(shard.name, writer.nbytes, now_s + self._table.lease_s, beyond=not new)
+            if segment is not None or not self.revoke(shard.name):
+                break
         if segment is None:
             return f"shard {shard.name!r} holds {shard.held:,} of max_bytes={shard.max_bytes:,}{self._held_up(now_s)}"
-        self.reserved[segment.number] = Reservation(put, new)
+        self.reserved[segment.number] = Reservation(put, new, writer.node)
         return segment
+
+    def _check_new(self, put: Put) -> int:
+        """How many samples of it are new."""
+        new = self._check(put)
+        if new and self.sealed:
+            raise ValueError(f"sample {put.ids[0]!r}: the queue is sealed; no new sample can be put")
+        return new
 
     def _full_of_rows(self, new: int, now_s: float) -> str | None:
         if self._max_rows is None:

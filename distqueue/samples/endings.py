@@ -6,7 +6,6 @@ Invariants: `counts` loses nothing; exactly the last `remembered` ids that ended
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,23 +43,24 @@ class Endings:
     def reason(self, code: int) -> str:
         return list(self._reasons)[code]
 
-    def add(self, texts: Sequence[str], reason: str) -> None:
+    def add(self, names: Names, reason: str) -> None:
         """These ids, none of which is remembered, have ended just now, one after the other."""
-        self.counts[reason] += len(texts)
-        self.remember(texts, np.full(len(texts), self.code(reason), np.int32))
+        self.counts[reason] += len(names)
+        self.remember(names, np.full(len(names), self.code(reason), np.int32))
 
-    def remember(self, texts: Sequence[str], how: np.ndarray) -> None:
-        texts, how = texts[-self.remembered :], how[-self.remembered :]
-        slots = np.arange(self._total, self._total + len(texts)) % self.remembered
-        forgotten = slots[np.arange(self._total, self._total + len(texts)) >= self.remembered]
-        self._index.remove(self._index.names(self._index.texts(forgotten)), forgotten)
-        if len(self._how) < min(self._total + len(texts), self.remembered):
-            grown = np.zeros(min(2 * (self._total + len(texts)), self.remembered), np.int32)
+    def remember(self, names: Names, how: np.ndarray) -> None:
+        if len(names) > self.remembered:
+            names, how = names.take(np.arange(len(names) - self.remembered, len(names))), how[-self.remembered :]
+        slots = np.arange(self._total, self._total + len(names)) % self.remembered
+        if len(forgotten := slots[np.arange(self._total, self._total + len(names)) >= self.remembered]):
+            self._index.remove(self._index.names(self._index.texts(forgotten)), forgotten)
+        if len(self._how) < min(self._total + len(names), self.remembered):
+            grown = np.zeros(min(2 * (self._total + len(names)), self.remembered), np.int32)
             grown[: len(self._how)] = self._how
             self._how = grown
         self._how[slots] = how
-        self._index.insert(self._index.names(texts), slots)
-        self._total += len(texts)
+        self._index.insert(names, slots)
+        self._total += len(names)
 
     def recent(self) -> tuple[tuple[str, ...], list[str]]:
         """The ids remembered and how each ended, in the order in which they did."""

@@ -1,14 +1,16 @@
 """Names to slots: an open-addressing hash table in two numpy arrays, searched and changed by whole batches.
 
-    hash(name) ──low bits──► entries: | 32 bits of hash | slot + 2 |     0: empty, 1: erased; linear probing
-                                                            └──► heads: the name's first bytes, by slot
+    hash(name) ──low bits──► bucket of WIDTH entries, and the next one if it is full:
+                             | 32 bits of hash | slot + 2 |     0: empty, 1: erased
+                                                   └──► heads: the name's first bytes, by slot
 
 Names are kept as UTF-8: up to HEAD_BYTES in an array as wide as the longest needs, the rest of the few longer ones in a
 dict. No name holds a NUL, so zeros behind a name are padding.
 
 Invariants (property-tested against a dict): a name is found exactly while it is in, under the slot it was given, also
 where hashes collide, as equal hashes are only a reason to compare the bytes; at most MAX_FILL of the entries are used
-or erased, so that every search meets an empty one.
+or erased, so that every search meets an empty one; a bucket with an empty entry was never full, so nothing that begins
+there lies beyond it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import numpy as np
 
 HEAD_BYTES = 64
 MAX_FILL = 0.65
+WIDTH = 8
+"""Entries of a bucket, a cache line: one look decides nearly every search"""
 EMPTY, ERASED, FIRST_SLOT = 0, 1, 2
 NONE = -1
+LOW = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +69,7 @@ class NameIndex:
 
     def __init__(self, hash_of: Callable[[str], int] = hash) -> None:
         self._hash_of = hash_of
-        self._entries = np.zeros(64, np.uint64)
+        self._buckets = np.zeros((8, WIDTH), np.uint64)
         self._used = self._erased = 0
         self._heads = np.zeros(64, "S8")
         self._tails: dict[int, bytes] = {}
@@ -77,22 +82,22 @@ class NameIndex:
 
     @property
     def nbytes(self) -> int:
-        return self._entries.nbytes + self._heads.nbytes
+        return self._buckets.nbytes + self._heads.nbytes
 
     def find(self, names: Names) -> np.ndarray:
         """(B,) int64: slot per name, NONE where it is not in."""
         found = np.full(len(names), NONE, np.int64)
-        pending, mask = np.arange(len(names)), np.uint64(len(self._entries) - 1)
-        at = names.hashes & mask
+        pending, bucket = np.arange(len(names)), names.hashes & self._mask
         while pending.size:
-            entries = self._entries[at]
-            slots = (entries & np.uint64(0xFFFFFFFF)).astype(np.int64) - FIRST_SLOT
-            alike = np.flatnonzero((entries >> np.uint64(32) == names.hashes[pending]) & (slots >= 0))
-            equal = alike[self._same(names, pending[alike], slots[alike])]
-            found[pending[equal]] = slots[equal]
-            going_on = entries != EMPTY
-            going_on[equal] = False
-            pending, at = pending[going_on], at[going_on] + np.uint64(1) & mask
+            entries = self._buckets[bucket]
+            alike = (entries >> np.uint64(32) == names.hashes[pending, None]) & (entries & LOW >= FIRST_SLOT)
+            row, k = np.nonzero(alike)
+            slots = (entries[row, k] & LOW).astype(np.int64) - FIRST_SLOT
+            equal = self._same(names, pending[row], slots)
+            found[pending[row[equal]]] = slots[equal]
+            going_on = (entries != EMPTY).all(1)
+            going_on[row[equal]] = False
+            pending, bucket = pending[going_on], bucket[going_on] + np.uint64(1) & self._mask
         return found
 
     def insert(self, names: Names, slots: np.ndarray) -> None:
@@ -104,14 +109,17 @@ class NameIndex:
 
     def remove(self, names: Names, slots: np.ndarray) -> None:
         """Takes out distinct names that are in, each under its slot."""
-        wanted, mask = names.hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64), self._mask
-        pending, at = np.arange(len(names)), names.hashes & mask
-        places = at.copy()
-        while pending.size:
-            going_on = self._entries[at] != wanted[pending]
-            places[pending] = at
-            pending, at = pending[going_on], at[going_on] + np.uint64(1) & mask
-        self._erase(places)
+        wanted = names.hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64)
+        bucket = names.hashes & self._mask
+        while wanted.size:
+            entries = self._buckets[bucket]
+            row, k = np.nonzero(entries == wanted[:, None])
+            never_full = (entries[row] == EMPTY).any(1)
+            self._buckets[bucket[row], k] = np.where(never_full, EMPTY, ERASED)
+            self._erased += int((~never_full).sum())
+            going_on = np.ones(len(wanted), np.bool_)
+            going_on[row] = False
+            wanted, bucket = wanted[going_on], bucket[going_on] + np.uint64(1) & self._mask
         self._used -= len(names)
         if self._tails:
             for slot in slots.tolist():
@@ -128,7 +136,7 @@ class NameIndex:
 
     @property
     def _mask(self) -> np.uint64:
-        return np.uint64(len(self._entries) - 1)
+        return np.uint64(len(self._buckets) - 1)
 
     def _same(self, names: Names, positions: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Whether the name at each position is the one under the slot."""
@@ -152,34 +160,24 @@ class NameIndex:
             self._tails[int(slots[position])] = tail
 
     def _make_room(self, count: int) -> None:
-        if self._used + self._erased + count <= MAX_FILL * len(self._entries):
+        if self._used + self._erased + count <= MAX_FILL * self._buckets.size:
             return
-        entries = self._entries[self._entries >= FIRST_SLOT]
-        size = len(self._entries)
+        entries = self._buckets[self._buckets >= FIRST_SLOT]
+        size = self._buckets.size
         while size < 2 * (self._used + count):
             size *= 2
-        self._entries, self._erased = np.zeros(size, np.uint64), 0
+        self._buckets, self._erased = np.zeros((size // WIDTH, WIDTH), np.uint64), 0
         self._place(entries)
 
     def _place(self, entries: np.ndarray) -> None:
-        """Every entry in the first place from its hash on that is free; of those that want one place, one gets it."""
-        pending, mask = entries, self._mask
-        at = entries >> np.uint64(32) & mask
-        while pending.size:
-            held = self._entries[at]
+        """Every entry in the first bucket from its hash on with a free place; of those that want one place, one gets
+        it."""
+        bucket = entries >> np.uint64(32) & self._mask
+        while entries.size:
+            held = self._buckets[bucket]
             free = held < FIRST_SLOT
-            self._entries[at[free]] = pending[free]
-            placed = self._entries[at] == pending
-            self._erased -= len(np.unique(at[placed & (held == ERASED)]))
-            pending, at = pending[~placed], at[~placed] + np.uint64(1) & mask
-
-    def _erase(self, places: np.ndarray) -> None:
-        """An erased entry only has to keep a search going: before an empty one it is empty itself."""
-        self._entries[places] = ERASED
-        self._erased += len(places)
-        while places.size:
-            last = self._entries[places + np.uint64(1) & self._mask] == EMPTY
-            places = places[last & (self._entries[places] == ERASED)]
-            self._entries[places] = EMPTY
-            self._erased -= len(places)
-            places = places - np.uint64(1) & self._mask
+            has, k = free.any(1), free.argmax(1)
+            self._buckets[bucket[has], k[has]] = entries[has]
+            placed = has & (self._buckets[bucket, k] == entries)
+            self._erased -= int((held[placed, k[placed]] == ERASED).sum())
+            entries, bucket = entries[~placed], (bucket + ~has)[~placed] & self._mask

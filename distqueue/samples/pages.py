@@ -25,6 +25,11 @@ class Field:
     def __init__(self, size: int, dtype: DTypeLike, trailing: tuple[int, ...] = ()) -> None:
         self.values = np.zeros((size, *trailing), dtype)
 
+    def widen(self, most: int) -> None:
+        """To the smallest unsigned integers that hold `most`, if these do not."""
+        if most > np.iinfo(self.values.dtype).max:
+            self.values = self.values.astype(np.min_scalar_type(most))
+
     def grow(self, size: int) -> None:
         grown = np.zeros((size, *self.values.shape[1:]), self.values.dtype)
         grown[: len(self.values)] = self.values

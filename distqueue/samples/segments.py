@@ -1,7 +1,8 @@
 """Where the payload of a row lies: the puts it came in (segments of the store) and its position in each.
 
-    part k of a row: | segment, 31 bits | position in it, 32 bits |     one part per put that brought the row a column
+    part k of a row: | slot of the segment | position in it |     one part per put that brought the row a column
 
+both in the narrowest integers that hold all there are: two bytes each with puts of up to 65,536 samples.
 Which part has a column follows from what its segment has, so a row says nothing per column.
 
 Invariants: a segment is alive exactly while a live row has a part in it; `release` names each segment once, when its
@@ -29,7 +30,8 @@ class Segments:
         """columns that a segment has"""
         self.live = self.pages.field(np.int32)
         """live rows that have a part in it"""
-        self.parts: list[Field] = []
+        self.parts: list[tuple[Field, Field]] = []
+        """(slot in `pages`, position) of part k of every row"""
         self.part_count = rows.field(np.uint8)
 
     def is_live(self, segment: int) -> bool:
@@ -41,28 +43,37 @@ class Segments:
 
     def append(self, slots: np.ndarray, segments: np.ndarray, positions: np.ndarray) -> None:
         """Gives every row one more part; the segments are open."""
-        parts, counts = segments.astype(np.int64) << 32 | positions, self.part_count.values[slots]
+        where, counts = self.pages.find(segments), self.part_count.values[slots]
         for k in np.unique(counts).tolist():
             while k >= len(self.parts):
-                self.parts.append(self._rows.field(np.int64))
+                self.parts.append((self._rows.field(np.uint16), self._rows.field(np.uint16)))
             here = counts == k
-            self.parts[k].values[slots[here]] = parts[here]
+            for field, values in zip(self.parts[k], (where[here], positions[here]), strict=True):
+                field.widen(int(values.max()))
+                field.values[slots[here]] = values
         self.part_count.values[slots] = counts + 1
-        self._count(segments, 1)
+        self._count(where, 1)
 
-    def find(self, slots: np.ndarray, c: int) -> tuple[np.ndarray, np.ndarray]:
-        """(segment, position in it) of column c of each row; all rows hold it."""
-        found = np.full(len(slots), NONE, np.int64)
-        for _, inside, parts in self._parts_of(slots):
-            masks = self.mask.values[self.pages.find(parts >> 32)]
-            has = masks & np.uint64(1 << c) != 0
-            found[inside[has]] = parts[has]
-        assert (found != NONE).all(), "a row holds a column that none of its segments has"
-        return found >> 32, found & 0xFFFFFFFF
+    def find(self, slots: np.ndarray, columns: Sequence[int]) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
+        """(columns, segment of each row, position in it), columns that lie alike together; all rows hold them."""
+        parts = [(inside, where, at, self.mask.values[where]) for _, inside, where, at in self._parts_of(slots)]
+        masks = set[int]().union(*(np.unique(mask).tolist() for *_, mask in parts))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for c in columns:
+            alike.setdefault(tuple(mask for mask in masks if mask >> c & 1), []).append(c)
+        found = []
+        for together in alike.values():
+            segments, positions = np.full(len(slots), NONE, np.int64), np.empty(len(slots), np.int64)
+            for inside, where, at, mask in parts:
+                has = mask & np.uint64(1 << together[0]) != 0
+                segments[inside[has]], positions[inside[has]] = where[has], at[has]
+            assert (segments != NONE).all(), "a row holds a column that none of its segments has"
+            found.append((together, self.pages.numbers(segments), positions))
+        return found
 
     def release(self, slots: np.ndarray) -> tuple[int, ...]:
         """The rows have ended. Returns the segments that have no live row left."""
-        segments = [parts >> 32 for _, _, parts in self._parts_of(slots)]
+        segments = [where for _, _, where, _ in self._parts_of(slots)]
         if not segments:
             return ()
         touched = self._count(np.concatenate(segments), -1)
@@ -73,28 +84,31 @@ class Segments:
 
     def touching(self, slots: np.ndarray, segments: Sequence[int]) -> np.ndarray:
         """Those of the rows that have a part in one of the segments."""
-        touched = np.zeros(len(slots), np.bool_)
-        for _, inside, parts in self._parts_of(slots):
-            touched[inside] |= np.isin(parts >> 32, np.asarray(segments, np.int64))
+        touched, wanted = np.zeros(len(slots), np.bool_), self.pages.find(np.asarray(segments, np.int64))
+        for _, inside, where, _ in self._parts_of(slots):
+            touched[inside] |= np.isin(where, wanted)
         return slots[touched]
 
     def flat(self, slots: np.ndarray) -> np.ndarray:
-        """All parts of the rows, row after row."""
+        """All parts of the rows, row after row: number of the segment << 32 | position."""
         counts = self.part_count.values[slots].astype(np.int64)
         starts, flat = np.cumsum(counts) - counts, np.zeros(counts.sum(), np.int64)
-        for k, inside, parts in self._parts_of(slots):
-            flat[starts[inside] + k] = parts
+        for k, inside, where, at in self._parts_of(slots):
+            flat[starts[inside] + k] = self.pages.numbers(where) << 32 | at
         return flat
 
-    def _parts_of(self, slots: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """(k, which of the slots have a part k, that part of theirs) for every k that one of them has."""
+    def _parts_of(self, slots: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """(k, which of the slots have a part k, its segment's slot, position) for every k that one of them has."""
         counts = self.part_count.values[slots]
-        rows_with = [(k, np.flatnonzero(counts > k)) for k in range(int(counts.max(initial=0)))]
-        return [(k, inside, self.parts[k].values[slots[inside]]) for k, inside in rows_with]
+        found = []
+        for k in range(int(counts.max(initial=0))):
+            inside = np.flatnonzero(counts > k)
+            where, at = (field.values[slots[inside]].astype(np.int64) for field in self.parts[k])
+            found.append((k, inside, where, at))
+        return found
 
-    def _count(self, segments: np.ndarray, by: int) -> np.ndarray:
-        """Counts one row more or less for every mention of a segment. Returns the slots of those mentioned."""
-        numbers, times = np.unique(segments, return_counts=True)
-        slots = self.pages.find(numbers)
+    def _count(self, where: np.ndarray, by: int) -> np.ndarray:
+        """Counts one row more or less for every mention of a segment's slot. Returns those mentioned, each once."""
+        slots, times = np.unique(where, return_counts=True)
         self.live.values[slots] += (by * times).astype(np.int32)
         return slots

@@ -83,7 +83,9 @@ def load(state: State, snapshot: Snapshot) -> None:
     state.claims.redelivered = about["redelivered"]
     codes = np.array([state.endings.code(reason) for reason in about["reasons"]], np.int32)
     ended_how = array["ended_how"]
-    state.endings.remember(_unpacked(array["ended_id"], len(ended_how)), codes[ended_how] if len(codes) else ended_how)
+    state.endings.remember(
+        state.ids.names(_unpacked(array["ended_id"], len(ended_how))), codes[ended_how] if len(codes) else ended_how
+    )
     state.endings.counts = Counter(about["ended"])
 
 

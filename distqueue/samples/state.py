@@ -74,5 +74,5 @@ class State:
         self.views.refresh(slots)
         self.groups.end_empty(self.groups.among(slots))
         self.ids.remove(names, slots)
-        self.endings.add(texts, reason)
+        self.endings.add(names, reason)
         return Ended(texts, freed)

@@ -182,7 +182,13 @@ class SampleTable:
         lookups.require_columns(self.state, slots, (column,))
         if not len(slots):
             return slots, slots
-        return self.state.segments.find(slots, self.state.columns.names.index(column))
+        return self.state.segments.find(slots, [self.state.columns.names.index(column)])[0][1:]
+
+    def parts(self, rows: np.ndarray, columns: Sequence[str]) -> list[tuple[list[str], np.ndarray, np.ndarray]]:
+        """`places` of several columns of live rows (B > 0) that hold them, those that lie alike together."""
+        names, slots = self.state.columns.names, self.state.pages.find(rows)
+        found = self.state.segments.find(slots, [names.index(name) for name in columns])
+        return [([names[c] for c in together], segments, inside) for together, segments, inside in found]
 
     def renew(self, task: str, ids: Iterable[str], now_s: float) -> None:
         """Gives those of `ids` that are leased until now_s + lease_s. ValueError: a sample never put."""

@@ -125,10 +125,9 @@ async def put(actor: QueueActor, batch: PackedBatch) -> None:
     contents = lay_out(stretches_of(batch))
     reserved = await actor.reserve(Put.of(batch).to_bytes(), HERE, contents.nbytes, None)
     assert not isinstance(reserved, Turn)
-    number, path, size, _, _, durable = reserved
-    assert durable
-    await asyncio.to_thread(_write, number, path, size, contents)
-    await actor.commit(number, path)
+    assert reserved.durable
+    await asyncio.to_thread(_write, reserved.number, reserved.path, reserved.size, contents)
+    await actor.commit(reserved.number, reserved.path, HERE, contents.nbytes)
 
 
 def _write(number: int, path: str, size: int, contents: Any) -> None:

@@ -380,6 +380,76 @@ def test_segments_that_are_lost_take_their_writers_reservations_with_them() -> N
     assert core.stats(0.0)["distqueue/ended/lost:shard-1"] == 1 and not core.ledger.segments
 
 
+# ---- grants: a file for the next put
+
+
+def granted(core: QueueCore, nbytes: int = 100, now_s: float = 0.0) -> Segment:
+    found = core.grant("here", nbytes, now_s)
+    assert found is not None
+    return found
+
+
+def test_a_put_into_a_granted_file_is_one_call_and_may_be_repeated() -> None:
+    told: list[str] = []
+    core = new_core()
+    core.record = lambda kind, body: told.append(kind)
+    file = granted(core)
+    assert core.stats(0.0)["distqueue/bytes"] == 0, "nothing is in it yet"
+    for _ in range(2):
+        assert core.put(put_of({"a": 1}), 60, file.number, file.path, 0.0) == ()
+    assert told == ["put"] and core.stats(0.0)["distqueue/bytes"] == 60
+    with pytest.raises(LookupError):
+        core.put(put_of({"b": 1}), 60, file.number, "/here/of another life", 0.0)
+    assert not core.table.are_live(["b"]).any()
+
+
+def test_what_is_granted_keeps_nobody_waiting() -> None:
+    core = new_core(max_bytes=2 * GRAIN)
+    first, second = granted(core), granted(core)
+    assert core.grant("here", 100, 0.0) is None, "room is short"
+    (writer,) = ask_room(core, put_of({"a": 1}))
+    assert isinstance(writer, Segment), "the oldest grant was taken back for it"
+    with pytest.raises(LookupError, match="not granted, or taken back"):
+        core.put(put_of({"b": 1}), 100, first.number, first.path, 0.0)
+    assert core.put(put_of({"b": 1}), 100, second.number, second.path, 0.0) == ()
+    assert ("here", first.path) in core.ledger.discards, "its writer may be writing: the file serves nobody else"
+
+
+def test_a_grant_passes_nobody_who_waits_and_no_bound() -> None:
+    core = new_core(max_rows=2)
+    files = [granted(core) for _ in range(4)]
+    core.put(put_of({"a": 1}), 100, files[0].number, files[0].path, 0.0)
+    with pytest.raises(LookupError, match="no room for 2 new samples yet"):
+        core.put(put_of({"b": 1, "c": 1}), 100, files[1].number, files[1].path, 0.0)
+    waiting = ask_room(core, put_of({"b": 1, "c": 1}))
+    assert waiting == [] and core.grant("here", 100, 0.0) is None
+    with pytest.raises(LookupError):
+        core.put(put_of({"d": 1}), 100, files[2].number, files[2].path, 0.0)
+    core.put(put_of({"a": 1}, "reward"), 100, files[3].number, files[3].path, 0.0)
+    assert core.table.are_live(["a", "b", "d"]).tolist() == [True, False, False]
+
+
+def test_a_wrong_put_gives_its_grant_back_and_a_sealed_queue_takes_none() -> None:
+    core = new_core()
+    store(core, put_of({"a": 1}))
+    file, other = granted(core), granted(core)
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
+        core.put(put_of({"a": 1}), 100, file.number, file.path, 0.0)
+    core.seal(0.0)
+    with pytest.raises(ValueError, match="sample 'b': the queue is sealed"):
+        core.put(put_of({"b": 1}), 100, other.number, other.path, 0.0)
+    assert core.grant("here", 100, 0.0) is None and core.writers.granted == {}
+    assert len(core.ledger.segments) == 1
+
+
+def test_a_grant_is_given_up_after_the_lease() -> None:
+    core = new_core()
+    file = granted(core)
+    ask_room(core, put_of({"a": 1}), now_s=LEASE_S)
+    with pytest.raises(LookupError):
+        core.put(put_of({"b": 1}), 100, file.number, file.path, LEASE_S)
+
+
 # ---- waiting
 
 

@@ -81,6 +81,24 @@ def test_samples_travel_between_processes_while_others_starve() -> None:
         queue.stats()
 
 
+def test_a_put_is_one_request_after_the_first_and_sizes_that_change_keep_no_files() -> None:
+    queue = DistQueue.create(["train"])
+    for k, (rows, requests) in enumerate([(40, 2), (40, 1), (44, 1), (40, 1), (400, 2), (400, 1), (4, 2)]):
+        before = queue.traffic.requests
+        ids = [f"{k}-{row}" for row in range(rows)]
+        queue.put(PackedBatch.from_samples(ids, {"tokens": [torch.full((1000,), k)] * rows}))
+        assert queue.traffic.requests - before == requests
+        batch = queue.get("train", ["tokens"], rows)
+        assert batch.ids == tuple(ids) and bool((batch["tokens"].buffer == k).all())
+        queue.ack("train", batch.ids)
+    queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.ones(1)[:0].long()]}))
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
+        queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.ones(1)[:0].long()]}))
+    assert queue.put(PackedBatch.from_samples(["b"], {"tokens": [torch.ones(1)[:0].long()]})) == ()
+    assert queue.state()["granted"] == 1
+    queue.close()
+
+
 def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
     queue = DistQueue.create(["train"], lease_s=0.5)
     queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))

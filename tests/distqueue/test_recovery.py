@@ -73,8 +73,9 @@ class Recovery(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), column=st.sampled_from(COLUMNS))
     def put(self, count: int, column: str) -> None:
+        before = len(self.writing)
         self.write_new(count, column, self.born % 5)
-        for segment in self.writing[-1:]:
+        for segment in self.writing[before:]:  # none once it is sealed
             self.writing.remove(segment)
             self.core.commit(segment.number, segment.path, self.now_s)
 
@@ -97,6 +98,24 @@ class Recovery(RuleBasedStateMachine):
             assert self.core.snapshot() == before
             return
         assert not twice or self.core.commit(segment.number, segment.path, self.now_s) == late
+
+    @rule(count=st.integers(1, 5), column=st.sampled_from(COLUMNS), old=st.booleans(), twice=st.booleans())
+    def put_granted(self, count: int, column: str, old: bool, twice: bool) -> None:
+        """New samples, or a column of the last that are there, in one call."""
+        file = self.core.grant(SHARDS[0], 100, self.now_s)
+        if file is None:
+            assert self.core.sealed
+            return
+        numbers = range(max(0, self.born - count), self.born) if old else range(self.born, self.born + count)
+        self.born = max(self.born, numbers.stop)
+        put = put_of({f"s{n}": 1 + n % 4 for n in numbers}, column, [f"g{n // GROUP_SIZE}" for n in numbers], 3)
+        before = self.core.snapshot()
+        try:
+            late = self.core.put(put, 100, file.number, file.path, self.now_s)
+        except ValueError:
+            assert self.core.snapshot() == before and file.number not in self.core.ledger.segments
+            return
+        assert not twice or self.core.put(put, 100, file.number, file.path, self.now_s) == late
 
     @precondition(lambda self: self.writing)
     @rule()

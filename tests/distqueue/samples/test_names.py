@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distqueue.samples.endings import Endings
-from distqueue.samples.names import HEAD_BYTES, MAX_FILL, NameIndex
+from distqueue.samples.names import HEAD_BYTES, MAX_FILL, NameIndex, Names
 
 LONG = "é" * HEAD_BYTES
 """Names of this beginning differ only behind the bytes that lie in the array"""
@@ -43,7 +43,7 @@ def test_index_against_dict(data: st.DataObject, hash_name: str) -> None:
         assert index.find(index.names(list(model))).tolist() == list(model.values())
         assert index.texts(np.array(list(model.values()), np.int64)) == tuple(model)
         assert len(index) == len(model)
-        assert np.count_nonzero(index._entries) == index._used + index._erased <= MAX_FILL * len(index._entries)
+        assert np.count_nonzero(index._buckets) == index._used + index._erased <= MAX_FILL * index._buckets.size
 
 
 def test_index_holds_many_names_through_growth_and_reuse_of_slots() -> None:
@@ -69,7 +69,7 @@ def test_the_last_endings_are_remembered(batches: list[tuple[int, str]]) -> None
     endings, ended = Endings(remembered=5), []
     for count, reason in batches:
         texts = [f"s{len(ended) + k}" for k in range(count)]
-        endings.add(texts, reason)
+        endings.add(Names.of(texts), reason)
         ended += [(text, reason) for text in texts]
         codes = endings.find(endings._index.names([text for text, _ in ended])).tolist()
         known = [(text, endings.reason(code)) for (text, _), code in zip(ended, codes, strict=True) if code != -1]
