@@ -9,13 +9,13 @@
     │   journal.py     every change on disk before it is acknowledged                      │   stream.py: a data loader
     └─────────────────────┼────────────────────────────────┼───────────────────────────────┘   show.py: what waits for
                           ▼                                │ payload                             what, on a terminal
-      shard.py    one a node (fleet.py): segments (segment_file.py) in shared memory, mapped by its processes
+      payload/    a shard a node (fleet.py): segments in shared memory, mapped by the processes of that node, and from
+                  there into memory of the reader's own, each byte copied once
 
     packed.py, column.py    PackedBatch of Columns: one buffer and one offsets table each, samples are views
-    payloads.py, gather.py  from where samples lie into memory of the reader's own (buffers.py), each byte copied once
     steps.py                a client's call as steps, driven by threads and by coroutines alike
-    hierarchy.py, tree.py   one read for the ranks that need the same samples, then a broadcast among them
-    messages.py, wire.py    metadata and columns as bare bytes: no pickle, no padding
+    hierarchy/              one read for the ranks that need the same samples, then a broadcast among them
+    messages.py             metadata as bare bytes: no pickle, no padding
     checkpoint.py           all of it as it was at one instant, in a folder, for another queue to go on from
 
 The life of a sample: a first put creates its row; further puts add columns as stages finish; each task gets it when the

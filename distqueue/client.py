@@ -26,9 +26,9 @@ from distqueue.host import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
 from distqueue.journal import read_folder
 from distqueue.messages import Delivery, File, Put
 from distqueue.packed import PackedBatch
-from distqueue.payloads import Payloads
+from distqueue.payload.reach import Payloads
+from distqueue.payload.segment_file import SegmentGone, lay_out, stretches_of
 from distqueue.samples import SampleTable, Span, Want
-from distqueue.segment_file import SegmentGone, lay_out, stretches_of
 from distqueue.steps import Steps, run, run_async
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,12 @@ class DistQueue:
         token_budget: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        partial: bool = False,
         share: tuple[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> PackedBatch:
         """See `LocalQueue.get`."""
-        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
+        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version, partial)
         return run(self._get(want, share, timeout_s))
 
     async def get_async(
@@ -156,11 +157,12 @@ class DistQueue:
         token_budget: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        partial: bool = False,
         share: tuple[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> PackedBatch:
         """`get` for a coroutine. What a get cancelled at the last moment had taken comes back when its lease ends."""
-        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
+        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version, partial)
         return await run_async(self._get(want, share, timeout_s))
 
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:

@@ -14,9 +14,9 @@ import ray
 
 from distqueue.config import QueueOptions
 from distqueue.core import QueueCore
+from distqueue.payload.shard import Shard, memory_folder
 from distqueue.segments import Segment
 from distqueue.segments import Shard as ShardEntry
-from distqueue.shard import Shard, memory_folder
 from distqueue.steps import GONE, RETRY_S, UNAVAILABLE
 
 log = logging.getLogger(__name__)

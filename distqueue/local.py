@@ -15,14 +15,14 @@ from concurrent import futures
 from contextlib import contextmanager
 from typing import Any
 
-from distqueue.buffers import WarmBuffers
 from distqueue.config import LEASE_S
 from distqueue.core import QueueCore, Share
-from distqueue.gather import gather_columns
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.segment_file import Stretch, stretches_of
 from distqueue.samples import SampleTable, Span, Want
-from distqueue.segment_file import Stretch, stretches_of
 from distqueue.segments import Segment, Shard
 
 HERE = "here"
@@ -89,6 +89,7 @@ class LocalQueue:
         token_budget: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        partial: bool = False,
         share: tuple[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> PackedBatch:
@@ -97,13 +98,14 @@ class LocalQueue:
         member counts towards `count` but is not there. They are leased to the caller until `ack`.
 
         `min_version`: samples whose oldest token is older are left where they are, and named in `too_old` of what is
-        returned. `share=(rank, readers)`: the batch is dealt out over that many readers, balanced by tokens, and this
-        is the part of one.
+        returned. `partial`: at least one, and no more than are there, rather than wait for all.
+        `share=(rank, readers)`: the batch is dealt out over that many readers, balanced by tokens, and this is the part
+        of one.
 
         TimeoutError says which columns are missing for how many samples. QueueClosed; QueueDrained once the queue is
         sealed and the task has had everything. ValueError: a request that this queue can never serve.
         """
-        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
+        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version, partial)
         with self._asking(want, share) as found:
             futures.wait([found], timeout_s)
             return self._gather(*self._taken(found, want))
@@ -117,11 +119,12 @@ class LocalQueue:
         token_budget: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        partial: bool = False,
         share: tuple[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> PackedBatch:
         """`get` for a coroutine; one cancelled while it waits has taken nothing."""
-        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version)
+        want = Want(task, tuple(columns), count, token_budget, whole_groups, min_version, partial)
         with self._asking(want, share) as found:
             answered = asyncio.wrap_future(found)
             answered.add_done_callback(_heard)

@@ -3,8 +3,9 @@
 Waiting costs nothing: a waiter is an entry under what it wants, looked at when something changed that could serve it,
 once for all who want the same. Whoever can be served is served, the longest waiting first.
 
-Invariants (tests/distqueue/test_core.py): a waiter is answered once, or leaves; of a batch that is dealt out among
-readers every sample goes to exactly one, who gets it when it comes, or to whoever asks after its lease has run out.
+Invariants (tests/distqueue/core/test_readers.py): a waiter is answered once, or leaves; of a batch that is dealt out
+among readers every sample goes to exactly one, who gets it when it comes, or to whoever asks after its lease has run
+out.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def state(core: QueueCore, now_s: float) -> dict[str, Any]:
         {
             "name": shard.name,
             "folder": shard.folder,
-            "segments": len(core.ledger.of_shard(shard.name)),
+            "segments": sum(segment.number not in core.writers.granted for segment in core.ledger.of_shard(shard.name)),
             "bytes": shard.held,
             "max_bytes": shard.max_bytes,
             "leaving": shard.leaving,

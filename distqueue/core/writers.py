@@ -6,9 +6,10 @@ it is what lets samples end.
 Who has put once is granted a file for the next time, so that a put takes one call; a grant is a file without a put yet,
 and is taken back where its room is wanted.
 
-Invariants (tests/distqueue/test_core.py): a writer is answered once, or leaves; the rows that are here and those that
-are being written are never more than `max_rows`, nor a shard's bytes more than its own bound, but for puts that only
-add columns; a reservation is committed, cancelled, or given up after the lease; nobody waits for room that is granted.
+Invariants (tests/distqueue/core/test_writers.py): a writer is answered once, or leaves; the rows that are here and
+those that are being written are never more than `max_rows`, nor a shard's bytes more than its own bound, but for puts
+that only add columns; a reservation is committed, cancelled, or given up after the lease; nobody waits for room that is
+granted.
 """
 
 from __future__ import annotations

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from distqueue import PackedBatch, QueueOptions, journal
-from distqueue.buffers import WarmBuffers
 from distqueue.core import QueueCore
 from distqueue.fleet import Home
-from distqueue.gather import gather_columns
 from distqueue.host import QueueActor, Turn
 from distqueue.messages import Delivery, Put
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.segment_file import SegmentFile, lay_out, stretches_of
+from distqueue.payload.shard import Shard
 from distqueue.samples import SampleTable, Want
-from distqueue.segment_file import SegmentFile, lay_out, stretches_of
 from distqueue.segments import Shard as ShardEntry
-from distqueue.shard import Shard
 from tests.distqueue.faults import TASKS, make_batch
 
 COLUMNS = "tokens", "score", "text"

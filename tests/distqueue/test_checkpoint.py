@@ -16,13 +16,13 @@ import pytest
 import ray
 
 from distqueue import DistQueue, PackedBatch, QueueDrained
-from distqueue.buffers import WarmBuffers
 from distqueue.checkpoint import CUT, Unfinished, load
 from distqueue.core import QueueCore
 from distqueue.fleet import Home
-from distqueue.gather import gather_columns
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.segment_file import SegmentFile
 from distqueue.samples import Want
-from distqueue.segment_file import SegmentFile
 from distqueue.show import journal_state
 from tests.distqueue.faults import make_batch, same
 from tests.distqueue.power_loss import HERE, Direct, PlainActor, put

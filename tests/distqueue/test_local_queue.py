@@ -82,6 +82,15 @@ def test_a_timeout_says_what_is_missing() -> None:
     assert queue.get("train", ["reward"], 1, timeout_s=0).ids == ("b",), "a timeout takes nothing"
 
 
+def test_a_partial_get_takes_what_is_there() -> None:
+    queue = LocalQueue(["train"])
+    with pytest.raises(TimeoutError):
+        queue.get("train", ["tokens"], 5, partial=True, timeout_s=0)
+    queue.put(PackedBatch.from_samples(["a", "b", "c"], {"tokens": [torch.ones(2)] * 3}))
+    assert queue.get("train", ["tokens"], 2, partial=True).ids == ("a", "b")
+    assert queue.get("train", ["tokens"], 2, partial=True).ids == ("c",)
+
+
 def test_token_budget() -> None:
     queue = LocalQueue(["train"])
     for id, length in zip("abcde", (4, 4, 4, 20, 1), strict=True):

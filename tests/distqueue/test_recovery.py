@@ -15,7 +15,7 @@ from distqueue.core import QueueCore
 from distqueue.messages import Put, unpack
 from distqueue.samples import SampleTable, Want
 from distqueue.segments import Segment, Shard
-from tests.distqueue.test_core import LEASE_S, ask, put_of
+from tests.distqueue.core.cores import LEASE_S, ask, put_of
 
 TASKS, COLUMNS, GROUP_SIZE = ("reward", "train"), ("x", "y"), 2
 WANTS = [

@@ -19,8 +19,8 @@ from distqueue.core import QueueCore
 from distqueue.journal import Journal
 from distqueue.samples import SampleTable
 from distqueue.show import main
+from tests.distqueue.core.cores import ask, new_core, put_of, store, want
 from tests.distqueue.faults import make_batch
-from tests.distqueue.test_core import ask, new_core, put_of, store, want
 
 Shown = Callable[..., tuple[int, str, str]]
 

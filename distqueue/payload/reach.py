@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import ray
 
-from distqueue.buffers import WarmBuffers
 from distqueue.column import Column
-from distqueue.gather import gather_columns
 from distqueue.messages import Delivery, File, Part, Place
 from distqueue.packed import PackedBatch
-from distqueue.segment_file import Contents, SegmentGone, Stretch
-from distqueue.shard import Mapped
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.mapped import Mapped
+from distqueue.payload.segment_file import Contents, SegmentGone, Stretch
+from distqueue.payload.wire import from_wire, to_wire
 from distqueue.steps import ActorGone, Steps
-from distqueue.wire import from_wire, to_wire
 
 
 class Payloads:

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from distqueue.column import Column, Layout
-from distqueue.copying import copy_all
 from distqueue.durable import sync
 from distqueue.messages import layout_fields, layout_of, smallest
 from distqueue.packed import PackedBatch
+from distqueue.payload.copying import copy_all
 
 ALIGN = 64
 HEAD = 16

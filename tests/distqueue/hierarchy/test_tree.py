@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distqueue.tree import Member, Tree, flat_reads, leader_reads, plan_tree, requests
+from distqueue.hierarchy.tree import Member, Tree, flat_reads, leader_reads, plan_tree, requests
 
 NAMES = "prompt", "response", "advantage", "behaviour_logprobs", "ref_logprobs"
 NEEDS = st.frozensets(st.sampled_from(NAMES))

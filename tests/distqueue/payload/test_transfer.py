@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distqueue import PackedBatch
-from distqueue.buffers import WarmBuffers
-from distqueue.gather import gather_columns
 from distqueue.messages import Delivery, Part, Place, Put, array_to_names, names_to_array, pack, runs_of, unpack
-from distqueue.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
-from distqueue.wire import from_wire, to_wire
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
+from distqueue.payload.wire import from_wire, to_wire
 from tests.distqueue.test_packed import same_batch, samples
 
 

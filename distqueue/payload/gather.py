@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from distqueue.buffers import WarmBuffers
 from distqueue.column import Column
-from distqueue.copying import copy_all
 from distqueue.messages import Part
-from distqueue.segment_file import ALIGN, Stretch
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.copying import copy_all
+from distqueue.payload.segment_file import ALIGN, Stretch
 
 BY_RUN = 16
 """Mean elements of a run from which on it is copied by itself"""

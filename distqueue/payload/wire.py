@@ -8,7 +8,7 @@ import numpy as np
 
 from distqueue.column import Column
 from distqueue.messages import layout_fields, layout_of, pack, smallest, unpack
-from distqueue.segment_file import Stretch, bare_bytes
+from distqueue.payload.segment_file import Stretch, bare_bytes
 
 Frames = list[np.ndarray]
 """One uint8 array a column, in the order of the header"""

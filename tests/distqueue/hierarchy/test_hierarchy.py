@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distqueue import LocalQueue, PackedBatch, QueueClosed, hierarchy
+from distqueue import LocalQueue, PackedBatch, QueueClosed
 from distqueue.hierarchy import GroupReader, Received
-from distqueue.tree import Member, flat_reads, leader_reads, requests
+from distqueue.hierarchy import reader as reading
+from distqueue.hierarchy.exchange import FIRST_ROOM
+from distqueue.hierarchy.tree import Member, flat_reads, leader_reads, requests
 from fusion.model import Parallel
 from tests.helpers import run_ranks
 
@@ -149,7 +151,7 @@ def test_a_get_is_leased_once_and_its_errors_are_everybodys():
 
 
 def _beats(rank, device):
-    hierarchy.BEAT_S = 0.05
+    reading.BEAT_S = 0.05
     queue = CountingQueue()
     reader = GroupReader(queue, dist.new_group([0, 1], timeout=timedelta(seconds=1)), ["prompt", "late"])
     if rank == 0:
@@ -157,7 +159,7 @@ def _beats(rank, device):
         threading.Timer(1.5, lambda: queue.queue.put(late)).start()
     began_s = time.monotonic()
     delivery = reader.get("train", 6)
-    hierarchy.BEAT_S = 60.0
+    reading.BEAT_S = 60.0
     return delivery.batch["late"].buffer.tolist(), time.monotonic() - began_s, reader.requests
 
 
@@ -201,7 +203,7 @@ def test_the_slow_link_is_crossed_once_a_message(device, on_card):
         assert ranks[edge.parent][0][edge.child] == reads * messages, edge
         for ids in (IDS, IDS[::-2]):
             columns = queue.read(ids, PLACED_UNION).select(columns=sorted(edge.columns)).columns.values()
-            sent += hierarchy.FIRST_ROOM + sum(column.buffer.nbytes for column in columns)
+            sent += FIRST_ROOM + sum(column.buffer.nbytes for column in columns)
     assert sum(found for _, found, _ in ranks) == sent, "payload without a byte of padding"
 
 

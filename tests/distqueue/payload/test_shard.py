@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distqueue import PackedBatch, shard
+from distqueue import PackedBatch
 from distqueue.messages import Part, Place, runs_of
-from distqueue.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
-from distqueue.shard import PREFIX, Mapped, Shard
-from distqueue.wire import from_wire, to_wire
+from distqueue.payload import mapped as mapping
+from distqueue.payload.mapped import Mapped
+from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
+from distqueue.payload.shard import PREFIX, Shard
+from distqueue.payload.wire import from_wire, to_wire
 
 
 def write(path: Path, number: int, *values: int) -> Place:
@@ -56,7 +58,7 @@ def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
 
 
 def test_a_process_keeps_the_latest_files_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "MAPPED", 2)
+    monkeypatch.setattr(mapping, "MAPPED", 2)
     mapped, places = Mapped(), [write(tmp_path / str(n), n, n) for n in (1, 2, 3)]
     assert [numbers(mapped.columns(place)) for place in places] == [[1], [2], [3]]
     assert list(mapped._files) == [place.path for place in places[1:]]

@@ -13,17 +13,18 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from distqueue.buffers import WarmBuffers
 from distqueue.durable import make_folder, sync
-from distqueue.gather import gather_columns
 from distqueue.messages import Part, Place
-from distqueue.segment_file import SegmentFile, SegmentGone, Stretch, lay_out
-from distqueue.wire import Frames, from_wire, to_wire
+from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.mapped import Mapped
+from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
+from distqueue.payload.wire import Frames, from_wire, to_wire
 
 log = logging.getLogger(__name__)
 
@@ -32,51 +33,11 @@ LOCK = "lock"
 ABANDONED_S = 60.0
 """A folder in shared memory that nobody holds now and after this long is removed; to start a shard anew takes less"""
 
-MAPPED = 256
-"""Files a process keeps mapped"""
-
 
 def memory_folder(queue: str, name: str) -> Path:
     """Where a shard of a queue without a journal keeps its files."""
     memory = Path("/dev/shm")
     return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}{queue}" / name
-
-
-class Mapped:
-    """Segment files as one process has them mapped, the latest used MAPPED of them. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, SegmentFile] = {}
-        self._lock = threading.Lock()
-
-    def columns(self, place: Place) -> dict[str, Stretch]:
-        """SegmentGone where the segment does not lie there any more."""
-        return self._file(place).columns(place.number)
-
-    def check(self, places: Iterable[Place]) -> None:
-        for place in places:
-            self._file(place).check(place.number)
-
-    def writable(self, path: str, size: int) -> SegmentFile:
-        """The file, made where it is not there."""
-        file = self._files.get(path)
-        if file is None or not file.writable or file.size < size:
-            file = SegmentFile(path, size)
-        return self._keep(file)
-
-    def _file(self, place: Place) -> SegmentFile:
-        file = self._files.get(place.path)
-        if file is None or not file.holds(place.number):  # not mapped yet, or when it was smaller
-            file = SegmentFile(place.path)
-        return self._keep(file)
-
-    def _keep(self, file: SegmentFile) -> SegmentFile:
-        with self._lock:
-            self._files.pop(file.path, None)
-            self._files[file.path] = file
-            while len(self._files) > MAPPED:
-                del self._files[next(iter(self._files))]
-        return file
 
 
 class Shard:

@@ -1,0 +1,49 @@
+"""Segment files mapped into a process: a shard, or whoever reads and writes the files of its own node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from distqueue.messages import Place
+from distqueue.payload.segment_file import SegmentFile, Stretch
+
+MAPPED = 256
+"""Files a process keeps mapped"""
+
+
+class Mapped:
+    """Segment files as one process has them mapped, the latest used MAPPED of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, SegmentFile] = {}
+        self._lock = threading.Lock()
+
+    def columns(self, place: Place) -> dict[str, Stretch]:
+        """SegmentGone where the segment does not lie there any more."""
+        return self._file(place).columns(place.number)
+
+    def check(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._file(place).check(place.number)
+
+    def writable(self, path: str, size: int) -> SegmentFile:
+        """The file, made where it is not there."""
+        file = self._files.get(path)
+        if file is None or not file.writable or file.size < size:
+            file = SegmentFile(path, size)
+        return self._keep(file)
+
+    def _file(self, place: Place) -> SegmentFile:
+        file = self._files.get(place.path)
+        if file is None or not file.holds(place.number):  # not mapped yet, or when it was smaller
+            file = SegmentFile(place.path)
+        return self._keep(file)
+
+    def _keep(self, file: SegmentFile) -> SegmentFile:
+        with self._lock:
+            self._files.pop(file.path, None)
+            self._files[file.path] = file
+            while len(self._files) > MAPPED:
+                del self._files[next(iter(self._files))]
+        return file
