@@ -1,6 +1,7 @@
 """The workers of a run as Ray actors, one a card, called stage by stage.
 
-A stage is one method of the worker, called on every card at once. Nothing hangs without a message and nothing fails
+A stage is one method of the worker, called on every card at once; some cards may be at one while others are at another.
+Nothing hangs without a message and nothing fails
 without one: a card that raises or dies ends the stage, and the error names its rank and the stage; the others, which
 may wait for it in a collective, are ended with it.
 """
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -32,6 +34,18 @@ to report, and the one that died is the one to name."""
 
 class CardFailed(RuntimeError):
     """A worker raised, died or did not answer; the message names its rank and the stage."""
+
+
+@dataclass
+class Running:
+    """A stage that cards are at. ``pending``: Ray's references → rank; ``results``: of the others, by rank."""
+
+    stage: str
+    ranks: tuple[int, ...]
+    pending: dict[Any, int]
+    results: dict[int, Any] = field(default_factory=dict)
+    thread: int = field(default_factory=threading.get_ident)
+    """Who takes its results: another thread may run other stages on other cards."""
 
 
 class Card(Worker):
@@ -60,6 +74,7 @@ class Cards:
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue | None, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
+        self._running: list[Running] = []
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
@@ -90,33 +105,62 @@ class Cards:
         """Runs ``stage(*args)``, or ``stage(*each[rank])``, on all cards (or ``ranks``); returns the results by rank.
 
         Raises:
-            CardFailed: the first card that raised, died, or was not done in time.
+            CardFailed: the first card that raised, died, or was not done in time; or one that `begin` has set to work.
         """
+        return self.wait(self.begin(stage, *args, each=each, ranks=ranks))
+
+    def begin(
+        self, stage: str, *args: Any, each: Sequence[tuple] | None = None, ranks: Sequence[int] | None = None
+    ) -> Running:
+        """As `call`, but goes on at once; `wait` for it later. Other cards may be called meanwhile."""
         ranks = range(self.world) if ranks is None else ranks
-        pending = {
+        refs = {
             getattr(self.actors[rank], stage).remote(*(each[rank] if each is not None else args)): rank
             for rank in ranks
         }
-        results: dict[int, Any] = {}
+        running = Running(stage, tuple(ranks), refs)
+        self._running.append(running)
+        return running
+
+    def wait(self, running: Running) -> list[Any]:
+        """The results of a stage by rank.
+
+        Raises:
+            CardFailed: as `call`.
+        """
         start = said = time.monotonic()
-        while pending:
-            done, _ = ray.wait(list(pending), timeout=1.0)
-            for ref in done:
-                try:
-                    results[pending[ref]] = ray.get(ref)
-                except Exception as error:
-                    self._fail(stage, pending, {pending[ref]: error})
-                del pending[ref]
-            now = time.monotonic()
-            if pending and now - start > self.timeout_s:
+        while running.pending:
+            self.check(1.0)
+            now, left = time.monotonic(), sorted(running.pending.values())
+            if left and now - start > self.timeout_s:
                 raise CardFailed(
-                    f"stage {stage!r}: ranks {sorted(pending.values())} were not done after {self.timeout_s:.0f} s "
+                    f"stage {running.stage!r}: ranks {left} were not done after {self.timeout_s:.0f} s "
                     "(cluster.stage_timeout_s)"
                 )
-            if pending and now - said > SAY_EVERY_S:
+            if left and now - said > SAY_EVERY_S:
                 said = now
-                log.warning("stage %s: waiting for ranks %s, %.0f s", stage, sorted(pending.values()), now - start)
-        return [results[rank] for rank in ranks]
+                log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, left, now - start)
+        self._running.remove(running)
+        return [running.results[rank] for rank in running.ranks]
+
+    def check(self, patience_s: float = 0.0) -> None:
+        """Takes what cards have to tell of the stages that this thread has begun; waits at most so long for the first.
+
+        Raises:
+            CardFailed: as `call`.
+        """
+        mine = [running for running in list(self._running) if running.thread == threading.get_ident()]
+        of = {ref: running for running in mine for ref in running.pending}
+        if not of:
+            return
+        done, _ = ray.wait(list(of), timeout=patience_s)
+        for ref in done:
+            running = of[ref]
+            try:
+                running.results[running.pending[ref]] = ray.get(ref)
+            except Exception as error:
+                self._fail(running.stage, running.pending, {running.pending[ref]: error})
+            del running.pending[ref]
 
     def control(self, rank: int, request: str, *args: Any) -> Any:
         """A control call, answered while a stage runs."""

@@ -53,8 +53,8 @@ class StaleSyncConfig:
     """Policy versions a trained sample's oldest token may lag behind; 0 is the synchronous loop."""
 
     def validate(self) -> None:
-        if self.max_staleness != 0:
-            raise ValueError(f"stalesync.max_staleness={self.max_staleness}: only 0 (synchronous) is supported")
+        if self.max_staleness < 0:
+            raise ValueError(f"stalesync.max_staleness={self.max_staleness}: expected at least 0")
 
 
 @dataclass
@@ -71,11 +71,13 @@ class RunOptions:
     """Held-out prompts answered before the first and after the last step (`val/rewards/mean`); 0: none."""
     save_every: int = 0
     """Steps between checkpoints; 0: only after the last step."""
+    keep: int = 2
+    """Checkpoints that are kept, the last ones; 0: all."""
     resume: bool = False
     """Go on from the newest checkpoint of the run of this name."""
 
     def validate(self) -> None:
-        for key, least in (("steps", 1), ("eval_prompts", 0), ("save_every", 0)):
+        for key, least in (("steps", 1), ("eval_prompts", 0), ("save_every", 0), ("keep", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"run.{key}={getattr(self, key)}: expected at least {least}")
 

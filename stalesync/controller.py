@@ -1,43 +1,47 @@
 """The loop. It handles metadata only: ids, lengths, rewards; tensors pass from card to card through the queue.
 
     prompts ─admit─► [switch] ─► generate ─► [switch] ─► reward ─► advantages ─► reference ─► train ─► publish ─► …
-                                    │                      ▲                        │           │
-                                    └──────── queue ───────┘──────── queue ────────►└── queue ──┘
+                                 │  ▲ suspended           ▲                        │           │
+                                 │  └──────┐              │                        │           │
+                                 └──────── queue ─────────┘──────── queue ────────►└── queue ──┘
 
 One loop for every staleness and every deployment: what may start and what may be trained is the ledger's to say
-(`staleness.py`), which cards a stage concerns is the deployment's. At staleness 0 the ledger says: this version's
-batch, all of it.
+(`staleness.py`), which cards a stage concerns is the deployment's, which engine has which request is `generation.py`'s.
+At staleness 0 the ledger says: this version's batch, all of it; then nothing is ever suspended. At s > 0 a step begins
+when enough groups are finished; engines on cards that train are suspended for it, the others go on.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distqueue import DistQueue, PackedBatch
+from distqueue import DistQueue
 from fusion.colocate import StageReport, WorkerSpec
-from fusion.inference import Output, Request
 from fusion.rewards import reward_metrics
-from fusion.rollout import assign_groups
 from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, compare, throughput
-from fusion.training import split_over_ranks
-from fusion.training.algorithms import make_advantages
+from stalesync import savepoint
 from stalesync.cards import Cards
 from stalesync.config import Config
 from stalesync.control import ControlDesk
+from stalesync.generation import Generation
 from stalesync.prompts import Prompt, PromptSource
-from stalesync.scoring import Scored, Scorer
+from stalesync.scoring import Finished, Scored, Scorer
 from stalesync.staleness import StalenessLedger
+from stalesync.update import Updater
 
 log = logging.getLogger(__name__)
 
 TASKS = ("reward", "train")
 """Who must acknowledge a sample before the queue frees it."""
+
+LOOK_S = 0.5
+"""While it waits for samples the controller looks this often whether a card has failed."""
 
 
 @dataclass
@@ -57,14 +61,20 @@ class Controller:
     held_out: dict[str, float] = field(default_factory=dict)
     """Mean reward on the held-out prompts, before and after."""
     memory: MemoryLedger = field(default_factory=MemoryLedger)
+    scored: dict[str, list[Scored]] = field(default_factory=dict)
+    """Of groups that are admitted and not trained: what is scored of them"""
 
     def __post_init__(self) -> None:
-        self.ledger = StalenessLedger(self.config.stalesync.max_staleness, self.config.data.prompts_per_step)
-        self.sampling = self.config.rollout.sampling()
-        self.compute_advantages = make_advantages(self.config.algorithm)
-        self.deployment = self.spec.deployment
-        self.desk = ControlDesk(self.folder.path, self.config)
+        config, spec = self.config, self.spec
+        self.ledger = StalenessLedger(config.stalesync.max_staleness, config.data.prompts_per_step)
+        self.desk = ControlDesk(self.folder.path, config)
+        self.group_size = config.algorithm.group_size
+        self.generation = Generation(spec, self.cards, config.rollout.sampling(), self.group_size, self._take)
+        self.updater = Updater(spec, self.cards, self.queue, self.view, self._take)
+        self.metrics = Metrics()
         self._kv_tokens: float | None = None
+        self._ended_now: list[Scored] = []
+        """Samples of groups that failed or were filtered in this step"""
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -87,31 +97,36 @@ class Controller:
         return compare(before, after)
 
     def train_step(self) -> dict[str, float]:
-        metrics, start = Metrics(), time.perf_counter()
+        metrics, start = self.metrics, time.perf_counter()
         if told := self.desk.read(self.step + 1, self._kv_tokens):
             self.view.note(told)
-        with metrics.timer("switch"):
-            self._switch("infer", metrics)
-        prompts = {prompt.id: prompt for prompt in self.source.next(self.ledger.may_admit())}
-        self.ledger.admit(prompts)
-        self.scorer.start(prompts)
+        self._publish()
+        self._admit()
         with metrics.timer("gen"):
-            self._generate(list(prompts.values()), metrics)
+            self._generate()
+            self._stop_sharing()
         with metrics.timer("switch"):
-            self._switch("train", metrics)
+            self._switch("train")
         self.view.phase("reward")
         with metrics.timer("reward"):
-            scored, reports = self.scorer.finish()
-        self._take(reports, metrics)
-        with metrics.timer("adv"):
-            kept = self._advantages(scored, metrics)
-        self._update(kept, metrics)
+            scored, reports = self.scorer.judge()
+        self._take(reports)
+        self._note([], scored)
+        trained = self.ledger.ready()
+        groups = {group: self.scored.pop(group) for group in trained}
+        batch = sorted([s for members in groups.values() for s in members] + self._ended_now, key=lambda one: one.id)
+        self._say(batch)
+        self.updater.train(groups, metrics)
+        for group in trained:
+            self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
+        self.ledger.train(trained)
+        self._say_ages(groups)
         self.ledger.advance()
         seconds = time.perf_counter() - start
-        tokens = sum(sample.prompt_tokens + sample.response_tokens for sample in scored)
-        metrics.update(throughput(tokens, seconds, self.config.cluster.npus))
+        metrics.update(throughput(sum(sample.tokens for sample in batch), seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
         metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
+        self.metrics, self._ended_now = Metrics(), []
         return metrics.result()
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -121,11 +136,12 @@ class Controller:
         """
         if not prompts:
             return {}, []
-        self._switch("infer", Metrics())
-        requests = {prompt.id: [self._request(prompt, prompt.id)] for prompt in prompts}
-        outputs = {output.request_id: output for output in self._engines(requests, keep=True)}
-        self._switch("train", Metrics())
-        outcomes = self.scorer.answers(prompts, outputs)
+        with self._aside():
+            self.generation.suspend()
+            self._switch("infer")
+            outputs = self.generation.answer(prompts, self.desk.share.engines)
+            self._switch("train")
+            outcomes = self.scorer.answers(prompts, outputs)
         rows = [
             {"prompt": prompt.text, "response": text, "reward": outcome.reward}
             for prompt, (text, outcome) in zip(prompts, outcomes, strict=True)
@@ -141,113 +157,115 @@ class Controller:
         lost = {name: count for name, count in self.ledger.ended.items() if name != "trained"}
         lines = [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
         lines += [f"{count} groups {name}" for name, count in lost.items()]
+        if left := len(self.ledger.in_flight) + len(self.ledger.finished):
+            lines.append(f"{left} groups are under way, and in the last checkpoint")
         if self.failed_rewards:
             lines.append(f"{self.failed_rewards} samples could not be scored and were not trained (reward/failed)")
         skipped = self.source.metrics().get("data/skipped_prompts", 0)
         return lines + ([f"{skipped:.0f} prompts were longer than data.max_prompt_length"] if skipped else [])
 
     def save(self) -> None:
-        """A checkpoint from which a run of the same name goes on, and the Hugging Face export beside it."""
+        """A checkpoint from which a run of the same name goes on, and the Hugging Face export beside it. It is one cut
+        through weights, queue, and what is under way."""
         self.view.phase("save")
+        self._suspend()
+        while self.generation.buffer.of("running"):  # finished, and on their way through the queue
+            self._note(*self.scorer.news(LOOK_S))
+        scored, reports = self.scorer.judge()
+        self._take(reports)
+        self._note([], scored)
+        while self.scorer.unscored:
+            self._note(*self.scorer.news(LOOK_S))
         target = self.folder.checkpoints / f"step-{self.step}"
-        self.cards.call("save", str(target), str(self.folder.hf), ranks=self.deployment.train)
-        state = {"step": self.step, "prompts": self.source.state_dict(), "ended": dict(self.ledger.ended)}
-        state["share"] = self.desk.changed
-        (target / "controller.json.partial").write_text(json.dumps(state))
-        (target / "controller.json.partial").rename(target / "controller.json")
+        self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train)
+        savepoint.write(target, self)
+        savepoint.prune(self.folder.checkpoints, self.config.run.keep)
 
     def restore(self, checkpoint: Path) -> None:
-        state = json.loads((checkpoint / "controller.json").read_text())
-        self.step = self.ledger.version = state["step"]
-        self.source.load_state_dict(state["prompts"])
-        self.ledger.ended.update(state["ended"])
-        self.desk.restore(state.get("share"))
-        self.cards.call("restore", str(checkpoint), ranks=self.deployment.train)
+        savepoint.read(checkpoint, self)
+        self.folder.rewind(self.step)
+        self.cards.call("restore", str(checkpoint), ranks=self.spec.deployment.train)
 
-    def _switch(self, phase: str, metrics: Metrics) -> None:
+    def _publish(self) -> None:
+        """The weights of the present version go to the engines, which begin with what waits."""
+        with self.metrics.timer("switch"):
+            self._suspend()
+            self._switch("infer")
+
+    def _admit(self) -> None:
+        """Starts as many groups as the ledger allows and the run has steps left for."""
+        untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
+        wanted = (self.config.run.steps - self.step) * self.config.data.prompts_per_step - untrained
+        prompts = self.source.next(min(self.ledger.may_admit(), wanted)) if wanted > 0 else []
+        self.ledger.admit([prompt.id for prompt in prompts])
+        self.scorer.expect(prompts)
+        self.generation.admit(prompts)
+        self.generation.resume(self.desk.share.engines)
+
+    def _generate(self) -> None:
+        """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
+        wanted = self.config.data.prompts_per_step
+        while self.ledger.in_flight and len(ready := self.ledger.ready()) < wanted:
+            self.view.phase("generate", len(ready) * self.group_size, wanted * self.group_size)
+            began_s, waits = time.perf_counter(), self.ledger.waits_for_older
+            self._note(*self.scorer.news(LOOK_S))
+            self.cards.check()
+            if waits:
+                self.metrics.add("timing_s/wait_older", time.perf_counter() - began_s)
+
+    def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
+        """Takes notice of samples that are generated, and of others that are scored."""
+        for sample in arrived:
+            self.generation.buffer.finish(sample.id, sample.response_tokens)
+            group = sample.prompt.id
+            if self.generation.buffer.is_finished(group):
+                self.generation.leave(group)
+                if not self.scorer.beside:
+                    self.ledger.finish(group)
+        for one in scored:
+            group = one.prompt.id
+            members = self.scored.setdefault(group, [])
+            members.append(one)
+            if len(members) == self.group_size:
+                self._judge(group, members)
+
+    def _judge(self, group: str, members: list[Scored]) -> None:
+        """A group is scored: it can be trained, or has failed."""
+        self.scorer.forget(group)
+        errors = [member.outcome.error for member in members]
+        self.failed_rewards += sum(error is not None for error in errors)
+        if all(errors):
+            self.ledger.fail(group, f"reward_{errors[0]}")
+            self.folder.log_groups(self.step + 1, [group], f"failed:reward_{errors[0]}")
+            self._ended_now += self.scored.pop(group)
+            for member in members:
+                self.queue.drop([member.id], f"reward_{member.outcome.error}")
+        elif self.scorer.beside:
+            self.ledger.finish(group)
+
+    def _stop_sharing(self) -> None:
+        """Engines whose cards train now are suspended; those that go on get what these leave."""
+        shared = self.generation.of_cards(self.spec.deployment.shared)
+        self._suspend(shared)
+        if shared:
+            self.generation.hand_over()
+
+    def _suspend(self, engines: Sequence[int] | None = None) -> None:
+        unfinished = self.generation.suspend(engines)
+        self.metrics.add("rollout/suspended_total", unfinished)
+
+    def _switch(self, phase: str) -> None:
         self.view.phase(f"switch to {phase}")
-        ranks = self.deployment.actor if phase == "infer" else self.deployment.train
-        self._take(self.cards.call("switch", phase, self.ledger.version, self.desk.share, ranks=ranks), metrics)
+        ranks = self.spec.deployment.actor if phase == "infer" else self.spec.deployment.train
+        self._take(self.cards.call("switch", phase, self.ledger.version, self.desk.share, ranks=ranks))
 
-    def _generate(self, prompts: Sequence[Prompt], metrics: Metrics) -> None:
-        """Every sample of every group; the cards put them to the queue as they finish."""
-        self.view.phase("generate", total=len(prompts) * self.config.algorithm.group_size)
-        members = range(self.config.algorithm.group_size)
-        requests = {prompt.id: [self._request(prompt, f"{prompt.id}/{k}") for k in members] for prompt in prompts}
-        self._engines(requests, keep=False, metrics=metrics)
-
-    def _engines(self, requests: dict[str, list[Request]], keep: bool, metrics: Metrics | None = None) -> list[Output]:
-        """Deals groups of requests out to the engines and runs them to the end; with ``keep`` the outputs come back."""
-        engines = [self.spec.engines[number] for number in self.desk.share.engines]
-        load = {group: sum(len(request.prompt) for request in members) for group, members in requests.items()}
-        each: list[tuple] = [([], keep)] * self.spec.world
-        for ranks, groups in zip(engines, assign_groups(load, len(engines)), strict=True):
-            each[ranks[0]] = ([request for group in groups for request in requests[group]], keep)
-        reports = self.cards.call("generate", each=each, ranks=[rank for ranks in engines for rank in ranks])
-        if metrics is not None:
-            self._take(reports, metrics)
-            metrics.add("rollout/engines", len(engines))
-            self._kv_tokens = metrics.result()["rollout/kv_tokens_min"]
-        return [output for report in reports for output in report.outputs]
-
-    def _advantages(self, scored: list[Scored], metrics: Metrics) -> list[Scored]:
-        """Puts advantages to the queue; returns what is trained. What could not be scored is dropped, by name."""
-        self._say(scored, metrics)
-        groups: dict[str, list[Scored]] = {}
-        for sample in scored:
-            groups.setdefault(sample.prompt.id, []).append(sample)
-        for group, members in groups.items():
-            errors = [member.outcome.error for member in members]
-            if all(errors):
-                self.ledger.fail(group, f"reward_{errors[0]}")
-            else:
-                self.ledger.finish(group)
-        for sample in scored:
-            if sample.outcome.error:
-                self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
-        kept = [sample for sample in scored if sample.outcome.error is None]
-        self.failed_rewards += len(scored) - len(kept)
-        if kept:
-            values, _ = self.compute_advantages([s.outcome.reward for s in kept], [s.prompt.id for s in kept])
-            self.queue.put(PackedBatch.from_samples([sample.id for sample in kept], {"advantage": values}))
-            metrics.spread("critic/advantages", values.tolist())
-        return kept
-
-    def _update(self, kept: list[Scored], metrics: Metrics) -> None:
-        """Reference log-probabilities, then the minibatches, each dealt out over the data-parallel replicas."""
-        trained = self.ledger.ready()
-        members = {group: [sample for sample in kept if sample.prompt.id == group] for group in trained}
-        minibatches = [
-            _deal([sample for group in groups for sample in members[group]], self.spec.train.dp)
-            for groups in _chunks(trained, self.config.algorithm.minibatches)
-        ]
-        if not minibatches:
-            log.warning("step %d: no sample could be scored, nothing is trained", self.step + 1)
-            return
-        if self.config.algorithm.kl_coef > 0:
-            self.view.phase("reference")
-            with metrics.timer("ref"):
-                shares = self._shares_of_reference(minibatches, members)
-                self._take(self.cards.call("reference", shares, ranks=self.deployment.reference), metrics)
-        self.view.phase("train")
-        ids = [sample.id for group in trained for sample in members[group]]
-        leased = self.queue.get("train", ["advantage"], count=len(ids))
-        assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
-        with metrics.timer("train"):
-            self._take(self.cards.call("train", minibatches, ranks=self.deployment.train), metrics)
-        self.queue.ack("train", ids)
-        self.ledger.train(trained)
-
-    def _shares_of_reference(
-        self, minibatches: list[list[list[str]]], members: dict[str, list[Scored]]
-    ) -> list[list[str]]:
-        """Ids by replica of the reference: as they are trained where it computes in the training layout."""
-        if self.spec.reference is None:
-            return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
-        return _deal([sample for group in members.values() for sample in group], self.spec.reference.dp)
-
-    def _say(self, scored: list[Scored], metrics: Metrics) -> None:
+    def _say(self, scored: list[Scored]) -> None:
+        metrics = self.metrics
+        metrics.add("rollout/engines", len(self.desk.share.engines))
+        self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
         metrics.update(reward_metrics([sample.outcome for sample in scored]))
+        if not scored:
+            return
         metrics.spread("response_length", [sample.response_tokens for sample in scored])
         metrics.spread("prompt_length", [sample.prompt_tokens for sample in scored])
         longest = self.config.rollout.max_response_length
@@ -255,23 +273,28 @@ class Controller:
         rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in scored]
         self.folder.log_samples(self.step + 1, rows)
 
-    def _take(self, reports: Sequence[StageReport], metrics: Metrics) -> None:
+    def _say_ages(self, groups: dict[str, list[Scored]]) -> None:
+        """How many versions the oldest token of every trained sample lags behind, and how many samples are of several
+        versions."""
+        samples = [sample for members in groups.values() for sample in members if sample.outcome.error is None]
+        bound = self.config.stalesync.max_staleness
+        lags = [self.ledger.version - sample.oldest for sample in samples]
+        assert max(lags, default=0) <= bound, f"a sample {max(lags)} versions old was trained; the bound is {bound}"
+        for lag in range(bound + 1):
+            self.metrics.add(f"staleness/lag_{lag}_count", lags.count(lag))
+        self.metrics.add("staleness/mixed_versions_count", sum(s.newest > s.oldest for s in samples))
+
+    def _take(self, reports: Sequence[StageReport]) -> None:
         for report in reports:
-            metrics.merge(report.metrics)
+            self.metrics.merge(report.metrics)
             self.memory.merge(report.memory)
             self.folder.log_spans(report.spans)
 
-    def _request(self, prompt: Prompt, id: str) -> Request:
-        return Request(id=id, group=prompt.id, prompt=prompt.ids, params=self.sampling)
-
-
-def _deal(samples: list[Scored], replicas: int) -> list[list[str]]:
-    """Sample ids for each data-parallel replica, balanced by tokens."""
-    shares = split_over_ranks([sample.prompt_tokens + sample.response_tokens for sample in samples], replicas)
-    return [[samples[index].id for index in share] for share in shares]
-
-
-def _chunks(groups: list[str], count: int) -> list[list[str]]:
-    """``groups`` in ``count`` runs as even as they go; fewer where there are fewer groups."""
-    size = -(-len(groups) // count) if groups else 1
-    return [groups[start : start + size] for start in range(0, len(groups), size)]
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is measured inside is nobody's step."""
+        kept, self.metrics = self.metrics, Metrics()
+        try:
+            yield
+        finally:
+            self.metrics = kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -20,6 +19,7 @@ from fusion.colocate.translate import speaks_alike
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool
 from fusion.telemetry import LiveView, RunFolder, RunReport
+from stalesync import savepoint
 from stalesync.config import Config
 from stalesync.prompts import PromptSource
 
@@ -76,17 +76,20 @@ def _run(
         view.phase("start Ray and the workers")
         stack.enter_context(_ray(config.cluster.address))
         name = folder.name if config.cluster.address is None else f"{folder.name}-{os.getpid()}"
-        queue = DistQueue.create(TASKS, queue_options(config, folder), name=name)
+        checkpoint = savepoint.newest(folder.path) if folder.resumed else None
+        options = queue_options(config, folder)
+        queue = DistQueue.create(TASKS, options, name=name, checkpoint=savepoint.queue_of(checkpoint))
         stack.callback(queue.close)
         cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
         cards_found = cards.prepare()
         view.note(f"{spec.world} x {cards_found[0]}; trains in {spec.train}, generates in {spec.infer}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
         judge = RuleJudge(rule) if rule is not None else ModelJudge(cards, spec)
-        scorer = Scorer(judge, queue, tokenizer, config.algorithm.group_size)
+        scorer = stack.enter_context(Scorer(judge, queue, tokenizer))
         controller = Controller(config, spec, cards, queue, source, scorer, folder, view)
-        checkpoint = newest_checkpoint(folder.path) if folder.resumed else None
-        if checkpoint is not None:
+        if checkpoint is None:
+            folder.rewind(0)
+        else:
             controller.restore(checkpoint)
             view.note(f"going on from {checkpoint}, step {controller.step}")
         report["answers"] = controller.run()
@@ -135,10 +138,9 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
-    """A run's queue begins empty: checkpoints are taken between steps, when every sample has ended."""
+    """A run that goes on has the queue of its checkpoint; what a journal has heard since is generated again."""
     options = QueueOptions(
         **asdict(config.queue),
-        group_size=config.algorithm.group_size,
         lease_s=config.cluster.stage_timeout_s,
     )
     if options.durability == "journal":
@@ -163,12 +165,6 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
             f"vocab_size={model.vocab_size}"
         )
     return tokenizer
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the highest step that was written to its end."""
-    whole = [path.parent for path in folder.glob("checkpoints/step-*/controller.json")]
-    return max(whole, key=lambda path: json.loads((path / "controller.json").read_text())["step"], default=None)
 
 
 def next_steps(config: Config, folder: RunFolder) -> list[str]:

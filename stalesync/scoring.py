@@ -1,18 +1,21 @@
 """From finished samples to rewards: by a rule in guarded processes, or by the reward model on its cards.
 
-start ─► samples are generated ─► finish
-  └─ scored as they come, in a thread beside: by a rule, or by a reward model whose cards do not generate
-                                    └─ all at once, after the cards have switched to TRAIN: by one whose cards do
+    queue ─► a thread takes samples as they finish ─► arrived
+               └─ scored at once: by a rule, or by a reward model whose cards do not generate ─► scored
+                                    └─ later, by `judge`: by one whose cards do, after they have switched to TRAIN
+
+Only who a sample is, how long it is, and its text stay here; its tensors never come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distqueue import DistQueue
+from distqueue import DistQueue, PackedBatch
+from distqueue.core import QueueClosed
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.inference import Output
 from fusion.rewards import RewardOutcome, RewardPool, RewardSample
@@ -23,10 +26,14 @@ from stalesync.prompts import Prompt
 BATCH = 64
 """Samples scored at a time, while others are still being generated."""
 
+LOOK_S = 1.0
+"""The thread that waits for samples looks this often whether it is to end."""
+
 
 @dataclass
 class Scored:
-    """What the controller keeps of a sample: never its tensors."""
+    """What the controller keeps of a sample: never its tensors. ``oldest``, ``newest``: policy versions of its
+    tokens."""
 
     id: str
     prompt: Prompt
@@ -34,6 +41,12 @@ class Scored:
     prompt_tokens: int
     response_tokens: int
     outcome: RewardOutcome
+    oldest: int = 0
+    newest: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.response_tokens
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,18 @@ class Finished:
     id: str
     prompt: Prompt
     response: str
-    length: int
+    prompt_tokens: int
+    response_tokens: int
+    versions: tuple[int, int] = (0, 0)
     tokens: tuple[Sequence[int], Sequence[int]] | None = None
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+    def scored(self, outcome: RewardOutcome) -> Scored:
+        sizes = self.prompt_tokens, self.response_tokens
+        return Scored(self.id, self.prompt, self.response, *sizes, outcome, *self.versions)
 
 
 class Judge(Protocol):
@@ -99,35 +122,78 @@ class ModelJudge:
 
 
 class Scorer:
-    """Scores the samples of one step at a time."""
+    """Takes samples from the queue's task `reward` while the block lasts: use it as a context manager."""
 
-    def __init__(self, judge: Judge, queue: DistQueue, tokenizer: Any, group_size: int):
-        self._judge, self._queue, self._tokenizer, self._group_size = judge, queue, tokenizer, group_size
-        self._thread = ThreadPoolExecutor(1, "rewards")
-        self._prompts: Mapping[str, Prompt] = {}
-        self._running: Future[list[Scored]] | None = None
+    def __init__(self, judge: Judge, queue: DistQueue, tokenizer: Any):
+        self._judge, self._queue, self._tokenizer = judge, queue, tokenizer
+        self._prompts: dict[str, Prompt] = {}
+        self._news = threading.Condition()
+        self._arrived: list[Finished] = []
+        self._scored: list[Scored] = []
+        self._waiting: list[Finished] = []
+        """For `judge`"""
+        self.unscored = 0
+        """Samples that have arrived and are not scored, or of whose score `news` has not told yet"""
+        self._error: BaseException | None = None
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
 
-    def start(self, prompts: Mapping[str, Prompt]) -> None:
-        """Before the groups of these prompts are generated."""
-        self._prompts = prompts
-        if self._judge.beside:
-            self._running = self._thread.submit(self._score, BATCH)
+    def __enter__(self) -> Scorer:
+        self._thread.start()
+        return self
 
-    def finish(self) -> tuple[list[Scored], list[StageReport]]:
-        """All samples of the step, by id, and the reports of the cards that scored them. After the cards have switched
-        to TRAIN."""
-        if self._running is not None:
-            scored, self._running = self._running.result(), None
-        else:
-            scored = self._score(len(self._prompts) * self._group_size)
-        return scored, self._judge.reports()
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+
+    @property
+    def beside(self) -> bool:
+        """Whether samples are scored while others are generated."""
+        return self._judge.beside
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Before groups of these prompts are generated."""
+        self._prompts |= {prompt.id: prompt for prompt in prompts}
+
+    @property
+    def expected(self) -> dict[str, Prompt]:
+        """Prompts of whose groups samples are still to be scored."""
+        return dict(self._prompts)
+
+    def forget(self, group: str) -> None:
+        """Every sample of it is scored."""
+        del self._prompts[group]
+
+    def news(self, patience_s: float) -> tuple[list[Finished], list[Scored]]:
+        """What has arrived and what was scored since the last call, by id; waits at most so long for the first. What
+        the scoring raised is raised here."""
+        with self._news:
+            if not (self._arrived or self._scored or self._error):
+                self._news.wait(patience_s)
+            if self._error is not None:
+                raise self._error
+            arrived, self._arrived = self._arrived, []
+            scored, self._scored = self._scored, []
+            self.unscored -= len(scored)
+        return sorted(arrived, key=lambda one: one.id), sorted(scored, key=lambda one: one.id)
+
+    def judge(self) -> tuple[list[Scored], list[StageReport]]:
+        """Scores what has arrived and could not be scored beside. In the TRAIN phase. Also the cards' reports."""
+        with self._news:
+            waiting, self._waiting = sorted(self._waiting, key=lambda one: one.id), []
+        if not waiting:
+            return [], self._judge.reports()
+        outcomes = self._judge(waiting)
+        self._queue.ack("reward", [one.id for one in waiting])
+        with self._news:
+            self.unscored -= len(waiting)
+        return [one.scored(outcome) for one, outcome in zip(waiting, outcomes, strict=True)], self._judge.reports()
 
     def answers(self, prompts: Sequence[Prompt], outputs: Mapping[str, Output]) -> list[tuple[str, RewardOutcome]]:
         """The text and the outcome of one answer a prompt, which the queue does not hold. In the TRAIN phase."""
         found = [outputs[prompt.id] for prompt in prompts]
         texts = [self.text(output.tokens) for output in found]
         samples = [
-            Finished(prompt.id, prompt, text, len(prompt.ids) + len(output.tokens), (prompt.ids, output.tokens))
+            Finished(prompt.id, prompt, text, len(prompt.ids), len(output.tokens), tokens=(prompt.ids, output.tokens))
             for prompt, text, output in zip(prompts, texts, found, strict=True)
         ]
         outcomes = self._judge(samples)
@@ -139,17 +205,39 @@ class Scorer:
         ended = bool(tokens) and tokens[-1] == self._tokenizer.eos_token_id
         return self._tokenizer.decode(list(tokens[:-1] if ended else tokens))
 
-    def _score(self, batch_size: int) -> list[Scored]:
-        left, scored = len(self._prompts) * self._group_size, []
-        while left:
-            batch = self._queue.get("reward", ["prompt", "response"], count=min(batch_size, left))
-            lengths = [(len(batch["prompt"][row]), len(batch["response"][row])) for row in range(len(batch))]
-            samples = [
-                Finished(id, self._prompts[group], self.text(batch["response"][row].tolist()), sum(lengths[row]))
-                for row, (id, group) in enumerate(zip(batch.ids, batch.groups, strict=True))
-            ]
-            for one, sizes, outcome in zip(samples, lengths, self._judge(samples), strict=True):
-                scored.append(Scored(one.id, one.prompt, one.response, *sizes, outcome))
-            self._queue.ack("reward", batch.ids)
-            left -= len(batch)
-        return sorted(scored, key=lambda sample: sample.id)
+    def _run(self) -> None:
+        try:
+            while not self._ends.is_set():
+                try:
+                    batch = self._queue.get("reward", ["prompt", "response"], BATCH, partial=True, timeout_s=LOOK_S)
+                except TimeoutError:
+                    continue
+                self._take(batch)
+        except BaseException as error:
+            if self._ends.is_set() and isinstance(error, QueueClosed):
+                return
+            with self._news:
+                self._error = error
+                self._news.notify_all()
+
+    def _take(self, batch: PackedBatch) -> None:
+        finished = [self._finished(batch, row) for row in range(len(batch))]
+        with self._news:
+            self._arrived += finished
+            self.unscored += len(finished)
+            if not self.beside:
+                self._waiting += finished
+            self._news.notify_all()
+        if not self.beside:
+            return
+        scored = [one.scored(outcome) for one, outcome in zip(finished, self._judge(finished), strict=True)]
+        self._queue.ack("reward", batch.ids)
+        with self._news:
+            self._scored += scored
+            self._news.notify_all()
+
+    def _finished(self, batch: PackedBatch, row: int) -> Finished:
+        prompt, response = batch["prompt"][row], batch["response"][row]
+        sizes = len(prompt), len(response)
+        known = self._prompts[batch.groups[row]]
+        return Finished(batch.ids[row], known, self.text(response.tolist()), *sizes, batch.versions[row])

@@ -11,13 +11,13 @@ of age a has s - a versions left beside the present one, so it can exactly if fo
 
     untrained groups of age >= k  <=  places left in this version + (s - k) * groups_per_step.
 
-A young group that finished early is trained before an older one only while that stays true.
+A young group that finished early is trained before an older one only while that stays true. (The oldest token of a
+group's samples is never older than its admission, so a bound on this age is a bound on theirs.)
 
 Invariants (property-tested in tests/stalesync/test_staleness.py):
 1. No group is trained at an age above s.
 2. Every admitted group ends in exactly one state: trained, filtered or failed, with the rule or the reason; none is
-   lost,
-   none is trained twice.
+   lost, none is trained twice.
 3. No deadlock: whenever nothing is in flight and nothing is finished, a group may be admitted.
 4. At s = 0 a version admits exactly its own batch, and is left only when every group of it has ended.
 """
@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -61,10 +62,11 @@ class StalenessLedger:
         self.finished[group] = self.in_flight.pop(group)
 
     def ready(self) -> list[str]:
-        """Finished groups that may be trained in this version, oldest first."""
+        """Finished groups that may be trained in this version, oldest first; of one age by name, so that who was done
+        first decides nothing."""
         chosen: list[str] = []
         left = self._untrained
-        for group in sorted(self.finished, key=lambda group: self.finished[group]):
+        for group in sorted(self.finished, key=lambda group: (self.finished[group], group)):
             without = [admitted for other, admitted in left.items() if other != group]
             if len(chosen) < self._places and self._in_time(without, self.version, self._places - len(chosen) - 1):
                 chosen.append(group)
@@ -81,6 +83,10 @@ class StalenessLedger:
         assert self._in_time(list(self._untrained.values()), self.version, self._places), (
             "an older group lost its place"
         )
+
+    def lag(self, group: str) -> int:
+        """Versions since a finished group was admitted."""
+        return self.version - self.finished[group]
 
     def filter(self, group: str, rule: str) -> None:
         self._end(group, f"filtered:{rule}")
@@ -122,6 +128,23 @@ class StalenessLedger:
         self.version += 1
         self.trained_now = 0
         return self.version
+
+    @property
+    def waits_for_older(self) -> bool:
+        """Whether enough groups are finished for a step, and some must let older ones go before."""
+        return len(self.finished) >= self._places > len(self.ready())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON, between two versions."""
+        assert not self.trained_now, "a version is saved when it is published"
+        state = {"version": self.version, "in_flight": self.in_flight, "finished": self.finished}
+        ages = {str(age): count for age, count in self.ages.items()}
+        return state | {"ended": dict(self.ended), "ages": ages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.version, self.in_flight, self.finished = state["version"], state["in_flight"], state["finished"]
+        self.ended = Counter(state["ended"])
+        self.ages = Counter({int(age): count for age, count in state["ages"].items()})
 
     def metrics(self) -> dict[str, float]:
         trained = sum(self.ages.values())

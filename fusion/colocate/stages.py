@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusion.colocate.partials import Suspended
 from fusion.colocate.together import BrokenOff
 from fusion.ep_switch import SwitchError
 from fusion.inference import Output
@@ -29,6 +30,8 @@ class StageReport:
     """Only where the controller asked to keep them."""
     scores: dict[str, RewardOutcome] = field(default_factory=dict)
     """Of the reward model, by sample id."""
+    suspended: list[Suspended] = field(default_factory=list)
+    """Samples that the engine has not finished."""
 
 
 class OutOfMemory(RuntimeError):
@@ -58,9 +61,15 @@ class StageLog:
         """Records who holds the memory now, and the stage's peak, as those of a phase."""
         self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
 
-    def report(self, outputs: Sequence[Output] = (), scores: Mapping[str, RewardOutcome] | None = None) -> StageReport:
+    def report(
+        self,
+        outputs: Sequence[Output] = (),
+        scores: Mapping[str, RewardOutcome] | None = None,
+        suspended: Sequence[Suspended] = (),
+    ) -> StageReport:
         """The last stage's."""
-        return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, list(outputs), dict(scores or {}))
+        told = list(outputs), dict(scores or {}), list(suspended)
+        return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, *told)
 
     @contextmanager
     def told(self, stage: str) -> Iterator[None]:

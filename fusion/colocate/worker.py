@@ -12,10 +12,11 @@ from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen m
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from distqueue import PackedBatch
 from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
+from fusion.colocate.partials import Store, forget, merge, park, restore
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.roles import FrozenRoles
 from fusion.colocate.samples import LOSS, REFERENCE, needed, nothing, pack_outputs, split_responses, to_sequences
@@ -41,21 +43,19 @@ from fusion.training.algorithms import make_loss
 from fusion.training.states import ResidentStates
 
 PUT_EVERY = 64
-"""Finished samples a card gathers before it puts them to the queue: one message for many short ones."""
+"""Finished samples a card gathers before it puts them to the queue: one message for many short ones …"""
 
+PUT_EVERY_S = 0.2
+"""… but none waits longer than this for others"""
 
-class Samples(Protocol):
-    """The part of the queue's face a worker uses."""
-
-    def put(self, batch: PackedBatch) -> Any: ...
-
-    def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch: ...
+IDLE_S = 0.001
+"""An engine that has nothing to do asks for orders this often"""
 
 
 class Worker:
     """Stages are methods; all cards they concern run the same stage at once. Arguments and results are plain data."""
 
-    def __init__(self, spec: WorkerSpec, rank: int, queue: Samples | None):
+    def __init__(self, spec: WorkerSpec, rank: int, queue: Store | None):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self.trainer: TrainEngine | None = None
@@ -134,28 +134,45 @@ class Worker:
                 self.switcher.load_optimizer()
         return self.log.report()
 
-    def generate(self, requests: Sequence[Request], keep: bool = False) -> StageReport:
-        """Runs this card's engine until all its requests have ended. Every card of an engine calls it; the requests
-        are the first one's. Finished samples go to the queue as they come, or back to the caller with ``keep``."""
+    def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
+        """Runs this card's engine until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do.
+        Every card of an engine calls it; the requests are the first one's. Finished samples go to the queue as they
+        come; what is unfinished at the end is suspended."""
         self.phases.require("generate")
-        engine, kept = self.engine, []
+        engine = self.engine
         assert engine is not None
         with self.log.stage("generate", "gen"):
             before = engine.status()
+            engine.go_on()
             if requests:
-                engine.submit(requests)
-            pending = engine.step()
-            while not engine.idle:
-                if not keep and len(pending) >= PUT_EVERY:
-                    pending = self._put(pending)
+                engine.submit(restore(requests, self._samples))
+            pending: list[Output] = []
+            said_s = time.monotonic()
+            while not engine.paused:
                 pending += engine.step()
-            if keep:
-                kept = pending
-            else:
-                self._put(pending)
-                self._count_generation(engine, before)
+                if engine.idle and not pending:
+                    if not stay:
+                        break
+                    time.sleep(IDLE_S)
+                elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
+                    pending, said_s = self._put(pending), time.monotonic()
+            self._put(pending)
+            suspended = park(engine.suspend(), self._samples)
+            self._count_generation(engine, before)
             self.log.remember("infer")
-        return self.log.report(kept)
+        return self.log.report(suspended=suspended)
+
+    def answer(self, requests: Sequence[Request]) -> StageReport:
+        """Runs this card's engine until all requests have ended; their outputs are in the report, not in the queue.
+        Called as `generate`, while nothing else is in the engine."""
+        self.phases.require("generate")
+        assert self.engine is not None
+        with self.log.stage("answer", "gen"):
+            if requests:
+                self.engine.submit(requests)
+            outputs = self.engine.run()
+            self.log.remember("infer")
+        return self.log.report(outputs)
 
     def reference(self, shares: list[list[str]]) -> StageReport:
         """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it."""
@@ -224,19 +241,21 @@ class Worker:
             load_checkpoint(self._resident_trainer(), checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
-        """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids)."""
+        """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids), ``pause``."""
         match request:
             case "status":
                 stage = self.log.stage_name if hasattr(self, "log") else "start"
                 figures = self.engine.status() if self.engine is not None else {}
                 return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
-            case "submit" | "abort":
+            case "submit" | "abort" | "pause":
                 assert self.engine is not None, f"rank {self.rank} generates nothing"
-                return self.engine.submit(*args) if request == "submit" else self.engine.abort(*args)
-        raise ValueError(f"control request {request!r}: expected status, submit or abort")
+                if request == "submit":
+                    return self.engine.submit(restore(args[0], self._samples))
+                return self.engine.pause() if request == "pause" else self.engine.abort(*args)
+        raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
 
     @property
-    def _samples(self) -> Samples:
+    def _samples(self) -> Store:
         assert self.queue is not None, "this worker was started without a queue"
         return self.queue
 
@@ -267,7 +286,8 @@ class Worker:
 
     def _put(self, outputs: list[Output]) -> list[Output]:
         if outputs:
-            self._samples.put(pack_outputs(outputs))
+            self._samples.put(pack_outputs(merge(outputs, self._samples)))
+            forget(outputs, self._samples)
         return []
 
     def _count_generation(self, engine: Engine, before: dict[str, float]) -> None:

@@ -1,6 +1,6 @@
 """The control channel of an engine: orders reach its leader at any time, and every rank at the same step.
 
-any thread ─ submit, abort ─► Inbox (leader) ─┐
+any thread ─ submit, abort, pause ─► Inbox (leader) ─┐
                                               ├─ one small all_gather a step (CPU): counters of every rank, and
 step of every rank ────────────────────────── ┘  how long the leader's orders are; broadcast only if there are any
 """
@@ -26,9 +26,10 @@ class Orders:
     submit: list[Request] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
     abort_all: bool = False
+    pause: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.submit or self.abort or self.abort_all)
+        return bool(self.submit or self.abort or self.abort_all or self.pause)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -65,6 +66,10 @@ class Inbox:
                 self._orders.abort_all = True
             else:
                 self._orders.abort += ids
+
+    def pause(self) -> None:
+        with self._lock:
+            self._orders.pause = True
 
     def take(self) -> Orders:
         with self._lock:

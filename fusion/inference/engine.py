@@ -43,8 +43,8 @@ NOISE_AHEAD = 16
 
 class Engine:
     """One rank of an engine. Collective over the mesh, in the same order on every rank: construction, `allocate_kv`,
-    `release_kv`, `step`, `run`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time: `submit`,
-    `abort`, `status`.
+    `release_kv`, `step`, `run`, `go_on`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time:
+    `submit`, `abort`, `pause`, `status`.
 
     Args:
         model: the weights; may be changed between steps (set `policy_version` then).
@@ -68,6 +68,8 @@ class Engine:
         self.capacity_tokens = 0
         """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
         self._idle = True
+        self.paused = False
+        """Whether `pause` was asked for since `go_on`; the same on every rank"""
         self._dummy_steps = 0
         self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
@@ -144,6 +146,15 @@ class Engine:
         on rank 0. Ids that are not here, or not any more, are ignored."""
         assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
         self.control.inbox.abort(ids)
+
+    def pause(self) -> None:
+        """Has every rank find `paused` after its next step, the same one. Thread-safe; on rank 0."""
+        assert self.mesh.rank == 0, "a pause is asked of rank 0 of the engine"
+        self.control.inbox.pause()
+
+    def go_on(self) -> None:
+        """Forgets the last pause."""
+        self.paused = False
 
     def status(self) -> dict[str, float]:
         """Figures of the whole engine as of the last step, on every rank. Thread-safe.
@@ -222,6 +233,7 @@ class Engine:
         for request, rank in zip(orders.submit, placed, strict=True):
             if rank == self.mesh.dp_rank:
                 self.scheduler.add(self._sequence(request))
+        self.paused |= orders.pause
         if orders.abort_all:
             return self.scheduler.abort(lambda request: True)
         ids = set(orders.abort)

@@ -35,6 +35,7 @@ class Request:
         group: siblings (requests with one prompt) carry one name and are kept where they share the prompt's KV.
         response: tokens generated before; generation goes on behind them.
         chunk_tokens: end with reason "chunk" after so many new tokens; 0: no chunks.
+        earlier: where its caller keeps what belongs to ``response``; comes back with the output.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Request:
     group: str = ""
     response: tuple[int, ...] = ()
     chunk_tokens: int = 0
+    earlier: str = ""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Output:
     ``tokens``: the *new* tokens, the stop token included. ``logprobs``: of each, under softmax(logits / temperature)
     over the whole vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that
     sampled each. ``finish_reason``: "stop" (a stop token), "length" (max_tokens), "chunk" (chunk_tokens), "abort".
+    ``before``, ``earlier``: the request's `response` and `earlier`.
     """
 
     request_id: str
@@ -61,6 +64,8 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
+    before: tuple[int, ...] = ()
+    earlier: str = ""
 
 
 def check_sampling(where: str, params: SamplingParams) -> None:

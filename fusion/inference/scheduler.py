@@ -60,7 +60,8 @@ class Sequence:
     def output(self, reason: FinishReason) -> Output:
         request = self.request
         new = self.tokens[len(request.prompt) + len(request.response) :]
-        return Output(request.id, request.group, request.prompt, new, self.logprobs, self.versions, reason)
+        figures = request.id, request.group, request.prompt, new, self.logprobs, self.versions, reason
+        return Output(*figures, request.response, request.earlier)
 
 
 @dataclass(frozen=True)

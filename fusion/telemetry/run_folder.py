@@ -4,6 +4,7 @@ runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object a step
             tensorboard/      the same figures as TensorBoard events
             samples.jsonl     a few samples of every step: step, prompt, response, reward
+            groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), lag
             control.jsonl     how generation was changed while the run went on, and what was refused
             timeline.json     what every card did, opens in https://ui.perfetto.dev
             checkpoints/      what a run resumes from
@@ -40,6 +41,7 @@ class RunFolder:
         self.samples_per_step = samples_per_step
         self._metrics: JsonLines | None = None
         self._samples: JsonLines | None = None
+        self._groups: JsonLines | None = None
         self._timeline: TimelineFile | None = None
         self._events: ScalarEvents | None = None
         self._restart_at: int | None = None
@@ -87,6 +89,14 @@ class RunFolder:
         for sample in _spaced(samples, self.samples_per_step):
             self._samples.write({"step": step, **sample})
 
+    def log_groups(self, step: int, groups: Iterable[str], ended: str, lag: int | None = None) -> None:
+        """Write how groups have ended; `lag`: policy versions between the admission and the training of each."""
+        if self._groups is None:
+            self._groups = JsonLines(self.path / "groups.jsonl")
+        for group in groups:
+            row = {"step": step, "group": group, "ended": ended}
+            self._groups.write(row if lag is None else row | {"lag": lag})
+
     def log_spans(self, spans: Iterable[Span]) -> None:
         """Add spans of any card to timeline.json."""
         if self._timeline is None:
@@ -98,9 +108,11 @@ class RunFolder:
 
         Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
         """
-        assert self._metrics is None and self._samples is None and self._events is None, "rewind after writing"
+        files = self._metrics, self._samples, self._groups, self._events
+        assert files == (None,) * len(files), "rewind after writing"
         self._restart_at = step + 1
-        keep_lines(self.path / "samples.jsonl", lambda sample: sample["step"] <= step)
+        for name in ("samples.jsonl", "groups.jsonl"):
+            keep_lines(self.path / name, lambda row: row["step"] <= step)
         return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -117,10 +129,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files. All of them are readable without it."""
-        for file in (self._metrics, self._samples, self._timeline, self._events):
+        for file in (self._metrics, self._samples, self._groups, self._timeline, self._events):
             if file is not None:
                 file.close()
-        self._metrics = self._samples = self._timeline = self._events = None
+        self._metrics = self._samples = self._groups = self._timeline = self._events = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -144,6 +156,7 @@ def describe(path: Path | str) -> list[str]:
         ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
         ("samples.jsonl", (path / "samples.jsonl").exists(), "samples of every step with their rewards"),
+        ("groups.jsonl", (path / "groups.jsonl").exists(), "how every group of samples has ended"),
         ("control.jsonl", (path / "control.jsonl").exists(), "how generation was changed while the run went on"),
         ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
         ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),

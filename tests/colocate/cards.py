@@ -104,7 +104,7 @@ class Card:
         mine = [engine for engine in engines if self.rank in engine]
         if mine:
             requests = self.requests(version, engines.index(mine[0]), len(engines))
-            worker.generate(requests if self.rank == mine[0][0] else [])
+            worker.generate(requests if self.rank == mine[0][0] else [], stay=False)
         self.meet()
         ids = [f"{version}-{g}/{k}" for g in range(GROUPS) for k in range(GROUP)]
         if self.rank in deployment.train:

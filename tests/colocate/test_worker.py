@@ -47,7 +47,7 @@ def _generate(worker, version, keep=False):
         for g in range(2)
         for k in range(GROUP)
     ]
-    worker.generate(requests, keep)
+    worker.answer(requests) if keep else worker.generate(requests, stay=False)
     return [request.id for request in requests]
 
 
@@ -110,7 +110,7 @@ def test_control_is_answered(worker):
     worker.switch("infer", 0)
     status = worker.control("status")
     assert status["rank"] == 0 and status["phase"] == "infer" and status["running"] == 0
-    with pytest.raises(ValueError, match="'sing': expected status, submit or abort"):
+    with pytest.raises(ValueError, match="'sing': expected status, submit, abort or pause"):
         worker.control("sing")
 
 

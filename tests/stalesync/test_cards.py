@@ -51,14 +51,12 @@ def test_a_card_answers_while_it_generates(cards):
     endless = Request("a", (3, 4, 5), SamplingParams(max_tokens=8000, stop_token_ids=()))
     late = Request("b", (3, 4, 5), SamplingParams(max_tokens=4, stop_token_ids=()))
     reports = []
-    stage = threading.Thread(
-        target=lambda: reports.extend(cards.call("generate", each=[([endless], True), ([], True)]))
-    )
+    stage = threading.Thread(target=lambda: reports.extend(cards.call("answer", each=[([endless],), ([],)])))
     stage.start()
     deadline = time.monotonic() + 60
     while cards.control(0, "status")["running"] < 1:
         assert time.monotonic() < deadline
-    assert cards.control(0, "status")["stage"] == "generate"
+    assert cards.control(0, "status")["stage"] == "answer"
     cards.control(0, "submit", [late])
     time.sleep(0.3)
     cards.control(0, "abort", ["a"])

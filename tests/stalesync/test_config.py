@@ -66,7 +66,7 @@ def test_the_default_job_is_valid(checkpoint):
         ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
         ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
-        ({"stalesync__max_staleness": 2}, "stalesync.max_staleness=2"),
+        ({"stalesync__max_staleness": -1}, "stalesync.max_staleness=-1"),
         ({"device__kind": "tpu"}, "device.kind=.*tpu.*: expected one of"),
         ({"reward__name": "vibes"}, "reward.name='vibes'"),
         ({"cluster__npus": 0}, "cluster.npus=0: expected at least 1"),

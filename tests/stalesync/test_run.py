@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from fusion.npu import open_device
 from stalesync.base_model import make_base_model
+from stalesync.config import load
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
+from tests.stalesync import straight_line
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -98,6 +102,19 @@ def test_a_run_that_goes_on_or_is_deployed_otherwise_is_bitwise_the_one_on_one_c
     for figure in ("critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "response_length/mean"):
         curves = {name: [row[figure] for row in _rows(tmp_path / name)] for name in kinds}
         assert curves["whole"] == curves["cut"] == curves["separate"], figure
+
+
+def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path):
+    done = _train(base, tmp_path, "run.steps=5", "run.eval_prompts=0", "training.lr=1e-3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = straight_line.run(load(tmp_path / "run" / "config.yaml"), tmp_path / "straight")
+    assert [row["critic/rewards/mean"] for row in _rows(tmp_path / "run")] == rewards
+    ours, theirs = (_weights(tmp_path / folder) for folder in ("run/hf", "straight"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _weights(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_changes_who_generates(start, tmp_path):

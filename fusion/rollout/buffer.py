@@ -1,0 +1,128 @@
+"""The requests of all groups that are under way, and which engine has which. Pure; holds no token.
+
+    add ──► waiting ──dispatch──► on an engine ──finish──► finished, until its group leaves
+               ▲                      │
+               └───── suspend ────────┘   what it has so far is named by `earlier`
+
+The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and one that was cut short may
+go on anywhere.
+
+Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
+what was generated is never less than before; a group leaves as a whole; `state_dict` and back is the same buffer with
+nothing on an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from fusion.rollout.router import assign_groups
+
+State = Literal["waiting", "running", "finished"]
+
+
+@dataclass
+class Entry:
+    """One request. ``max_tokens``: of its whole response; ``earlier``: where its tokens so far are kept, "" for none;
+    ``oldest``, ``newest``: policy versions of its tokens so far, -1 for none."""
+
+    id: str
+    group: str
+    prompt_tokens: int
+    max_tokens: int
+    generated: int = 0
+    state: State = "waiting"
+    engine: int | None = None
+    earlier: str = ""
+    oldest: int = -1
+    newest: int = -1
+    suspensions: int = 0
+
+
+class RequestBuffer:
+    """Groups in the order in which they were added: the oldest come first wherever there is a choice."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._groups: dict[str, list[Entry]] = {}
+
+    def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
+        assert group not in self._groups, f"group {group!r} is there already"
+        self._groups[group] = [Entry(id, group, prompt_tokens, max_tokens) for id in ids]
+        self.entries |= {entry.id: entry for entry in self._groups[group]}
+
+    def of(self, state: State) -> list[Entry]:
+        """Requests in this state, oldest group first."""
+        return [entry for entry in self.entries.values() if entry.state == state]
+
+    def dispatch(self, engines: Sequence[int]) -> dict[int, list[Entry]]:
+        """Gives every waiting request to an engine: a group's together, the least loaded engine first. Returns those of
+        each engine."""
+        loads = {engine: 0 for engine in engines}
+        for entry in self.of("running"):
+            if entry.engine in loads:
+                loads[entry.engine] += self._load(entry)
+        waiting: dict[str, list[Entry]] = {}
+        for entry in self.of("waiting"):
+            waiting.setdefault(entry.group, []).append(entry)
+        load_by_group = {group: sum(map(self._load, members)) for group, members in waiting.items()}
+        dealt = assign_groups(load_by_group, list(loads.values()))
+        found = {}
+        for engine, groups in zip(engines, dealt, strict=True):
+            found[engine] = [entry for group in groups for entry in waiting[group]]
+            for entry in found[engine]:
+                entry.state, entry.engine = "running", engine
+        return found
+
+    def suspend(self, engine: int, id: str, generated: int, earlier: str, versions: tuple[int, int] | None) -> None:
+        """An engine has let go of a request. ``versions``: of its oldest and newest token; None: nothing was added."""
+        entry = self.entries[id]
+        assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
+        assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
+        entry.state, entry.engine = "waiting", None
+        entry.generated, entry.earlier = generated, earlier
+        entry.suspensions += generated > 0
+        if versions is not None:
+            entry.oldest, entry.newest = versions
+
+    def finish(self, id: str, generated: int) -> Entry:
+        entry = self.entries[id]
+        assert entry.state == "running", f"request {id!r} is {entry.state}"
+        entry.state, entry.engine, entry.generated, entry.earlier = "finished", None, generated, ""
+        return entry
+
+    def is_finished(self, group: str) -> bool:
+        return all(entry.state == "finished" for entry in self._groups[group])
+
+    def remove(self, group: str) -> list[Entry]:
+        """The group has ended, or all of it is somebody else's. Returns its requests."""
+        members = self._groups.pop(group)
+        for entry in members:
+            assert entry.state != "running", f"request {entry.id!r} is still on engine {entry.engine}"
+            del self.entries[entry.id]
+        return members
+
+    @property
+    def groups(self) -> list[str]:
+        return list(self._groups)
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._groups
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Plain JSON. Nothing is on an engine."""
+        assert not self.of("running"), "engines are suspended before the buffer is saved"
+        return [asdict(entry) for entry in self.entries.values()]
+
+    def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
+        for fields in state:
+            entry = Entry(**fields)
+            self.entries[entry.id] = entry
+            self._groups.setdefault(entry.group, []).append(entry)
+
+    @staticmethod
+    def _load(entry: Entry) -> int:
+        """Tokens an engine will have to look at, as far as they are known."""
+        return entry.prompt_tokens + entry.generated

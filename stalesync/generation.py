@@ -1,0 +1,103 @@
+"""The engines as the controller drives them: which requests run where, from the first token to the last.
+
+    admit ─► buffer ─ resume ─► engines: `generate` in the background ─► queue
+                ▲                  │
+                └──── suspend ─────┘   some engines, or all; what they have not finished goes on elsewhere or later
+
+While the cards of an engine train, its share of the requests waits, or is handed to engines that go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fusion.colocate import StageReport, WorkerSpec
+from fusion.inference import Output, Request, SamplingParams
+from fusion.rollout import Entry, RequestBuffer, assign_groups
+from stalesync.cards import Cards, Running
+from stalesync.prompts import Prompt
+
+
+class Generation:
+    """``take``: is given the reports of the cards. Engines are numbered as in ``spec.engines``."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        cards: Cards,
+        sampling: SamplingParams,
+        group_size: int,
+        take: Callable[[Sequence[StageReport]], None],
+    ):
+        self._spec, self._cards, self._sampling, self._group_size, self._take = spec, cards, sampling, group_size, take
+        self.buffer = RequestBuffer()
+        self.prompts: dict[str, Prompt] = {}
+        """Of the groups in the buffer"""
+        self._running: dict[int, Running] = {}
+        """By engine"""
+
+    def admit(self, prompts: Iterable[Prompt]) -> None:
+        """A group of requests for each prompt; they start at the next `resume` or `hand_over`."""
+        for prompt in prompts:
+            ids = [f"{prompt.id}/{member}" for member in range(self._group_size)]
+            self.buffer.add(prompt.id, ids, len(prompt.ids), self._sampling.max_tokens)
+            self.prompts[prompt.id] = prompt
+
+    def resume(self, engines: Sequence[int]) -> None:
+        """Sets these engines, none of which runs, to work on what waits."""
+        for engine, entries in self.buffer.dispatch(engines).items():
+            assert engine not in self._running, f"engine {engine} runs already"
+            ranks = self._spec.engines[engine]
+            each: list[tuple] = [([],)] * self._spec.world
+            each[ranks[0]] = ([self._request(entry) for entry in entries],)
+            self._running[engine] = self._cards.begin("generate", each=each, ranks=ranks)
+
+    def hand_over(self) -> None:
+        """Gives what waits to the engines that run."""
+        if not self._running:
+            return
+        for engine, entries in self.buffer.dispatch(sorted(self._running)).items():
+            if entries:
+                requests = [self._request(entry) for entry in entries]
+                self._cards.control(self._spec.engines[engine][0], "submit", requests)
+
+    def suspend(self, engines: Iterable[int] | None = None) -> int:
+        """Stops these engines (None: all), as far as they run, between two of their steps. Returns how many samples
+        with tokens were left unfinished."""
+        chosen = [engine for engine in (self._running if engines is None else engines) if engine in self._running]
+        for engine in chosen:
+            self._cards.control(self._spec.engines[engine][0], "pause")
+        unfinished = 0
+        for engine in chosen:
+            reports = self._cards.wait(self._running.pop(engine))
+            self._take(reports)
+            for one in (one for report in reports for one in report.suspended):
+                self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions)
+                unfinished += one.generated > 0
+        return unfinished
+
+    def of_cards(self, ranks: Iterable[int]) -> list[int]:
+        """The engines that have one of these cards."""
+        wanted = set(ranks)
+        return [number for number, engine in enumerate(self._spec.engines) if wanted & set(engine)]
+
+    def leave(self, group: str) -> list[Entry]:
+        """The group is generated; it is somebody else's from now on."""
+        del self.prompts[group]
+        return self.buffer.remove(group)
+
+    def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, Output]:
+        """One answer a prompt, by the prompt's id, which does not enter the queue. No engine runs."""
+        assert not self._running, "engines are suspended before they answer"
+        load = {prompt.id: len(prompt.ids) for prompt in prompts}
+        requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, prompt.id) for prompt in prompts}
+        each: list[tuple] = [([],)] * self._spec.world
+        ranks = [self._spec.engines[engine] for engine in engines]
+        for cards, ids in zip(ranks, assign_groups(load, [0] * len(ranks)), strict=True):
+            each[cards[0]] = ([requests[id] for id in ids],)
+        reports = self._cards.call("answer", each=each, ranks=[rank for cards in ranks for rank in cards])
+        return {output.request_id: output for report in reports for output in report.outputs}
+
+    def _request(self, entry: Entry) -> Request:
+        prompt = self.prompts[entry.group]
+        return Request(entry.id, prompt.ids, self._sampling, entry.group, earlier=entry.earlier)

@@ -1,0 +1,63 @@
+"""Whole runs in which training and generation run ahead of each other: real Ray, real workers, emulated cards."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.stalesync.test_run import _command, _descendants, _rows, _train, base, start  # noqa: F401
+
+STALE = ["data.max_prompt_length=8", "rollout.max_response_length=40", "run.eval_prompts=0", "fusion.checksum=true"]
+TWO = ["cluster.npus=2", "parallel=single"]
+
+
+def _groups(folder):
+    return [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "bound"), [("colocated", 1), ("separate", 1), ("hybrid", 2)], ids=["colocated", "separate", "hybrid"]
+)
+def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, deployment, bound):  # noqa: F811
+    steps = 6
+    options = [f"run.steps={steps}", f"fusion={deployment}", f"stalesync.max_staleness={bound}", *TWO]
+    done = _train(base, tmp_path, *STALE, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, groups = _rows(tmp_path / "run"), _groups(tmp_path / "run")
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
+    assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= bound
+    lags = [[row[f"staleness/lag_{lag}_count"] for lag in range(bound + 1)] for row in rows]
+    assert [sum(row) for row in lags] == [32] * steps and sum(row[0] for row in lags) < 32 * steps
+    assert rows[-1]["distqueue/rows"] == 0, "nothing is left behind"
+    assert sum(row["rollout/suspended_total"] for row in rows) > 0
+    assert sum(row["staleness/mixed_versions_count"] for row in rows) > 0
+
+
+def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):  # noqa: F811
+    options = [*STALE, *TWO, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1"]
+    run, steps = start(*options, "run.steps=1000"), 0
+    folder = tmp_path / "run"
+    deadline = time.monotonic() + 60
+    while not (kept := list(folder.glob("checkpoints/step-*/queue"))) or len(_rows(folder)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert kept, "a checkpoint holds samples that are under way"
+    for pid in (run.pid, *_descendants(run.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    run.communicate()
+    steps = max(row["step"] for row in _rows(folder)) + 3
+    done = _train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from" in done.stdout
+    groups = _groups(folder)
+    assert [row["step"] for row in _rows(folder)] == list(range(1, steps + 1))
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"
+    ended = [row["distqueue/ended/done"] for row in _rows(folder)]
+    assert ended[-1] == 32 * steps, "nor any of their samples"
+    assert max(row["lag"] for row in groups) <= 1
+    assert len(list(folder.glob("checkpoints/step-*"))) == 2, "the last two are kept"
