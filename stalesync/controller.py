@@ -31,6 +31,7 @@ from stalesync.cards import Cards
 from stalesync.config import Config
 from stalesync.control import ControlDesk
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.prompts.lengths import ForcedLengths
 from stalesync.scoring import Scored, Scorer
 from stalesync.staleness import StalenessLedger
 
@@ -59,8 +60,12 @@ class Controller:
     memory: MemoryLedger = field(default_factory=MemoryLedger)
 
     def __post_init__(self) -> None:
+        rollout = self.config.rollout
         self.ledger = StalenessLedger(self.config.stalesync.max_staleness, self.config.data.prompts_per_step)
-        self.sampling = self.config.rollout.sampling()
+        self.sampling = rollout.sampling()
+        self.lengths = None
+        if rollout.forced_median is not None:
+            self.lengths = ForcedLengths(self.config.run.seed, rollout.forced_median, rollout.max_response_length)
         self.compute_advantages = make_advantages(self.config.algorithm)
         self.deployment = self.spec.deployment
         self.desk = ControlDesk(self.folder.path, self.config)
@@ -173,7 +178,7 @@ class Controller:
         """Every sample of every group; the cards put them to the queue as they finish."""
         self.view.phase("generate", total=len(prompts) * self.config.algorithm.group_size)
         members = range(self.config.algorithm.group_size)
-        requests = {prompt.id: [self._request(prompt, f"{prompt.id}/{k}") for k in members] for prompt in prompts}
+        requests = {prompt.id: [self._request(prompt, f"{prompt.id}/{k}", k) for k in members] for prompt in prompts}
         self._engines(requests, keep=False, metrics=metrics)
 
     def _engines(self, requests: dict[str, list[Request]], keep: bool, metrics: Metrics | None = None) -> list[Output]:
@@ -261,8 +266,9 @@ class Controller:
             self.memory.merge(report.memory)
             self.folder.log_spans(report.spans)
 
-    def _request(self, prompt: Prompt, id: str) -> Request:
-        return Request(id=id, group=prompt.id, prompt=prompt.ids, params=self.sampling)
+    def _request(self, prompt: Prompt, id: str, member: int = 0) -> Request:
+        exact = self.lengths(prompt.id, member) if self.lengths else 0
+        return Request(id=id, group=prompt.id, prompt=prompt.ids, params=self.sampling, exact_tokens=exact)
 
 
 def _deal(samples: list[Scored], replicas: int) -> list[list[str]]:

@@ -93,6 +93,7 @@ def test_the_default_job_is_valid(checkpoint):
             {"reward__model": "judge", "reward__path": "judge.py:score"},
             "reward.model='judge' and reward.path='judge.py",
         ),
+        ({"rollout__forced_median": 17.0}, "rollout.forced_median=17.0: expected 1 to rollout.max_response_length=16"),
         ({"run__steps": 0}, "run.steps=0: expected at least 1"),
     ],
 )
