@@ -30,6 +30,7 @@ from fusion.training.algorithms import make_advantages
 from stalesync.cards import Cards
 from stalesync.config import Config
 from stalesync.control import ControlDesk
+from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.scoring import Scored, Scorer
@@ -70,6 +71,7 @@ class Controller:
         self.deployment = self.spec.deployment
         self.desk = ControlDesk(self.folder.path, self.config)
         self._kv_tokens: float | None = None
+        self.pace = PaceTally(self.spec.pace)
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -117,7 +119,7 @@ class Controller:
         metrics.update(throughput(tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
         metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
-        return metrics.result()
+        return self.pace.count(metrics.result())
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Answers held-out prompts once with the present weights: `val/rewards/<when>` and one row a prompt.
@@ -144,7 +146,8 @@ class Controller:
         """What a user should hear of at the end."""
         held_out = [f"{self.held_out[when]:.3f} {when}" for when in ("before", "after") if when in self.held_out]
         lost = {name: count for name, count in self.ledger.ended.items() if name != "trained"}
-        lines = [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
+        lines = self.pace.notes()
+        lines += [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
         lines += [f"{count} groups {name}" for name, count in lost.items()]
         if self.failed_rewards:
             lines.append(f"{self.failed_rewards} samples could not be scored and were not trained (reward/failed)")

@@ -25,8 +25,8 @@ class RolloutConfig:
     max_response_length: int = 256
     """Tokens of a response, the end token included."""
     forced_median: float | None = None
-    """Responses end at lengths drawn from a long-tailed distribution of this median (tokens) instead of where the
-    policy ends them, the same in every run of this seed (`stalesync/prompts/lengths.py`): for measurements. null: off."""
+    """For measurements: responses end at lengths drawn from a long-tailed distribution of this median in tokens, the
+    same in every run of a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
     max_length: int | None = None
     """Tokens of prompt and response together; null: as many as the model has positions."""
     block_size: int = 16

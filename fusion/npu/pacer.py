@@ -18,12 +18,14 @@ Invariant of every stage: real seconds = modelled_s + waited_s + overrun_s, exac
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from fusion.telemetry import Metrics
 
 CATCH_UP_S = 0.02
 """A step may end so late and the next one make it up."""
@@ -44,15 +46,20 @@ class Pacer:
         self._clock, self._sleep = clock, sleep
         self._due: float | None = None
         self._resting = False
-        self.modelled_s: Counter[str] = Counter()
-        self.ideal_s: Counter[str] = Counter()
-        self.overrun_s: Counter[str] = Counter()
+        self.modelled_s: dict[str, float] = defaultdict(float)
+        self.ideal_s: dict[str, float] = defaultdict(float)
+        self.overrun_s: dict[str, float] = defaultdict(float)
         self.waited_s = 0.0
 
     @property
     def now(self) -> float:
         """The modelled clock."""
         return self._clock() if self._due is None else self._due
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the modelled clock runs: in a stage, or behind a step outside of any."""
+        return self._due is not None
 
     @contextmanager
     def step(
@@ -72,8 +79,9 @@ class Pacer:
         assert self._due is not None
         yield
         self._due += longest
-        self.modelled_s.update(seconds)
-        self.ideal_s.update(seconds if ideal is None else ideal)
+        for counts, parts in ((self.modelled_s, seconds), (self.ideal_s, seconds if ideal is None else ideal)):
+            for kind, value in parts.items():
+                counts[kind] += value
         self.waited_s += longest - own
         early = self._due - self._clock()
         if early > 0:
@@ -102,20 +110,25 @@ class Pacer:
         finally:
             self._due = None
 
-    def figures(self, stage: str) -> dict[str, tuple[float, float | None]]:
-        """Name → (figure, weight in a mean; None: figures of cards and stages add up), and counts from zero again."""
+    def tell(self, metrics: Metrics, stage: str) -> None:
+        """Adds what has been counted, and counts from zero again.
+
+        pace/overrun, pace/overrun/<stage>: overrun / modelled wall (work and waiting), the mean over cards weighted by
+        it; pace/stage_s_max/<stage>: that wall, of the card where it is longest; sums over cards are
+        pace/modelled_s/<kind>, pace/ideal_s/<kind>, pace/overrun_s/<kind> and pace/waited_s.
+        """
         lost = sum(self.overrun_s.values())
         wall = sum(self.modelled_s.values()) + self.waited_s
-        found: dict[str, tuple[float, float | None]] = {}
         if wall:
-            found = {name: (lost / wall, wall) for name in ("pace/overrun", f"pace/overrun/{stage}")}
-        for name, seconds in (("modelled", self.modelled_s), ("ideal", self.ideal_s), ("overrun", self.overrun_s)):
-            found |= {f"pace/{name}_s/{kind}": (value, None) for kind, value in seconds.items()}
-        found["pace/waited_s"] = self.waited_s, None
-        for counts in (self.modelled_s, self.ideal_s, self.overrun_s):
+            metrics.add("pace/overrun", lost / wall, wall)
+            metrics.add(f"pace/overrun/{stage}", lost / wall, wall)
+            metrics.add(f"pace/stage_s_max/{stage}", wall, rule="max")
+        for name, counts in (("modelled", self.modelled_s), ("ideal", self.ideal_s), ("overrun", self.overrun_s)):
+            for kind, seconds in counts.items():
+                metrics.add(f"pace/{name}_s/{kind}", seconds, rule="sum")
             counts.clear()
+        metrics.add("pace/waited_s", self.waited_s, rule="sum")
         self.waited_s = 0.0
-        return found
 
     def _begin(self, own: float, group: dist.ProcessGroup | None) -> float:
         """Sets the modelled clock to the step's start; returns the longest duration of the group."""

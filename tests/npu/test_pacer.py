@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.npu.pacer import CATCH_UP_S, Pacer
+from fusion.telemetry import Metrics
 from tests.helpers import run_ranks
 
 
@@ -62,10 +63,14 @@ def test_work_that_takes_longer_than_modelled_is_overrun_and_not_slept():
                 clock.now += 0.03
     assert clock.slept == 0
     assert sum(pacer.overrun_s.values()) == pytest.approx(10 * 0.029)
-    figures = pacer.figures("gen")
-    assert figures["pace/overrun"] == figures["pace/overrun/gen"] == (pytest.approx(29.0), pytest.approx(0.01))
-    assert figures["pace/modelled_s/decode"] == (pytest.approx(0.01), None)
-    assert "pace/overrun" not in pacer.figures("gen"), "handed over once"
+    metrics, later = Metrics(), Metrics()
+    pacer.tell(metrics, "gen")
+    figures = metrics.result()
+    assert figures["pace/overrun"] == figures["pace/overrun/gen"] == pytest.approx(29.0)
+    assert figures["pace/modelled_s/decode"] == pytest.approx(0.01)
+    assert figures["pace/overrun_s/decode"] == pytest.approx(0.29)
+    pacer.tell(later, "gen")
+    assert later.result() == {"pace/waited_s": 0.0}, "handed over once"
 
 
 def test_what_is_to_be_waited_for_and_what_is_not_there_is_no_overrun():
@@ -121,7 +126,10 @@ def test_ranks_that_step_together_take_the_longest_of_them_and_do_not_drift_apar
     count = 12
     found = run_ranks(_steps, 2, count)
     for start, end, modelled, waited, overrun in found:
-        assert end - start == pytest.approx(count * 0.06, rel=0.1) or overrun > 0.05
         assert modelled["decode"] == pytest.approx(count * 0.04)
-        assert waited == pytest.approx(count * 0.02, abs=0.05 + overrun)
-    assert abs(found[0][1] - found[1][1]) < 0.03, "they end together"
+        assert waited >= count * 0.02, "for the longer one of every step"
+        assert end - start == pytest.approx(modelled["decode"] + waited + overrun, abs=0.01)
+    host_s = max(overrun for *_, overrun in found) + 0.03  # what a busy host took
+    for start, end, *_ in found:
+        assert count * 0.06 <= end - start < count * 0.06 + 0.05 + host_s, "the longest of each, and no drift"
+    assert abs(found[0][1] - found[1][1]) < host_s, "they end together"

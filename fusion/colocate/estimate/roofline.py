@@ -1,4 +1,4 @@
-"""How long one step of a die takes: a decode step, a prefill, a training step, an update; pure functions of what it does.
+"""How long one step of a die takes: a decode step, a prefill, a training step, an update; pure functions.
 
     seconds = max(operations / reached flops, bytes / HBM bandwidth) of every stage it passes
             + link bytes / link bandwidth + exchanges x their latency + `layer_s` a layer
