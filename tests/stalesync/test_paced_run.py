@@ -40,7 +40,6 @@ def test_two_cards_generate_in_the_modelled_time_and_tell_their_overrun(base, tm
         assert generating / 2 < row["timing_s/gen"] < 1.1 * generating
         assert row["timing_s/gen"] == pytest.approx(row["pace/stage_s_max/gen"], rel=0.1)
         assert row["pace/ideal_s/decode"] < modelled["decode"]
-        assert row["response_length/mean"] > 5, "where they are forced to end, not where the policy ends them"
     assert "cards took the time of qwen3_30b_a3b on ascend_910c" in out
     assert ("INVALID" in out) == (sum(row["pace/overrun"] for row in rows) / 2 > 0.03)
     again, out = _rows(base, tmp_path / "fast", "device.pace_speed=10000")
