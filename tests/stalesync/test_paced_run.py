@@ -18,7 +18,7 @@ run.steps=2""".split()
 
 def _rows(base, folder, *overrides):
     command = [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *PACED, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], done.stdout
 
