@@ -41,7 +41,6 @@ def test_two_cards_generate_in_the_modelled_time_and_tell_their_overrun(base, tm
         assert row["timing_s/gen"] == pytest.approx(row["pace/stage_s_max/gen"], rel=0.1)
         assert row["pace/ideal_s/decode"] < modelled["decode"]
     assert "cards took the time of qwen3_30b_a3b on ascend_910c" in out
-    assert ("INVALID" in out) == (sum(row["pace/overrun"] for row in rows) / 2 > 0.03)
     again, out = _rows(base, tmp_path / "fast", "device.pace_speed=10000")
     lengths = [f"response_length/{name}" for name in ("mean", "min", "max")]
     assert [[row[n] for n in lengths] for row in again] == [[row[n] for n in lengths] for row in rows]
