@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
 from fusion.colocate.hardware import hardware_named
+from fusion.colocate.pace import Pace
 from fusion.colocate.spec import engine_size
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
@@ -113,6 +114,11 @@ class Config:
     def infer_layout(self) -> Parallel:
         return self._layout("parallel.infer", self.deployment.generate, self.parallel.infer)
 
+    @property
+    def pace(self) -> Pace | None:
+        """What emulated cards take the time of."""
+        return Pace.load(self.device, self.cluster.hardware)
+
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
         """Of reference or reward model, of this shape, over the cards that host it."""
         shape = self.parallel.score
@@ -151,6 +157,9 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
+        if pace := self.pace:
+            pace.check(self.train_layout, "parallel.train")
+            pace.check(self.infer_layout, "parallel.infer")
         return model
 
     def _check_reward_model(self, path: str) -> None:

@@ -30,6 +30,7 @@ from stalesync.cards import Cards
 from stalesync.config import Config
 from stalesync.control import ControlDesk
 from stalesync.generation import Generation
+from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
 from stalesync.scoring import Finished, Scored, Scorer
 from stalesync.staleness import StalenessLedger
@@ -69,9 +70,10 @@ class Controller:
         self.ledger = StalenessLedger(config.stalesync.max_staleness, config.data.prompts_per_step)
         self.desk = ControlDesk(self.folder.path, config)
         self.group_size = config.algorithm.group_size
-        self.generation = Generation(spec, self.cards, config.rollout.sampling(), self.group_size, self._take)
+        self.generation = Generation(spec, self.cards, self.group_size, self._take)
         self.updater = Updater(spec, self.cards, self.queue, self.view, self._take)
         self.metrics = Metrics()
+        self.pace = PaceTally(spec.pace)
         self._kv_tokens: float | None = None
         self._ended_now: list[Scored] = []
         """Samples of groups that failed or were filtered in this step"""
@@ -127,7 +129,7 @@ class Controller:
         metrics.add("timing_s/step", seconds)
         metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
         self.metrics, self._ended_now = Metrics(), []
-        return metrics.result()
+        return self.pace.count(metrics.result())
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Answers held-out prompts once with the present weights: `val/rewards/<when>` and one row a prompt.
@@ -155,7 +157,8 @@ class Controller:
         """What a user should hear of at the end."""
         held_out = [f"{self.held_out[when]:.3f} {when}" for when in ("before", "after") if when in self.held_out]
         lost = {name: count for name, count in self.ledger.ended.items() if name != "trained"}
-        lines = [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
+        lines = self.pace.notes()
+        lines += [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
         lines += [f"{count} groups {name}" for name, count in lost.items()]
         if left := len(self.ledger.in_flight) + len(self.ledger.finished):
             lines.append(f"{left} groups are under way, and in the last checkpoint")

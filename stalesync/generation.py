@@ -12,24 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from fusion.colocate import StageReport, WorkerSpec
-from fusion.inference import Output, Request, SamplingParams
+from fusion.inference import Output, Request
 from fusion.rollout import Entry, RequestBuffer, assign_groups
 from stalesync.cards import Cards, Running
 from stalesync.prompts import Prompt
+from stalesync.prompts.lengths import ForcedLengths
 
 
 class Generation:
     """``take``: is given the reports of the cards. Engines are numbered as in ``spec.engines``."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        cards: Cards,
-        sampling: SamplingParams,
-        group_size: int,
-        take: Callable[[Sequence[StageReport]], None],
-    ):
-        self._spec, self._cards, self._sampling, self._group_size, self._take = spec, cards, sampling, group_size, take
+    def __init__(self, spec: WorkerSpec, cards: Cards, group_size: int, take: Callable[[Sequence[StageReport]], None]):
+        self._spec, self._cards, self._group_size, self._take = spec, cards, group_size, take
+        self._sampling = spec.rollout.sampling()
+        self._lengths = None
+        if spec.rollout.forced_median is not None:
+            self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
         self.buffer = RequestBuffer()
         self.prompts: dict[str, Prompt] = {}
         """Of the groups in the buffer"""
@@ -99,5 +97,6 @@ class Generation:
         return {output.request_id: output for report in reports for output in report.outputs}
 
     def _request(self, entry: Entry) -> Request:
-        prompt = self.prompts[entry.group]
-        return Request(entry.id, prompt.ids, self._sampling, entry.group, earlier=entry.earlier)
+        prompt, member = self.prompts[entry.group], int(entry.id.rsplit("/", 1)[1])
+        exact = self._lengths(prompt.id, member) if self._lengths else 0
+        return Request(entry.id, prompt.ids, self._sampling, entry.group, exact_tokens=exact, earlier=entry.earlier)

@@ -121,6 +121,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
         topology=hardware_named(config.cluster.hardware).topology if config.cluster.hardware else None,
         across_nodes=config.cluster.address is not None,
+        pace=config.pace,
     )
 
 

@@ -42,6 +42,12 @@ class Hardware:
     """What a copy reads and writes together."""
     flops: Figure
     """bf16, of one die."""
+    forward_reached: Figure
+    """Of that, what a forward pass reaches that is bound by arithmetic."""
+    train_reached: Figure
+    """The same of a training step, transfers and the pipeline's bubble not counted."""
+    layer_s: Figure
+    """What a layer of an engine's step takes beside its reads, its arithmetic and its exchanges: launches, the host."""
     out_bytes_per_s: Figure
     """From a die to pinned host memory, while all dies of the node copy."""
     back_bytes_per_s: Figure
@@ -86,6 +92,9 @@ ASCEND_910C = Hardware(
     reserved_bytes=Figure(4 * 2.0**30, "assumed: CANN context, HCCL buffers of the groups, fragments"),
     hbm_bytes_per_s=Figure(0.84 * 1.6e12, f"3.2 TB/s a package, of which kernels reach 84 %, {PAPER}"),
     flops=Figure(376e12, f"752 TFLOPS a package, {PAPER}, section 3.3"),
+    forward_reached=Figure(0.33, f"prefill of 6,688 tokens/s a package x 2 x 37B of 1,504 INT8 TOPS, {PAPER}"),
+    train_reached=Figure(0.195, f"calibrated: an update took 319.3 s; {A3_RUN}"),
+    layer_s=Figure(0.078 / 61, f"calibrated: a rollout took 373.65 s, 78 ms a step of 61 layers more; {A3_RUN}"),
     out_bytes_per_s=Figure(30e9, f"{HIXL}; a node's 4 Kunpeng at 160 GB/s allow 40 a die, {PAPER}"),
     back_bytes_per_s=Figure(34e9, f"{HIXL}; a node's 4 Kunpeng at 160 GB/s allow 40 a die, {PAPER}"),
     host_bytes=Figure(1.5e12, "the lesser of the published node configurations, 1.5 to 2.9 TB"),

@@ -8,6 +8,7 @@ from math import lcm
 import torch
 
 from fusion.colocate.deployment import Deployment
+from fusion.colocate.pace import Pace
 from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig
@@ -33,7 +34,7 @@ class WorkerSpec:
 
     ``train`` spans the cards that train, ``infer`` those that generate, ``reference`` those of the reference where it
     has cards of its own (None: there is none, or it computes in the training layout). ``topology``: which links are
-    fast; None: all alike.
+    fast; None: all alike. ``pace``: what emulated cards take the time of; None: as fast as they are.
     """
 
     seed: int
@@ -51,6 +52,7 @@ class WorkerSpec:
     reward_model: RewardModelSpec | None = None
     topology: Topology | None = None
     across_nodes: bool = False
+    pace: Pace | None = None
 
     @property
     def world(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from fusion.colocate.together import BrokenOff
 from fusion.ep_switch import SwitchError
 from fusion.inference import Output
 from fusion.npu import Device
+from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
 from fusion.telemetry import MemoryLedger, Metrics, Span, Timeline
 from fusion.telemetry.memory import human_bytes
@@ -39,10 +40,11 @@ class OutOfMemory(RuntimeError):
 
 
 class StageLog:
-    """The records of one card. ``stage_name``: what it is doing; ``metrics`` are handed over with every report."""
+    """The records of one card. ``stage_name``: what it is doing; ``metrics`` are handed over with every report.
+    ``pacer``: of a card that takes modelled time."""
 
-    def __init__(self, rank: int, device: Device):
-        self.rank, self.device = rank, device
+    def __init__(self, rank: int, device: Device, pacer: Pacer | None = None):
+        self.rank, self.device, self.pacer = rank, device, pacer
         self.stage_name = "start"
         self.metrics = Metrics()
         self._timeline, self._ledger = Timeline(f"card {rank}"), MemoryLedger()
@@ -52,9 +54,12 @@ class StageLog:
         """The block is a stage; it ends when the card has done its work."""
         self.stage_name, self._ledger = name, MemoryLedger()
         self.device.reset_peak()
-        with self._timeline.span(name, kind=kind), self.told(name):
+        paced = self.pacer.stage() if self.pacer else nullcontext()
+        with self._timeline.span(name, kind=kind), self.told(name), paced:
             yield
             self.device.synchronize()
+        if self.pacer:
+            self.pacer.tell(self.metrics, kind)
         self.stage_name = "idle"
 
     def remember(self, phase: str) -> None:

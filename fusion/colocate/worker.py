@@ -24,14 +24,13 @@ import torch.distributed as dist
 from distqueue import PackedBatch
 from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
+from fusion.colocate.paced import Parts, paced_parts
 from fusion.colocate.partials import Store, forget, merge, park, restore
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.roles import FrozenRoles
 from fusion.colocate.samples import LOSS, REFERENCE, needed, nothing, pack_outputs, split_responses, to_sequences
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport
-from fusion.colocate.switching import PhaseSwitcher
 from fusion.colocate.together import together
 from fusion.colocate.weights import PolicyWeights
 from fusion.inference import Engine, Output, Request
@@ -80,7 +79,8 @@ class Worker:
         self.device = device or open_device(
             spec.device.kind, capacity_bytes=spec.device.capacity_bytes, streams=spec.device.streams
         )
-        self.log = StageLog(self.rank, self.device)
+        self.parts, pacer = paced_parts(spec) if spec.pace else (Parts(), None)
+        self.log = StageLog(self.rank, self.device, pacer)
         torch.set_num_threads(1)
         if spec.world > 1 and not dist.is_initialized():
             backend = self.device.process_group_backend
@@ -95,11 +95,11 @@ class Worker:
         config = ModelConfig.from_hf(spec.model.path)
         self.meshes = meshes = Meshes.create(spec, self.rank)
         self.weights = PolicyWeights(spec, config, self.rank, device, meshes)
-        self.roles = FrozenRoles(spec, self.rank, device, meshes, self.weights, pool)
+        self.roles = self.parts.roles(spec, self.rank, device, meshes, self.weights, pool)
         if self.weights.train is not None:
             assert meshes.train is not None
             streamed = partial(StreamedStates, pool=pool)
-            self.trainer = TrainEngine(
+            self.trainer = self.parts.trainer(
                 self.weights.train,
                 meshes.train,
                 device,
@@ -112,9 +112,9 @@ class Worker:
             self.roles.settle(self._least(device.memory().free))
         if self.weights.infer is not None:
             assert meshes.engine is not None
-            self.engine = Engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed)
+            self.engine = self.parts.engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed)
         models = self.weights, meshes, self.trainer, self.engine
-        self.switcher = PhaseSwitcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
+        self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
 
     def switch(self, phase: str, version: int = 0, share: InferenceShare | None = None) -> StageReport:
         """Moves the card to the phase ``infer``, whose weights are policy ``version`` and whose engines and memory are

@@ -24,6 +24,9 @@ class RolloutConfig:
     """Leaves out tokens less likely than min_p times the most likely one; 0 keeps all."""
     max_response_length: int = 256
     """Tokens of a response, the end token included."""
+    forced_median: float | None = None
+    """For measurements: responses end at lengths drawn from a long-tailed distribution of this median in tokens, the
+    same in every run of a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
     max_length: int | None = None
     """Tokens of prompt and response together; null: as many as the model has positions."""
     block_size: int = 16
@@ -51,6 +54,11 @@ class RolloutConfig:
         for key in ("max_length", "max_kv_tokens"):
             value = getattr(self, key)
             _expect(value is None or value >= 1, key, value, "a positive integer or null")
+        forced = self.forced_median
+        possible = forced is None or 1 <= forced <= self.max_response_length
+        _expect(
+            possible, "forced_median", forced, f"1 to rollout.max_response_length={self.max_response_length}, or null"
+        )
         multiple = self.block_size >= BLOCK_MULTIPLE and self.block_size % BLOCK_MULTIPLE == 0
         _expect(multiple, "block_size", self.block_size, f"a positive multiple of {BLOCK_MULTIPLE}")
         _expect(0 < self.kv_fraction <= 1, "kv_fraction", self.kv_fraction, "a number in (0, 1]")

@@ -35,6 +35,8 @@ class Request:
         group: siblings (requests with one prompt) carry one name and are kept where they share the prompt's KV.
         response: tokens generated before; generation goes on behind them.
         chunk_tokens: end with reason "chunk" after so many new tokens; 0: no chunks.
+        exact_tokens: tokens that the whole response has, over all its chunks: no stop token ends it before, and it ends
+            there with reason "stop" (at max_tokens with "length"); 0: it ends where the model ends it.
         earlier: where its caller keeps what belongs to ``response``; comes back with the output.
     """
 
@@ -44,6 +46,7 @@ class Request:
     group: str = ""
     response: tuple[int, ...] = ()
     chunk_tokens: int = 0
+    exact_tokens: int = 0
     earlier: str = ""
 
 
@@ -53,8 +56,8 @@ class Output:
 
     ``tokens``: the *new* tokens, the stop token included. ``logprobs``: of each, under softmax(logits / temperature)
     over the whole vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that
-    sampled each. ``finish_reason``: "stop" (a stop token), "length" (max_tokens), "chunk" (chunk_tokens), "abort".
-    ``before``, ``earlier``: the request's `response` and `earlier`.
+    sampled each. ``finish_reason``: "stop" (a stop token, or exact_tokens), "length" (max_tokens), "chunk"
+    (chunk_tokens), "abort". ``before``, ``earlier``: the request's `response` and `earlier`.
     """
 
     request_id: str
@@ -96,6 +99,10 @@ def check_request(request: Request, vocabulary: int) -> None:
         raise ValueError(f"{where}: the prompt has a token outside 0 … {vocabulary - 1}")
     if len(request.response) >= request.params.max_tokens:
         raise ValueError(f"{where}: has {len(request.response)} tokens already, max_tokens={request.params.max_tokens}")
+    exact, begun = request.exact_tokens, len(request.response)
+    if exact and not begun < exact <= request.params.max_tokens:
+        expected = f"0, or more than the {begun} it has and at most max_tokens={request.params.max_tokens}"
+        raise ValueError(f"{where}: exact_tokens={exact}: expected {expected}")
 
 
 def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:

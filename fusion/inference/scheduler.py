@@ -52,10 +52,18 @@ class Sequence:
         """``params``: the request's, as an object that may be shared between requests."""
         stops = eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
         tokens = [*request.prompt, *request.response]
-        limit = len(request.prompt) + params.max_tokens
+        limit = len(request.prompt) + (request.exact_tokens or params.max_tokens)
+        stops = () if request.exact_tokens else stops
         if request.chunk_tokens:
             limit = min(limit, len(tokens) + request.chunk_tokens)
         return cls(request, params, frozenset(stops), tokens, limit, request_key(request.id))
+
+    @property
+    def reason_at_limit(self) -> FinishReason:
+        length = len(self.tokens) - len(self.request.prompt)
+        if length >= self.params.max_tokens:
+            return "length"
+        return "stop" if length == self.request.exact_tokens else "chunk"
 
     def output(self, reason: FinishReason) -> Output:
         request = self.request
@@ -144,8 +152,7 @@ class Scheduler:
             if token in seq.stop_token_ids:
                 outputs.append(self._end(seq, "stop"))
             elif len(seq.tokens) >= seq.limit:
-                whole = len(seq.tokens) >= len(seq.request.prompt) + seq.params.max_tokens
-                outputs.append(self._end(seq, "length" if whole else "chunk"))
+                outputs.append(self._end(seq, seq.reason_at_limit))
         self.generated_tokens += len(tokens)
         if outputs:
             self.running = [seq for seq in self.running if seq.blocks]

@@ -8,6 +8,8 @@
                              Device: torch_device, process_group_backend, memory(), owner("weights"), host_empty(),
                                      share() and map() between processes, streams and events, describe()
 
+pacer.py makes an emulated card take as long for its steps as the card it stands for.
+
 No other room asks which device it is. Nothing is built or initialised by importing this package.
 """
 

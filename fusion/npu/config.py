@@ -24,8 +24,25 @@ class DeviceConfig:
     """Emulated cards: when asynchronous work is done. `eager`: when it is called. `adversarial`: non-blocking copies
     and collectives as late as synchronisation allows, freed memory poisoned, so that a missing wait shows (slower)."""
 
+    pace: str | None = None
+    """Emulated cards: the model whose steps they take the time of, on the cards that `cluster.hardware` names: a preset
+    of recipes/shapes or a Hugging Face folder (`fusion/colocate/pace.py`). null: as fast as the host computes."""
+
+    pace_tokens: int = 1
+    """Tokens of the modelled run that one of this run's stands for, in prompts, responses and contexts."""
+
+    pace_speed: float = 1.0
+    """Seconds of the modelled run that one of this run's stands for. With as many as `pace_tokens` a decode step takes
+    as long as one of the modelled engine."""
+
     def validate(self) -> None:
         """Raises ValueError naming the key that is wrong."""
+        if self.pace is not None and self.kind != "emulated":
+            raise ValueError(f"device.pace={self.pace}: expected device.kind=emulated; device.kind={self.kind}")
+        if self.pace_tokens < 1:
+            raise ValueError(f"device.pace_tokens={self.pace_tokens}: expected a whole number of at least 1")
+        if not 0 < self.pace_speed < float("inf"):
+            raise ValueError(f"device.pace_speed={self.pace_speed}: expected a number > 0")
         check_kind(self.kind)
         check_streams(self.streams)
         check_capacity(self.capacity_bytes)

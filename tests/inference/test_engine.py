@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,3 +267,35 @@ def test_a_request_that_cannot_work_is_refused_by_name(request_, message):
 def test_no_room_for_kv_names_the_keys():
     with pytest.raises(ValueError, match="rollout.kv_fraction=1e-12"):
         engine(kv_fraction=1e-12)
+
+
+def test_a_forced_length_is_kept_over_chunks_and_end_tokens():
+    wanted = [Request(f"f{n}", (3, 4, 1 + n), SamplingParams(max_tokens=30), exact_tokens=n) for n in (1, 7, 29, 30)]
+    made = engine()
+    free = tokens(generate(made, [replace(request, exact_tokens=0) for request in wanted]))
+    outputs = {output.request_id: output for output in generate(made, wanted)}
+    for request in wanted:
+        output = outputs[request.id]
+        assert len(output.tokens) == request.exact_tokens
+        assert output.finish_reason == ("length" if request.exact_tokens == 30 else "stop")
+        shared = min(len(free[request.id]), len(output.tokens))
+        assert output.tokens[:shared] == free[request.id][:shared], "what is sampled stays the same"
+    whole, response, reasons = outputs["f29"], (), []
+    while len(response) < 29:
+        (output,) = generate(made, [replace(wanted[2], response=response, chunk_tokens=10)])
+        response, reasons = (*response, *output.tokens), [*reasons, output.finish_reason]
+    assert list(response) == whole.tokens and reasons == ["chunk", "chunk", "stop"]
+
+
+def test_forced_lengths_ignore_end_tokens_that_are_sampled():
+    stop = SamplingParams(max_tokens=40, stop_token_ids=tuple(range(32)))
+    (short,) = generate(engine(), [Request("e", (3, 4), stop)])
+    (forced,) = generate(engine(), [Request("e", (3, 4), stop, exact_tokens=40)])
+    assert len(short.tokens) == 1 and len(forced.tokens) == 40
+
+
+@pytest.mark.parametrize("exact, begun", [(-1, 0), (41, 0), (3, 3)])
+def test_a_forced_length_that_cannot_be_is_refused(exact, begun):
+    request = Request("e", (3, 4), SamplingParams(max_tokens=40), response=(5,) * begun, exact_tokens=exact)
+    with pytest.raises(ValueError, match=f"request 'e': exact_tokens={exact}: expected 0, or more than the {begun}"):
+        engine().submit([request])

@@ -16,6 +16,7 @@ from stalesync.config import Config, check_overrides, known_keys
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 
+PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -93,6 +94,15 @@ def test_the_default_job_is_valid(checkpoint):
             {"reward__model": "judge", "reward__path": "judge.py:score"},
             "reward.model='judge' and reward.path='judge.py",
         ),
+        ({"rollout__forced_median": 17.0}, "rollout.forced_median=17.0: expected 1 to rollout.max_response_length=16"),
+        (
+            {"device__pace": "qwen3_30b_a3b"},
+            "device.pace=qwen3_30b_a3b: expected device.kind=emulated; device.kind=auto",
+        ),
+        ({**PACED, "cluster__hardware": None}, "device.pace=qwen3_30b_a3b: expected cluster.hardware to say"),
+        ({**PACED, "device__pace": "abacus"}, "device.pace='abacus': expected one of .*qwen3_30b_a3b"),
+        ({**PACED, "device__pace_tokens": 0}, "device.pace_tokens=0: expected a whole number of at least 1"),
+        ({**PACED, "device__pace_speed": 0.0}, "device.pace_speed=0.0: expected a number > 0"),
         ({"run__steps": 0}, "run.steps=0: expected at least 1"),
     ],
 )

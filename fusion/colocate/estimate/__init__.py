@@ -6,6 +6,7 @@
                      setup    Setup: all of it together
       memory   bytes of every owner by phase        traffic  bytes of every die by link, exact, by the plan's rules
       seconds  of a switch by part, and its limit   work     of training and generation, to rank with
+      roofline one step of a die: decode, prefill, training, update
       search   layouts, deployments and splits, ranked by the seconds of a step
       report   tables and JSON                      ask      the command line of scripts/plan.py
 

@@ -29,6 +29,7 @@ UNITS = (
     ("_s", "us", 1e-6),
     ("flops", "TFLOPS", 1e12),
     ("_bytes", "GiB", GIB),
+    ("_reached", "%", 0.01),
 )
 FIGURES = {
     "collective_s": "one exchange",
@@ -36,6 +37,9 @@ FIGURES = {
     "reserved_bytes": "of it reserved",
     "hbm_bytes_per_s": "HBM",
     "flops": "bf16 of a die",
+    "forward_reached": "of it, a forward pass",
+    "train_reached": "of it, a training step",
+    "layer_s": "a layer's launches",
     "out_bytes_per_s": "die to host",
     "back_bytes_per_s": "host to die",
     "host_bytes": "host of a node",

@@ -1,0 +1,138 @@
+"""Trainer, engine, switch and frozen roles of an emulated card that takes modelled time: each does what it does, then
+sleeps until its modelled end. Without a pace a worker has the plain ones (`Parts`), which know nothing of this.
+
+A step of an engine whose ranks exchange experts, a training step and a switch are agreed on by all that take part, so
+that they end together; ranks that schedule alike (TP, PP) come to the same seconds by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion.colocate.pace import EngineCost, SwitchCost, TrainerCost
+from fusion.colocate.roles import FrozenRoles
+from fusion.colocate.share import InferenceShare
+from fusion.colocate.spec import WorkerSpec
+from fusion.colocate.switching import PhaseSwitcher
+from fusion.inference import Engine, Output
+from fusion.inference.scheduler import Step
+from fusion.npu.pacer import Pacer
+from fusion.rewards import RewardOutcome
+from fusion.training import Sequences, TrainEngine
+from fusion.training.algorithms import Loss
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a worker is built of."""
+
+    trainer: Callable[..., TrainEngine] = TrainEngine
+    engine: Callable[..., Engine] = Engine
+    switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
+    roles: Callable[..., FrozenRoles] = FrozenRoles
+
+
+def paced_parts(spec: WorkerSpec) -> tuple[Parts, Pacer]:
+    """The parts of a card of this run, and the clock that they share."""
+    assert spec.pace is not None
+    pace, pacer, first = spec.pace, Pacer(), spec.deployment.generate[0]
+    trainer = TrainerCost(pace, spec.train, spec.training.recompute)
+    frozen = TrainerCost(pace, spec.reference) if spec.reference else trainer
+    judge = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
+    parts = Parts(
+        partial(PacedTrainEngine, pacer=pacer, cost=trainer),
+        partial(PacedEngine, pacer=pacer, cost=EngineCost(pace, spec.infer_of_one_engine, spec.rollout.max_seqs)),
+        partial(PacedSwitcher, pacer=pacer, cost=SwitchCost.of(pace, spec.train, spec.infer, first, spec.fusion)),
+        partial(PacedRoles, pacer=pacer, reference_cost=frozen, reward_cost=judge),
+    )
+    return parts, pacer
+
+
+class PacedEngine(Engine):
+    def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, **options: Any):
+        super().__init__(*args, **options)
+        self.pacer, self.cost = pacer, cost
+
+    def step(self) -> list[Output]:
+        outputs = super().step()
+        if self.idle:
+            self.pacer.rest()
+        return outputs
+
+    def _compute(self, step: Step) -> list[Output]:
+        seconds, ideal = self.cost(step)
+        group = self.mesh.world_group if self.mesh.ep_group is not None else None
+        with self.pacer.step(seconds, ideal, group):
+            return super()._compute(step)
+
+
+class PacedTrainEngine(TrainEngine):
+    def __init__(self, *args: Any, pacer: Pacer, cost: TrainerCost, **options: Any):
+        super().__init__(*args, **options)
+        self.pacer, self.cost = pacer, cost
+
+    def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
+        with self.pacer.step(self.cost.train(sequences.lengths), group=self.mesh.world_group):
+            return super().forward_backward(sequences, loss)
+
+    def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
+        with self.pacer.step(self.cost.update()):
+            return super().optimizer_step(before_update)
+
+    def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.pacer.step(self.cost.forward(sequences.lengths, "logprobs"), group=self.mesh.world_group):
+            return super().logprobs(sequences)
+
+
+class PacedSwitcher(PhaseSwitcher):
+    """The optimizer's way back runs beside training; who needs it earlier waits for it (kind ``onload``)."""
+
+    def __init__(self, *args: Any, pacer: Pacer, cost: SwitchCost):
+        super().__init__(*args)
+        self.pacer, self.cost = pacer, cost
+        self._arrives = 0.0
+
+    def to_infer(self, version: int, share: InferenceShare) -> None:
+        with self._paced(self.cost.infer, self.meshes.actor):
+            super().to_infer(version, share)
+
+    def to_train(self) -> None:
+        with self._paced(self.cost.train, self.meshes.trainers):
+            super().to_train()
+
+    def load_optimizer(self) -> None:
+        if self._away(self.optimizer):
+            self._arrives = self.pacer.now + self.cost.onload
+        super().load_optimizer()
+
+    def await_optimizer(self) -> None:
+        super().await_optimizer()
+        if self.pacer.stepping:
+            self.pacer.until(self._arrives, "onload")
+
+    def _paced(self, seconds: float, group: Any) -> Any:
+        return self.pacer.step({"switch": seconds}, {}, group)
+
+
+class PacedRoles(FrozenRoles):
+    def __init__(self, *args: Any, pacer: Pacer, reference_cost: TrainerCost, reward_cost: TrainerCost):
+        super().__init__(*args)
+        self.pacer, self.reference_cost, self.reward_cost = pacer, reference_cost, reward_cost
+
+    def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
+        if self.reference is None:
+            return super().logprobs(sequences, trainer)  # the trainer's pace
+        seconds = self.reference_cost.forward(sequences.lengths, "logprobs")
+        with self.pacer.step(seconds, group=self.reference.mesh.world_group):
+            return super().logprobs(sequences, trainer)
+
+    def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
+        assert self.reward_model is not None
+        seconds = self.reward_cost.forward([len(prompt) + len(response) for prompt, response in samples], "score")
+        with self.pacer.step(seconds, group=self.reward_model.mesh.world_group):
+            return super().scores(samples)

@@ -1,0 +1,129 @@
+"""A step of a die costs what it does: no free tokens, no tokens dearer for company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.colocate.estimate import Workload
+from fusion.colocate.estimate.ask import PUBLISHED_RUN, load_shape
+from fusion.colocate.estimate.roofline import CHUNK_TOKENS, Roofline, pairs
+from fusion.colocate.hardware import ASCEND_910C
+from fusion.model import Parallel
+
+SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+ROOFLINES = [
+    Roofline(load_shape(name, SHAPES).shape, ASCEND_910C, parallel)
+    for name, parallel in (
+        ("qwen3_30b_a3b", Parallel(8)),
+        ("qwen3_30b_a3b", Parallel(8, tp=2, ep=4)),
+        ("qwen3_30b_a3b", Parallel(8, tp=4, ep=2, pp=2)),
+        ("pangu_718b", Parallel(32, tp=2, ep=32)),
+    )
+]
+rooflines = st.sampled_from(ROOFLINES)
+sequences = st.integers(1, 512)
+contexts = st.integers(1, 40_000)
+EXACT = 1 + 1e-9
+
+
+@given(rooflines, sequences, contexts, st.integers(0, 5000), st.tuples(sequences, contexts, contexts))
+def test_more_of_anything_takes_longer_and_is_more_work(roofline, batch, context, prompt, more):
+    kv = batch * context
+    small = roofline.engine_step(batch, kv, prompt, pairs(prompt))
+    for extra in ((more[0], 0, 0, 0), (0, more[1], 0, 0), (0, 0, more[2], pairs(more[2])), (0, 0, 0, more[1])):
+        sizes = [a + b for a, b in zip((batch, kv, prompt, pairs(prompt)), extra, strict=True)]
+        large = roofline.engine_step(*sizes)
+        assert large.seconds >= small.seconds and large.flops >= small.flops
+        assert large.hbm_bytes >= small.hbm_bytes and large.link_bytes >= small.link_bytes
+
+
+@given(rooflines, sequences, sequences, contexts)
+def test_a_batch_costs_less_than_its_parts_and_more_than_either(roofline, one, other, context):
+    alone = [roofline.decode_step(batch, batch * context).seconds for batch in (one, other)]
+    both = roofline.decode_step(one + other, (one + other) * context).seconds
+    assert max(alone) <= both < sum(alone)
+    single = roofline.decode_step(1, context).seconds
+    assert alone[0] <= one * single * EXACT
+
+
+@given(rooflines, sequences, contexts, st.integers(1, 4000), contexts)
+def test_a_prefill_beside_a_decode_costs_less_than_after_it(roofline, batch, context, prompt, before):
+    kv, attended = batch * context, pairs(prompt, before)
+    mixed = roofline.engine_step(batch, kv, prompt, attended).seconds
+    apart = roofline.decode_step(batch, kv).seconds + roofline.prefill(prompt, attended).seconds
+    assert roofline.decode_step(batch, kv).seconds <= mixed < apart
+
+
+@given(rooflines, sequences, contexts, sequences)
+def test_the_ideal_is_at_most_the_step_and_all_of_it_in_a_full_batch(roofline, batch, context, more):
+    kv, took = batch * context, roofline.decode_step(batch, batch * context).seconds
+    ideal = roofline.ideal_decode_s(batch, kv, batch + more)
+    assert 0 < ideal < took
+    assert roofline.ideal_decode_s(batch, kv, batch) == pytest.approx(took)
+    assert ideal >= roofline.ideal_decode_s(batch, kv, batch + more + 1) / EXACT
+    assert roofline.ideal_decode_s(0, 0, batch) == 0
+
+
+@given(rooflines, st.integers(1, 20), st.integers(1, 20), st.integers(1, 8000), st.booleans())
+def test_training_adds_up_over_whole_micro_batches(roofline, one, other, length, recompute):
+    budget = 8 * length
+    if roofline.parallel.pp > 1:
+        other = one  # the bubble is shared by the micro-batches
+
+    def train(count):
+        return roofline.train_step(count * budget, count * 8 * pairs(length), budget, recompute)
+
+    parts, whole = train(one) + train(other), train(one + other)
+    assert whole.flops == pytest.approx(parts.flops) and whole.hbm_bytes == pytest.approx(parts.hbm_bytes)
+    if roofline.parallel.pp == 1:
+        assert whole.seconds == pytest.approx(parts.seconds)
+    assert train(one).seconds < whole.seconds <= parts.seconds * EXACT
+    assert roofline.forward(one * budget, one * 8 * pairs(length), budget).seconds < train(one).seconds
+
+
+@given(st.integers(1, 60_000))
+@settings(max_examples=30)
+def test_a_long_prompt_is_cut_and_nothing_of_it_is_lost(tokens):
+    roofline = ROOFLINES[0]
+    whole = roofline.prefill(tokens, pairs(tokens))
+    chunks = -(-tokens // CHUNK_TOKENS)
+    assert whole.flops == pytest.approx(roofline.engine_step(0, 0, tokens, pairs(tokens)).flops)
+    assert whole.seconds >= chunks * roofline.engine_step(0, 0, 1, 0).seconds
+    assert roofline.prefill(0, 0).seconds == 0
+
+
+def test_a_decode_step_reads_the_experts_its_tokens_are_routed_to():
+    alone, spread = ROOFLINES[0], ROOFLINES[1]
+    assert alone.touched(0) == 0 and alone.touched(1) == pytest.approx(8 / 128)
+    assert alone.touched(1) < alone.touched(16) < alone.touched(256) < 1
+    assert spread.touched(1) == pytest.approx(alone.touched(2)), "EP4 over TP2: two ranks bring a token each"
+    experts = alone.shape.routed * 2
+    read = [alone.decode_step(batch, 0).hbm_bytes for batch in (1, 400)]
+    assert read[0] < 0.15 * experts and read[1] > experts
+
+
+def test_a_dense_model_reads_its_weights_once_a_step():
+    shape = load_shape("qwen3_30b_a3b", SHAPES).shape
+    dense = Roofline(shape, ASCEND_910C, Parallel(2, tp=2))
+    assert dense.optimizer_step().link_bytes == 0, "no replicas"
+    replicated = Roofline(shape, ASCEND_910C, Parallel(2))
+    assert replicated.optimizer_step().link_bytes > 0
+    assert replicated.optimizer_step().hbm_bytes < 2 * dense.optimizer_step().hbm_bytes
+
+
+def test_the_published_run_takes_about_as_long_as_it_took():
+    """DeepSeek-R1 on 128 Atlas A3 cards: 319.3 s for the update, 373.65 s for the rollout (cann-recipes-train)."""
+    name, train, infer = PUBLISHED_RUN
+    shape, work = load_shape(name, SHAPES).shape, Workload()
+    trained = Roofline(shape, ASCEND_910C, train)
+    length = work.prompt + work.response
+    update = trained.train_step(work.tokens / train.dp, work.samples / train.dp * pairs(length), 16384)
+    assert update.seconds + trained.optimizer_step().seconds == pytest.approx(319.3, rel=0.15)
+    generating = Roofline(shape, ASCEND_910C, infer)
+    sequences = work.samples / (infer.world // infer.tp)
+    step = generating.decode_step(sequences, sequences * (work.prompt + work.response / 2))
+    assert work.longest * step.seconds == pytest.approx(373.65, rel=0.15)
