@@ -9,7 +9,7 @@ import pytest
 
 from tests.stalesync.test_run import _command, _descendants, _rows, _train, base, start  # noqa: F401
 
-STALE = ["data.max_prompt_length=8", "rollout.max_response_length=40", "run.eval_prompts=0", "fusion.checksum=true"]
+STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]
 TWO = ["cluster.npus=2", "parallel=single"]
 
 
@@ -31,8 +31,9 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
     lags = [[row[f"staleness/lag_{lag}_count"] for lag in range(bound + 1)] for row in rows]
     assert [sum(row) for row in lags] == [32] * steps and sum(row[0] for row in lags) < 32 * steps
     assert rows[-1]["distqueue/rows"] == 0, "nothing is left behind"
-    assert sum(row["rollout/suspended_total"] for row in rows) > 0
-    assert sum(row["staleness/mixed_versions_count"] for row in rows) > 0
+    if deployment != "separate":  # whose engines are stopped for new weights alone: then all may have finished
+        assert sum(row["rollout/suspended_total"] for row in rows) > 0
+        assert sum(row["staleness/mixed_versions_count"] for row in rows) > 0
 
 
 def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):  # noqa: F811
