@@ -26,7 +26,7 @@ from fusion.rewards import reward_metrics
 from fusion.rollout import assign_groups
 from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, compare, throughput
 from fusion.training import split_over_ranks
-from fusion.training.algorithms import make_advantages
+from fusion.training.algorithms import make_algorithm
 from stalesync.cards import Cards
 from stalesync.config import Config
 from stalesync.control import ControlDesk
@@ -61,7 +61,7 @@ class Controller:
     def __post_init__(self) -> None:
         self.ledger = StalenessLedger(self.config.stalesync.max_staleness, self.config.data.prompts_per_step)
         self.sampling = self.config.rollout.sampling()
-        self.compute_advantages = make_advantages(self.config.algorithm)
+        self.algorithm = make_algorithm(self.config.algorithm, self.config.rollout.max_response_length)
         self.deployment = self.spec.deployment
         self.desk = ControlDesk(self.folder.path, self.config)
         self._kv_tokens: float | None = None
@@ -200,15 +200,25 @@ class Controller:
             errors = [member.outcome.error for member in members]
             if all(errors):
                 self.ledger.fail(group, f"reward_{errors[0]}")
+            elif rule := self.algorithm.filter_rule([member.outcome.reward for member in members]):
+                self.ledger.filter(group, rule)
+                self.queue.drop([member.id for member in members if not member.outcome.error], rule)
             else:
                 self.ledger.finish(group)
         for sample in scored:
             if sample.outcome.error:
                 self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
-        kept = [sample for sample in scored if sample.outcome.error is None]
-        self.failed_rewards += len(scored) - len(kept)
+                self.failed_rewards += 1
+        finished = self.ledger.finished
+        kept = [sample for sample in scored if sample.outcome.error is None and sample.prompt.id in finished]
         if kept:
-            values, _ = self.compute_advantages([s.outcome.reward for s in kept], [s.prompt.id for s in kept])
+            kl = self._reference(_deal(kept, self._reference_replicas), metrics) if self._kl_in == "reward" else {}
+            values, _ = self.algorithm.advantages(
+                [s.outcome.reward for s in kept],
+                [s.prompt.id for s in kept],
+                [s.response_tokens for s in kept],
+                [kl[s.id] for s in kept] if kl else None,
+            )
             self.queue.put(PackedBatch.from_samples([sample.id for sample in kept], {"advantage": values}))
             metrics.spread("critic/advantages", values.tolist())
         return kept
@@ -222,21 +232,34 @@ class Controller:
             for groups in _chunks(trained, self.config.algorithm.minibatches)
         ]
         if not minibatches:
-            log.warning("step %d: no sample could be scored, nothing is trained", self.step + 1)
+            log.warning("step %d: no group is left, nothing is trained", self.step + 1)
             return
-        if self.config.algorithm.kl_coef > 0:
-            self.view.phase("reference")
-            with metrics.timer("ref"):
-                shares = self._shares_of_reference(minibatches, members)
-                self._take(self.cards.call("reference", shares, ranks=self.deployment.reference), metrics)
+        if self._kl_in == "loss":
+            self._reference(self._shares_of_reference(minibatches, members), metrics)
         self.view.phase("train")
         ids = [sample.id for group in trained for sample in members[group]]
         leased = self.queue.get("train", ["advantage"], count=len(ids))
         assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
         with metrics.timer("train"):
-            self._take(self.cards.call("train", minibatches, ranks=self.deployment.train), metrics)
+            self._take(self.cards.call("train", minibatches, self.ledger.version, ranks=self.deployment.train), metrics)
         self.queue.ack("train", ids)
         self.ledger.train(trained)
+
+    @property
+    def _kl_in(self) -> str | None:
+        return self.config.algorithm.kl_in if self.config.algorithm.kl_coef > 0 else None
+
+    @property
+    def _reference_replicas(self) -> int:
+        return (self.spec.reference or self.spec.train).dp
+
+    def _reference(self, shares: list[list[str]], metrics: Metrics) -> dict[str, float]:
+        """Reference log-probabilities of samples; each one's KL, where rewards are made of it."""
+        self.view.phase("reference")
+        with metrics.timer("ref"):
+            reports = self.cards.call("reference", shares, ranks=self.deployment.reference)
+        self._take(reports, metrics)
+        return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _shares_of_reference(
         self, minibatches: list[list[list[str]]], members: dict[str, list[Scored]]

@@ -29,6 +29,8 @@ class StageReport:
     """Only where the controller asked to keep them."""
     scores: dict[str, RewardOutcome] = field(default_factory=dict)
     """Of the reward model, by sample id."""
+    reference_kl: dict[str, float] = field(default_factory=dict)
+    """Log-ratio of behaviour to reference summed over the response, by sample id, where rewards are made of it."""
 
 
 class OutOfMemory(RuntimeError):
@@ -58,9 +60,15 @@ class StageLog:
         """Records who holds the memory now, and the stage's peak, as those of a phase."""
         self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
 
-    def report(self, outputs: Sequence[Output] = (), scores: Mapping[str, RewardOutcome] | None = None) -> StageReport:
+    def report(
+        self,
+        outputs: Sequence[Output] = (),
+        scores: Mapping[str, RewardOutcome] | None = None,
+        reference_kl: Mapping[str, float] | None = None,
+    ) -> StageReport:
         """The last stage's."""
-        return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, list(outputs), dict(scores or {}))
+        told = list(outputs), dict(scores or {}), dict(reference_kl or {})
+        return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, *told)
 
     @contextmanager
     def told(self, stage: str) -> Iterator[None]:
