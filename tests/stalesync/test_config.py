@@ -63,6 +63,7 @@ def test_the_default_job_is_valid(checkpoint):
             {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},
             "a minibatch has 2 samples .* fewer than the 4 data-parallel replicas",
         ),
+        ({"algorithm__overlong_buffer": 999}, "algorithm.overlong_buffer=999 exceeds rollout.max_response_length="),
         ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
         ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
