@@ -18,8 +18,7 @@ from fusion.npu import Device
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
 from fusion.telemetry import progress
 from fusion.training import Sequences, TrainEngine, TrainingConfig
-from fusion.training.algorithms import LOSSES
-from fusion.training.config import AlgorithmConfig
+from fusion.training.algorithms import cross_entropy
 from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
 
 STD = 0.08
@@ -75,14 +74,13 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     source = PromptSource(plan.data, tokenizer, seed)
     model = _initial_model(plan, tokenizer, device, seed)
     trainer = TrainEngine(model, model.mesh, device, plan.training)
-    loss = LOSSES["sft"](AlgorithmConfig())
     accuracy = 0.0
     reward = RewardConfig(name="arithmetic", workers=1)
     with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.most_steps, unit="steps") as bar:
         for step in range(1, plan.most_steps + 1):
             prompts = source.next(plan.batch)
             batch = Sequences.from_samples([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
-            figures = trainer.forward_backward(batch, loss)
+            figures = trainer.forward_backward(batch, cross_entropy)
             trainer.optimizer_step()
             if step % plan.check_every == 0:
                 accuracy = _accuracy(plan, model, tokenizer, source.evaluation(plan.check_prompts), rewards, step)

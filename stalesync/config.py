@@ -194,6 +194,9 @@ class Config:
                 f"{minibatches} x algorithm.group_size={group}), fewer than the {replicas} data-parallel replicas of "
                 f"parallel.train on cluster.npus={self.cluster.npus}"
             )
+        buffer, response = self.algorithm.overlong_buffer, self.rollout.max_response_length
+        if buffer is not None and buffer > response:
+            raise ValueError(f"algorithm.overlong_buffer={buffer} exceeds rollout.max_response_length={response}")
         longest = self.longest_sample
         if longest > model.max_positions:
             raise ValueError(

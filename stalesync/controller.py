@@ -25,6 +25,7 @@ from distqueue import DistQueue
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.rewards import reward_metrics
 from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, compare, throughput
+from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
 from stalesync.cards import Cards
 from stalesync.config import Config
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 
 TASKS = ("reward", "train")
 """Who must acknowledge a sample before the queue frees it."""
+
+MOST_REFILLS = 10
+"""Batches of groups that a step may filter before it trains what it has"""
 
 LOOK_S = 0.5
 """While it waits for samples the controller looks this often whether a card has failed."""
@@ -71,12 +75,14 @@ class Controller:
         self.desk = ControlDesk(self.folder.path, config)
         self.group_size = config.algorithm.group_size
         self.generation = Generation(spec, self.cards, self.group_size, self._take)
-        self.updater = Updater(spec, self.cards, self.queue, self.view, self._take)
+        self.algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
+        self.updater = Updater(spec, self.cards, self.queue, self.view, self.algorithm, self._take)
         self.metrics = Metrics()
         self.pace = PaceTally(spec.pace)
         self._kv_tokens: float | None = None
         self._ended_now: list[Scored] = []
         """Samples of groups that failed or were filtered in this step"""
+        self._filtered_now = 0
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -102,23 +108,14 @@ class Controller:
         metrics, start = self.metrics, time.perf_counter()
         if told := self.desk.read(self.step + 1, self._kv_tokens):
             self.view.note(told)
-        self._publish()
-        self._admit()
-        with metrics.timer("gen"):
-            self._generate()
-            self._stop_sharing()
-        with metrics.timer("switch"):
-            self._switch("train")
-        self.view.phase("reward")
-        with metrics.timer("reward"):
-            scored, reports = self.scorer.judge()
-        self._take(reports)
-        self._note([], scored)
+        self._collect()
+        while self._refill():  # groups were filtered after the engines had stopped
+            self._collect()
         trained = self.ledger.ready()
         groups = {group: self.scored.pop(group) for group in trained}
         batch = sorted([s for members in groups.values() for s in members] + self._ended_now, key=lambda one: one.id)
         self._say(batch)
-        self.updater.train(groups, metrics)
+        self.updater.train(groups, self.ledger.version, metrics)
         for group in trained:
             self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
         self.ledger.train(trained)
@@ -128,7 +125,7 @@ class Controller:
         metrics.update(throughput(sum(sample.tokens for sample in batch), seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
         metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
-        self.metrics, self._ended_now = Metrics(), []
+        self.metrics, self._ended_now, self._filtered_now = Metrics(), [], 0
         return self.pace.count(metrics.result())
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -189,21 +186,39 @@ class Controller:
         self.folder.rewind(self.step)
         self.cards.call("restore", str(checkpoint), ranks=self.spec.deployment.train)
 
-    def _publish(self) -> None:
-        """The weights of the present version go to the engines, which begin with what waits."""
+    def _collect(self) -> None:
+        """The weights of the present version go to the engines, which go on until a step's groups are there; then the
+        cards that train have them back, and everything that is finished is scored."""
         with self.metrics.timer("switch"):
             self._suspend()
             self._switch("infer")
+        self._admit()
+        self.generation.resume(self.desk.share.engines)
+        with self.metrics.timer("gen"):
+            self._generate()
+            self._stop_sharing()
+        with self.metrics.timer("switch"):
+            self._switch("train")
+        self.view.phase("reward")
+        with self.metrics.timer("reward"):
+            scored, reports = self.scorer.judge()
+        self._take(reports)
+        self._note([], scored)
 
     def _admit(self) -> None:
-        """Starts as many groups as the ledger allows and the run has steps left for."""
+        """Takes up as many groups as the ledger allows and the run has steps left for."""
         untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
         wanted = (self.config.run.steps - self.step) * self.config.data.prompts_per_step - untrained
         prompts = self.source.next(min(self.ledger.may_admit(), wanted)) if wanted > 0 else []
         self.ledger.admit([prompt.id for prompt in prompts])
         self.scorer.expect(prompts)
         self.generation.admit(prompts)
-        self.generation.resume(self.desk.share.engines)
+
+    def _refill(self) -> bool:
+        """Whether a step that lacks groups because some were filtered is to go on for others in their place."""
+        batch = self.config.data.prompts_per_step
+        wanted = 0 < self._filtered_now <= MOST_REFILLS * batch and len(self.ledger.ready()) < batch
+        return wanted and bool(self.ledger.in_flight or self.ledger.may_admit())
 
     def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
@@ -213,6 +228,9 @@ class Controller:
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
             self._note(*self.scorer.news(LOOK_S))
             self.cards.check()
+            if self._refill() and self.ledger.may_admit():
+                self._admit()
+                self.generation.hand_over()
             if waits:
                 self.metrics.add("timing_s/wait_older", time.perf_counter() - began_s)
 
@@ -239,12 +257,20 @@ class Controller:
         self.failed_rewards += sum(error is not None for error in errors)
         if all(errors):
             self.ledger.fail(group, f"reward_{errors[0]}")
-            self.folder.log_groups(self.step + 1, [group], f"failed:reward_{errors[0]}")
-            self._ended_now += self.scored.pop(group)
-            for member in members:
-                self.queue.drop([member.id], f"reward_{member.outcome.error}")
+            self._let_go(group, f"failed:reward_{errors[0]}", f"reward_{errors[0]}")
+        elif rule := self.algorithm.filter_rule([member.outcome.reward for member in members]):
+            self.ledger.filter(group, rule)
+            self._let_go(group, f"filtered:{rule}", rule)
+            self._filtered_now += 1
         elif self.scorer.beside:
             self.ledger.finish(group)
+
+    def _let_go(self, group: str, ended: str, reason: str) -> None:
+        """A group that will not be trained leaves the queue."""
+        self.folder.log_groups(self.step + 1, [group], ended)
+        members = self.scored.pop(group)
+        self.queue.drop([member.id for member in members], reason)
+        self._ended_now += members
 
     def _stop_sharing(self) -> None:
         """Engines whose cards train now are suspended; those that go on get what these leave."""

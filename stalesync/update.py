@@ -10,7 +10,7 @@ from distqueue import DistQueue, PackedBatch
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
-from fusion.training.algorithms import make_advantages
+from fusion.training.algorithms import Algorithm
 from stalesync.cards import Cards
 from stalesync.scoring import Scored
 
@@ -25,13 +25,17 @@ class Updater:
     cards: Cards
     queue: DistQueue
     view: LiveView
+    algorithm: Algorithm
     take: Callable[[Sequence[StageReport]], None]
 
-    def __post_init__(self) -> None:
-        self.compute_advantages = make_advantages(self.spec.algorithm)
+    @property
+    def kl_in(self) -> str | None:
+        """Where the divergence from the reference goes: `loss` or `reward`; None: there is no reference."""
+        return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
 
-    def train(self, groups: dict[str, list[Scored]], metrics: Metrics) -> None:
-        """Trains all scored samples of these groups, in this order. What could not be scored is dropped, by name."""
+    def train(self, groups: dict[str, list[Scored]], version: int, metrics: Metrics) -> None:
+        """Trains policy ``version`` on all scored samples of these groups, in this order. What could not be scored is
+        dropped, by name."""
         samples = sorted((sample for members in groups.values() for sample in members), key=lambda one: one.id)
         with metrics.timer("adv"):
             kept = self._advantages(samples, metrics)
@@ -42,17 +46,14 @@ class Updater:
         if not kept:
             log.warning("no sample could be scored, nothing is trained in this step")
             return
-        if self.spec.algorithm.kl_coef > 0:
-            self.view.phase("reference")
-            with metrics.timer("ref"):
-                shares = self._shares_of_reference(minibatches, kept)
-                self.take(self.cards.call("reference", shares, ranks=self.spec.deployment.reference))
+        if self.kl_in == "loss":
+            self._reference(self._shares_of_reference(minibatches, kept), metrics)
         self.view.phase("train")
         ids = [sample.id for sample in kept]
         leased = self.queue.get("train", ["advantage"], count=len(ids))
         assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
         with metrics.timer("train"):
-            self.take(self.cards.call("train", minibatches, ranks=self.spec.deployment.train))
+            self.take(self.cards.call("train", minibatches, version, ranks=self.spec.deployment.train))
         self.queue.ack("train", ids)
 
     def _advantages(self, samples: list[Scored], metrics: Metrics) -> list[Scored]:
@@ -62,10 +63,25 @@ class Updater:
                 self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
         kept = [sample for sample in samples if sample.outcome.error is None]
         if kept:
-            values, _ = self.compute_advantages([s.outcome.reward for s in kept], [s.prompt.id for s in kept])
+            replicas = (self.spec.reference or self.spec.train).dp
+            kl = self._reference(_deal(kept, replicas), metrics) if self.kl_in == "reward" else {}
+            values, _ = self.algorithm.advantages(
+                [s.outcome.reward for s in kept],
+                [s.prompt.id for s in kept],
+                [s.response_tokens for s in kept],
+                [kl[s.id] for s in kept] if kl else None,
+            )
             self.queue.put(PackedBatch.from_samples([sample.id for sample in kept], {"advantage": values}))
             metrics.spread("critic/advantages", values.tolist())
         return kept
+
+    def _reference(self, shares: list[list[str]], metrics: Metrics) -> dict[str, float]:
+        """Reference log-probabilities of samples; each one's KL, where rewards are made of it."""
+        self.view.phase("reference")
+        with metrics.timer("ref"):
+            reports = self.cards.call("reference", shares, ranks=self.spec.deployment.reference)
+        self.take(reports)
+        return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _shares_of_reference(self, minibatches: list[list[list[str]]], kept: list[Scored]) -> list[list[str]]:
         """Ids by replica of the reference: as they are trained where it computes in the training layout."""

@@ -24,7 +24,7 @@ TOKENS = ("prompt", "response")
 LABELS = ("response",)
 """What log-probabilities are of."""
 
-LOSS = ("behaviour_logprobs", "advantage")
+LOSS = ("behaviour_logprobs", "advantage", "versions")
 """What a loss is made of beside them; `REFERENCE` too where it has a reference."""
 
 REFERENCE = "ref_logprobs"
@@ -65,7 +65,7 @@ def to_sequences(delivery: Received) -> Sequences:
         ValueError: a column has another number of values than a sample has response tokens.
     """
     batch, lengths = delivery.batch, delivery.lengths
-    for name in ("behaviour_logprobs", REFERENCE):
+    for name in ("behaviour_logprobs", "versions", REFERENCE):
         if name in batch.columns and not lengths[name].equal(lengths["response"]):
             row = int((lengths[name] != lengths["response"]).nonzero()[0])
             has, tokens = int(lengths[name][row]), int(lengths["response"][row])
@@ -82,7 +82,16 @@ def to_sequences(delivery: Received) -> Sequences:
         advantages=column("advantage"),
         behaviour_logprobs=column("behaviour_logprobs"),
         ref_logprobs=column(REFERENCE),
+        versions=column("versions"),
     )
+
+
+def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> list[float]:
+    """Of each sample, behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) summed over its response."""
+    behaviour_N = sequences.behaviour_logprobs
+    assert behaviour_N is not None
+    ratios = (behaviour_N - ref_logprobs_N).to(torch.float64)
+    return [float(part.sum()) for part in ratios.split(sequences.lengths)]
 
 
 def split_responses(values_N: torch.Tensor, delivery: Received) -> list[torch.Tensor]:

@@ -33,6 +33,8 @@ class StageReport:
     """Of the reward model, by sample id."""
     suspended: list[Suspended] = field(default_factory=list)
     """Samples that the engine has not finished."""
+    reference_kl: dict[str, float] = field(default_factory=dict)
+    """Log-ratio of behaviour to reference summed over the response, by sample id, where rewards are made of it."""
 
 
 class OutOfMemory(RuntimeError):
@@ -71,9 +73,10 @@ class StageLog:
         outputs: Sequence[Output] = (),
         scores: Mapping[str, RewardOutcome] | None = None,
         suspended: Sequence[Suspended] = (),
+        reference_kl: Mapping[str, float] | None = None,
     ) -> StageReport:
         """The last stage's."""
-        told = list(outputs), dict(scores or {}), list(suspended)
+        told = list(outputs), dict(scores or {}), list(suspended), dict(reference_kl or {})
         return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, *told)
 
     @contextmanager

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,16 @@ from fusion.colocate.meshes import Meshes
 from fusion.colocate.paced import Parts, paced_parts
 from fusion.colocate.partials import Store, forget, merge, park, restore
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.samples import LOSS, REFERENCE, needed, nothing, pack_outputs, split_responses, to_sequences
+from fusion.colocate.samples import (
+    LOSS,
+    REFERENCE,
+    needed,
+    nothing,
+    pack_outputs,
+    split_responses,
+    summed_log_ratios,
+    to_sequences,
+)
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport
@@ -37,8 +47,8 @@ from fusion.inference import Engine, Output, Request
 from fusion.model import Mesh, ModelConfig, save_folder
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
-from fusion.training import TrainEngine, load_checkpoint, save_checkpoint
-from fusion.training.algorithms import make_loss
+from fusion.training import Sequences, TrainEngine, load_checkpoint, save_checkpoint
+from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
 
 PUT_EVERY = 64
@@ -108,7 +118,7 @@ class Worker:
                 total_steps=spec.steps,
                 states=streamed if spec.fusion.offload == "stream" else ResidentStates,
             )
-            self.loss = make_loss(spec.algorithm)
+            self.algorithm = make_algorithm(spec.algorithm, spec.rollout.max_response_length)
             self.roles.settle(self._least(device.memory().free))
         if self.weights.infer is not None:
             assert meshes.engine is not None
@@ -175,19 +185,24 @@ class Worker:
         return self.log.report(outputs)
 
     def reference(self, shares: list[list[str]]) -> StageReport:
-        """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it."""
+        """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it. For
+        algorithm.kl_in=reward the samples' `reference_kl` come back, from one card of each replica."""
         mesh = self.meshes.reference or self.meshes.train
         assert mesh is not None
         with self.log.stage("reference", "ref"), self._as(Phase.REFERENCE, mesh, self.roles.reference_in_hbm()):
             self.phases.require("reference")
             ids = shares[mesh.dp_rank]
-            delivery = self._read("reference", ids, mesh)
-            logprobs = self.roles.logprobs(to_sequences(delivery), self.trainer)
+            in_reward = self.spec.algorithm.kl_in == "reward"
+            delivery = self._read("reference", ids, mesh, ("behaviour_logprobs",) if in_reward else ())
+            sequences = to_sequences(delivery)
+            logprobs = self.roles.logprobs(sequences, self.trainer)
             if _first_of_replica(mesh) and ids:
                 columns = {REFERENCE: split_responses(logprobs, delivery)}
                 self._samples.put(PackedBatch.from_samples(ids, columns))
             self.log.remember("reference")
-        return self.log.report()
+        speaks = in_reward and mesh.tp_rank == 0 and mesh.last_stage
+        sums = summed_log_ratios(sequences, logprobs) if speaks else []
+        return self.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
 
     def score(
         self, shares: list[list[str]], kept: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None
@@ -209,20 +224,21 @@ class Worker:
             self.log.remember("reward")
         return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
-    def train(self, minibatches: list[list[list[str]]]) -> StageReport:
+    def train(self, minibatches: list[list[list[str]]], version: int | None = None) -> StageReport:
         """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids. What the trainer has summed before
-        goes into the first."""
+        goes into the first. ``version``: of the policy as it is now; None: how stale the samples are is not told."""
         self.phases.require("train")
         trainer, mesh = self.trainer, self.meshes.train
         assert trainer is not None and mesh is not None
-        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference else LOSS
         with self.log.stage("train", "train"):
             self.switcher.load_optimizer()
             if not trainer.accumulating:
                 together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
-            for number, shares in enumerate(minibatches):
-                delivery = self._read("train", shares[mesh.dp_rank], mesh, of_loss)
-                self.log.metrics.update(trainer.forward_backward(to_sequences(delivery), self.loss))
+            batches: Iterable[Sequences] = (self._batch(shares[mesh.dp_rank], mesh, version) for shares in minibatches)
+            if self.spec.algorithm.correction == "decoupled" and len(minibatches) > 1:
+                batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
+            for number, batch in enumerate(batches):
+                self.log.metrics.update(trainer.forward_backward(batch, self.algorithm.loss))
                 arrived = self.switcher.await_optimizer if number == 0 else None
                 self.log.metrics.update(trainer.optimizer_step(arrived))
             self.log.remember("train")
@@ -283,6 +299,12 @@ class Worker:
             group = self.meshes.replica if mesh is self.meshes.train else mesh.tp_group
             self.readers[stage] = GroupReader(self._samples, group, columns)
         return self.readers[stage].read(ids)
+
+    def _batch(self, ids: Sequence[str], mesh: Mesh, version: int | None) -> Sequences:
+        """Samples to train on, with the weights of their tokens."""
+        with_reference = self.spec.deployment.reference and self.spec.algorithm.kl_in == "loss"
+        delivery = self._read("train", ids, mesh, (*LOSS, REFERENCE) if with_reference else LOSS)
+        return replace(self.algorithm.weigh(to_sequences(delivery)), version=version)
 
     def _put(self, outputs: list[Output]) -> list[Output]:
         if outputs:

@@ -8,7 +8,8 @@
     batch         Sequences; split_over_ranks, plan_micro_batches: who computes what, pure
     pipeline      1F1B as programs of passes and messages, pure;    stage      Stage follows them
     logprobs      log-probability and entropy over a split vocabulary, one collective
-    algorithms/   advantages and losses, one file each over one interface
+    algorithms/   advantages and losses, one file each over one interface;  loss  what losses are made of
+    corrections   for samples of another policy, pure;   gaps   how far trainer and engine are apart
     objective     what the micro-batches of all ranks and stages add up to, and its metrics
     engine        TrainEngine: one path for every layout
     shards        which elements an optimizer owns, shares and counts, pure

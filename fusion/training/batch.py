@@ -20,11 +20,14 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 UNREAD = -1
 """In place of a token that this rank does not look at"""
+
+NOT_COLUMNS = ("lengths", "version")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,12 @@ class Sequences:
         advantages: float32 [N].
         behaviour_logprobs: float32 [N], of the tokens as they were sampled.
         ref_logprobs: float32 [N], of the reference model.
-        token_weight: float32 [N]; a token's share in the loss, which is the weighted mean. None: all alike.
+        proximal_logprobs: float32 [N], of the policy as it was when the training step began.
+        versions: int32 [N], the policy version that sampled each token.
+        token_weight: float32 [N]; what a token's loss is multiplied with before all are added up. None: 1.
+        normaliser: float32 [N]; their sum, over the trained tokens, divides that of the losses. None: token_weight, so
+            that the loss is the weighted mean.
+        version: the policy version that is being trained.
     """
 
     held_tokens: torch.Tensor | None
@@ -49,7 +57,11 @@ class Sequences:
     advantages: torch.Tensor | None = None
     behaviour_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    proximal_logprobs: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
+    normaliser: torch.Tensor | None = None
+    version: int | None = None
 
     def __post_init__(self) -> None:
         rows = sum(self.lengths)
@@ -68,13 +80,14 @@ class Sequences:
         advantages: Sequence[float] | torch.Tensor | None = None,
         behaviour_logprobs: Sequence[Sequence[float] | torch.Tensor] | None = None,
         ref_logprobs: Sequence[Sequence[float] | torch.Tensor] | None = None,
+        versions: Sequence[Sequence[int] | torch.Tensor] | None = None,
         trained: Sequence[bool] | torch.Tensor | None = None,
     ) -> Sequences:
         """Packs B samples.
 
         Args:
             advantages: one a sample, spread over its tokens.
-            behaviour_logprobs, ref_logprobs: one list a sample, one number a response token.
+            behaviour_logprobs, ref_logprobs, versions: one list a sample, one number a response token.
             trained: False leaves a sample out of the loss; None: all are in.
 
         Raises:
@@ -86,19 +99,20 @@ class Sequences:
             ("advantages", advantages),
             ("behaviour_logprobs", behaviour_logprobs),
             ("ref_logprobs", ref_logprobs),
+            ("versions", versions),
             ("trained", trained),
         ):
             if column is not None and len(column) != len(prompts):
                 raise ValueError(f"{name} has {len(column)} samples; expected {len(prompts)}, as many as prompts")
 
-        def packed(name: str, column: Sequence | None) -> torch.Tensor | None:
+        def packed(name: str, column: Sequence | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
             if column is None:
                 return None
-            values = _tensors(column, torch.float32)
+            values = _tensors(column, dtype)
             for i, (found, response) in enumerate(zip(values, responses_, strict=True)):
                 if len(found) != len(response):
                     raise ValueError(f"{name}[{i}] has {len(found)} values for {len(response)} response tokens")
-            return torch.cat([torch.empty(0), *values])
+            return torch.cat([torch.empty(0, dtype=dtype), *values])
 
         empty = torch.empty(0, dtype=torch.int64)
         return cls.from_packed(
@@ -109,6 +123,7 @@ class Sequences:
             advantages=None if advantages is None else torch.as_tensor(advantages),
             behaviour_logprobs=packed("behaviour_logprobs", behaviour_logprobs),
             ref_logprobs=packed("ref_logprobs", ref_logprobs),
+            versions=packed("versions", versions, torch.int32),
             trained=None if trained is None else torch.as_tensor(trained),
         )
 
@@ -123,6 +138,7 @@ class Sequences:
         advantages: torch.Tensor | None = None,
         behaviour_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
+        versions: torch.Tensor | None = None,
         trained: torch.Tensor | None = None,
     ) -> Sequences:
         """B samples whose columns are packed each by itself, as far as this rank holds them.
@@ -131,15 +147,15 @@ class Sequences:
             prompts, responses: their tokens, sample after sample. Without the prompts' (which the last stage of a
                 pipeline does not look at) `UNREAD` stands in their places; without either there are no tokens.
             advantages: one a sample, spread over its tokens.
-            behaviour_logprobs, ref_logprobs: one number a response token.
+            behaviour_logprobs, ref_logprobs, versions: one number a response token.
             trained: as in `from_samples`.
         """
         sizes = torch.tensor(list(zip(prompt_lengths, response_lengths, strict=True)), dtype=torch.int64).reshape(-1, 2)
         lengths = sizes.sum(1)
         of_response = torch.tensor([False, True]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
 
-        def aligned(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else _fill(torch.zeros(len(of_response)), of_response, values)
+        def aligned(values: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            return None if values is None else _fill(torch.zeros(len(of_response), dtype=dtype), of_response, values)
 
         tokens = None
         if responses is not None:
@@ -152,6 +168,7 @@ class Sequences:
             advantages=None if advantages is None else advantages.float().repeat_interleave(lengths),
             behaviour_logprobs=aligned(behaviour_logprobs),
             ref_logprobs=aligned(ref_logprobs),
+            versions=aligned(versions, torch.int32),
         )
 
     @property
@@ -171,6 +188,13 @@ class Sequences:
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return torch.arange(sum(self.lengths)) - self._starts(keep_empty=True).repeat_interleave(lengths)
 
+    def loss_totals(self) -> tuple[float, float]:
+        """What these sequences add to the sum of all tokens' weights, and to what the sum of losses is divided by."""
+        mask = self.loss_mask.to(torch.float64)
+        weight = mask if self.token_weight is None else mask * self.token_weight
+        normaliser = weight if self.normaliser is None else mask * self.normaliser
+        return float(weight.sum()), float(normaliser.sum())
+
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
         """int64: the places in N of the tokens of some sequences, one sequence after the other."""
         starts = self._starts(keep_empty=True).tolist()
@@ -180,11 +204,11 @@ class Sequences:
     def select(self, indices: Sequence[int]) -> Sequences:
         """The sequences named, in that order; none of them is an empty batch with the same columns."""
         rows = self.rows_of(indices)
-        columns = {name: column[rows] for name, column in self._columns().items()}
+        columns: dict[str, Any] = {name: column[rows] for name, column in self._columns().items()}
         return replace(self, lengths=[self.lengths[i] for i in indices], **columns)
 
     def _columns(self) -> dict[str, torch.Tensor]:
-        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "lengths"}
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NOT_COLUMNS}
         return {name: column for name, column in columns.items() if column is not None}
 
     def _starts(self, keep_empty: bool = False) -> torch.Tensor:

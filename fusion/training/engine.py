@@ -3,7 +3,7 @@
     sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
     optimizer_step: gradients ─ ShardedAdamW ─► weights
 
-Invariants: the loss is the mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient
+Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient
 depend neither on the layout nor on micro-batches nor on packing, but for rounding. All ranks run the same number of
 micro-batches, as they meet in the experts' exchange: a rank that has fewer runs empty ones. A hidden state goes through
 the lm head, on the last stage, only where a log-probability is wanted.
@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Transformer
 from fusion.npu import Device
-from fusion.training.algorithms import Loss
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.config import TrainingConfig
 from fusion.training.logprobs import vocab_parallel_logprobs
+from fusion.training.loss import Loss
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.schedule import learning_rate
@@ -212,12 +212,12 @@ class TrainEngine:
     ) -> tuple[list[Sequences], Totals]:
         """This rank's micro-batches, as many as the rank with most has, and the totals of all ranks. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget) if plan is None else plan
-        weight = sequences.loss_mask if sequences.token_weight is None else sequences.token_weight * sequences.loss_mask
-        ranks = mine = torch.tensor([[weight.sum(), sequences.rows, len(plan)]], dtype=torch.float64)
+        ranks = mine = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
         if self.mesh.dp_group is not None:
-            ranks = mine.new_empty(self.mesh.parallel.dp, 3)
+            ranks = mine.new_empty(self.mesh.parallel.dp, 4)
             dist.all_gather_into_tensor(ranks, mine, group=self.mesh.dp_group)
-        totals = Totals(float(ranks[:, 0].sum()), int(ranks[:, 1].sum()), int(ranks[:, 2].max()))
+        weight, normaliser, rows, _ = ranks.sum(0).tolist()
+        totals = Totals(weight, normaliser, int(rows), int(ranks[:, 3].max()))
         plan = plan + [[]] * (totals.micro_batches - len(plan))
         return [sequences.select(indices) for indices in plan], totals
 

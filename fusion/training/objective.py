@@ -4,8 +4,8 @@
     every stage   routing of its layers' rows ─ load-balancing loss ─► its part of the batch's
 
 Invariant: what all ranks and micro-batches add up to is the mean loss over the trained tokens of the global batch
-(weighted where the batch says so) plus the load-balancing loss of all its layers and rows; so are the metrics, which
-are the same on every rank.
+(weighted and normalised where the batch says so) plus the load-balancing loss of all its layers and rows; so are the
+metrics, which are weighted means and the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, load_balancing_loss
-from fusion.training.algorithms import Loss, LossInput
 from fusion.training.batch import Sequences
+from fusion.training.gaps import gap_metrics, gap_sums
+from fusion.training.loss import Loss, LossInput
 
 BALANCE = "actor/load_balancing_loss"
+LOSS = "actor/loss"
+GAPS = "gaps"
 
 
 class Totals(NamedTuple):
-    """Of all data-parallel ranks together: loss weight and rows summed, micro-batches at most."""
+    """Of all data-parallel ranks together: tokens' weights, what divides the losses (`Sequences.loss_totals`) and rows
+    summed; micro-batches at most."""
 
     weight: float
+    normaliser: float
     rows: int
     micro_batches: int
 
@@ -63,17 +68,18 @@ class Objective:
             return None if values_N is None else values_N[rows].to(device)
 
         owner = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths, dtype=torch.int64))
-        out = self.loss(
-            LossInput(
-                tokens.logprobs,
-                tokens.entropy,
-                owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
-                column(batch.advantages),
-                column(batch.behaviour_logprobs),
-                column(batch.ref_logprobs),
-            )
+        given = LossInput(
+            tokens.logprobs,
+            tokens.entropy,
+            owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
+            column(batch.advantages),
+            column(batch.behaviour_logprobs),
+            column(batch.ref_logprobs),
+            column(batch.proximal_logprobs),
+            column(batch.versions),
+            batch.version,
         )
-        weight_n = column(batch.token_weight)
+        out, weight_n = self.loss(given), column(batch.token_weight)
 
         def total(values_n: torch.Tensor) -> torch.Tensor:
             return (values_n if weight_n is None else values_n * weight_n).sum()
@@ -81,8 +87,10 @@ class Objective:
         for name, values in out.metrics.items():
             self._add(name, total(values))
         self._add("actor/entropy", total(tokens.entropy.detach()))
-        self._add("actor/loss", total(out.loss.detach()))
-        return total(out.loss) / max(self.totals.weight, 1e-12)
+        self._add(LOSS, total(out.loss.detach()))
+        if given.behaviour_logprobs is not None:
+            self._add(GAPS, gap_sums(given, weight_n))
+        return total(out.loss) / max(self.totals.normaliser, 1e-12)
 
     def of_routing(self, stats: list[torch.Tensor]) -> torch.Tensor | None:
         """The share of this stage's layers in the load-balancing loss: scalar, weighted; None where there is none."""
@@ -96,27 +104,34 @@ class Objective:
 
     def metrics(self) -> dict[str, float]:
         """Means over the global batch. Collective over the mesh, and the same on every rank."""
-        figures = _sum_over_stages(self._sum_over_stage(), self.mesh)
-        balance = figures.pop(BALANCE, None)
-        weight = self.totals.weight
-        means = {name: value / weight for name, value in figures.items()} if weight else {}
+        sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
+        balance, loss, gaps = (sums.pop(name, None) for name in (BALANCE, LOSS, GAPS))
+        weight, means = self.totals.weight, {}
+        if weight:
+            means = {name: float(value) / weight for name, value in sums.items()}
+            means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
+            means |= {} if gaps is None else gap_metrics(gaps)
         if balance is not None:
-            means[BALANCE] = balance
-            means["actor/loss"] = means.get("actor/loss", 0.0) + self.balancing_coef * balance
+            means[BALANCE] = float(balance)
+            means[LOSS] = means.get(LOSS, 0.0) + self.balancing_coef * means[BALANCE]
         return means
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def _sum_over_stage(self) -> dict[str, float]:
+    def _sum_over_stage(self) -> dict[str, torch.Tensor]:
+        """Float64 on the CPU, flat."""
         if not self._sums:
             return {}
-        values = torch.stack([value.to(torch.float64) for value in self._sums.values()]).cpu()
+        values = [value.to(torch.float64).flatten() for value in self._sums.values()]
+        sizes = [len(value) for value in values]
+        wire = torch.cat(values).cpu()
         if self.mesh.stage_group is not None:
             # Tokens are the same on the ranks of a TP group, which counts them once; rows of the router are not.
-            values *= torch.tensor([name == BALANCE or self.mesh.tp_rank == 0 for name in self._sums])
-            dist.all_reduce(values, group=self.mesh.stage_group)
-        return dict(zip(self._sums, values.tolist(), strict=True))
+            mine = torch.tensor([name == BALANCE or self.mesh.tp_rank == 0 for name in self._sums])
+            wire *= mine.repeat_interleave(torch.tensor(sizes))
+            dist.all_reduce(wire, group=self.mesh.stage_group)
+        return dict(zip(self._sums, (part.clone() for part in wire.split(sizes)), strict=True))
 
 
 def routing_counts(stats: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
@@ -127,14 +142,14 @@ def routing_counts(stats: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     return counts_E
 
 
-def _sum_over_stages(mine: dict[str, float], mesh: Mesh) -> dict[str, float]:
+def _sum_over_stages(mine: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     """Only the last stage knows the metrics of the loss, every stage its layers' balance."""
     if mesh.pp_group is None:
         return mine
-    stages: list[dict[str, float]] = [{} for _ in range(mesh.parallel.pp)]
+    stages: list[dict[str, torch.Tensor]] = [{} for _ in range(mesh.parallel.pp)]
     dist.all_gather_object(stages, mine, group=mesh.pp_group)
-    total: dict[str, float] = {}
+    total: dict[str, torch.Tensor] = {}
     for figures in reversed(stages):
         for name, value in figures.items():
-            total[name] = total.get(name, 0.0) + value
+            total[name] = total[name] + value if name in total else value
     return total

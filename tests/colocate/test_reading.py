@@ -35,7 +35,7 @@ def test_every_stage_of_a_pipeline_gets_what_it_looks_at_and_one_card_asks(tmp_p
         assert first[stage][1].keys() == {"prompt", "response"}
         assert middle[stage][1:] == ({}, []), "no payload, not even to pass on"
     assert last["reference"][1].keys() == {"response"}
-    assert last["train"][1].keys() == {"response", "behaviour_logprobs", "advantage", "ref_logprobs"}
+    assert last["train"][1].keys() == {"response", "behaviour_logprobs", "advantage", "versions", "ref_logprobs"}
     assert last["train"][2] == sorted(last["train"][1]) and last["train"][1]["response"] > 0
 
 

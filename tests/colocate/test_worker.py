@@ -21,7 +21,7 @@ def worker(tmp_path):
     return _worker(tiny_checkpoint(tmp_path))
 
 
-def _worker(path, dtype="float32", **fusion):
+def _worker(path, dtype="float32", algorithm=None, **fusion):
     spec = WorkerSpec(
         seed=5,
         steps=10,
@@ -32,7 +32,7 @@ def _worker(path, dtype="float32", **fusion):
         fusion=FusionConfig(bucket_bytes=1 << 14, checksum=True, **fusion),
         rollout=RolloutConfig(max_response_length=6, max_length=64),
         training=TrainingConfig(lr=1e-3),
-        algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP),
+        algorithm=AlgorithmConfig(**(algorithm or {"kl_coef": 0.1, "group_size": GROUP})),
         device=DeviceConfig("emulated", capacity_bytes=64 << 20),
     )
     worker = Worker(spec, 0, LocalQueue(["train"]))
@@ -82,6 +82,46 @@ def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
     columns = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs", "versions"])
     assert columns["response"].lengths().tolist() == columns["ref_logprobs"].lengths().tolist()
     assert torch.allclose(columns["behaviour_logprobs"].buffer, columns["ref_logprobs"].buffer, atol=1e-5)
+
+
+def _with_algorithm(path, **keys):
+    worker = _worker(path, algorithm={"kl_coef": 0.1, "group_size": GROUP} | keys)
+    worker.switch("infer", 0)
+    ids = _generate(worker, 0)
+    worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))
+    worker.switch("train", 0)
+    return worker, ids
+
+
+def test_decoupled_takes_the_proximal_policy_before_the_first_of_several_updates(tmp_path):
+    path, clipped = tiny_checkpoint(tmp_path), {}
+    for correction in ("decoupled", "tis_token"):
+        worker, ids = _with_algorithm(path, correction=correction)
+        worker.reference([ids])
+        report = worker.train([[ids], [ids]], 2)
+        figures = {name: part.value / (part.weight or 1) for name, part in report.metrics.items()}
+        assert figures["staleness/2/token_fraction"] == 1, "version 0 sampled what version 2 is trained on"
+        clipped[correction] = figures["actor/ratio_mean"]
+    assert clipped["tis_token"] == 1, "against the policy of each minibatch itself"
+    assert abs(clipped["decoupled"] - 1) > 1e-6, "against the policy before the step"
+
+
+def test_the_divergence_of_every_sample_comes_back_for_its_reward(tmp_path):
+    worker, ids = _with_algorithm(tiny_checkpoint(tmp_path), kl_in="reward")
+    with torch.no_grad():
+        for flat in worker.weights.train.weights.flats:
+            flat.mul_(1.1)
+    worker.switch("infer", 1)
+    more = _generate(worker, 1)
+    worker.switch("train", 1)
+    found = worker.reference([more]).reference_kl
+    columns = worker.queue.read(more, ["behaviour_logprobs", "ref_logprobs"])
+    assert list(found) == more
+    for row, id in enumerate(more):
+        wanted = float((columns["behaviour_logprobs"][row] - columns["ref_logprobs"][row]).sum())
+        assert abs(found[id] - wanted) < 1e-5
+    assert any(abs(kl) > 1e-4 for kl in found.values())
+    assert "actor/kl_loss" not in worker.train([[ids]]).metrics, "no column of the reference is needed to train"
 
 
 def test_a_checkpoint_brings_back_weights_and_optimizer(worker, tmp_path):

@@ -12,7 +12,7 @@ from fusion.model import Mesh, ModelConfig, Transformer, load_weights, save_fold
 from fusion.npu import open_device
 from fusion.rewards.arithmetic import arithmetic
 from fusion.training import Sequences, TrainEngine, split_over_ranks
-from fusion.training.algorithms import make_advantages, make_loss
+from fusion.training.algorithms import make_algorithm
 from stalesync.config import Config
 from stalesync.prompts import PromptSource
 
@@ -31,7 +31,7 @@ def run(config: Config, export: Path) -> list[float]:
     trainer = TrainEngine(policy, mesh, device, config.training, temperature=config.rollout.temperature)
     engine = Engine(served, mesh, device, config.rollout, config.run.seed)
     source = PromptSource(config.data, tokenizer, config.run.seed)
-    advantages, loss = make_advantages(config.algorithm), make_loss(config.algorithm)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
     rewards = []
     for version in range(config.run.steps):
         for theirs, ours in zip(served.weights.flats, policy.weights.flats, strict=True):
@@ -50,19 +50,18 @@ def run(config: Config, export: Path) -> list[float]:
             for one, text in zip(outputs, texts, strict=True)
         ]
         rewards.append(sum(found) / len(found))
-        values, _ = advantages(found, [one.group for one in outputs])
+        sizes = [len(one.tokens) for one in outputs]
+        values, _ = algorithm.advantages(found, [one.group for one in outputs], sizes)
         (order,) = split_over_ranks([len(one.prompt) + len(one.tokens) for one in outputs], 1)
         chosen = [outputs[i] for i in order]
         trainer.allocate_gradients()
-        trainer.forward_backward(
-            Sequences.from_samples(
-                [one.prompt for one in chosen],
-                [one.tokens for one in chosen],
-                advantages=values[order],
-                behaviour_logprobs=[one.logprobs for one in chosen],
-            ),
-            loss,
+        batch = Sequences.from_samples(
+            [one.prompt for one in chosen],
+            [one.tokens for one in chosen],
+            advantages=values[order],
+            behaviour_logprobs=[one.logprobs for one in chosen],
         )
+        trainer.forward_backward(algorithm.weigh(batch), algorithm.loss)
         trainer.optimizer_step()
     save_folder(policy, export, tokenizer_from=config.model.path)
     return rewards

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from fusion.model.options import LayoutOptions
-from stalesync.config import Config, check_overrides, known_keys
+from fusion.training.algorithms import ALGORITHMS
+from stalesync.config import Config, check_overrides, known_keys, register
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 
@@ -64,6 +67,7 @@ def test_the_default_job_is_valid(checkpoint):
             {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},
             "a minibatch has 2 samples .* fewer than the 4 data-parallel replicas",
         ),
+        ({"algorithm__overlong_buffer": 999}, "algorithm.overlong_buffer=999 exceeds rollout.max_response_length="),
         ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
         ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
@@ -157,6 +161,15 @@ def test_there_are_fewer_than_120_keys_and_each_is_documented():
 def test_an_unknown_key_is_refused_with_the_nearest_right_one(argument, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         check_overrides([argument], ["algorithm", "cluster"])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_a_choice_file_that_is_valid(name):
+    register()
+    with initialize_config_dir(str(ROOT / "recipes" / "conf"), version_base=None):
+        found = OmegaConf.to_object(compose("config", [f"algorithm={name}"]))
+    assert isinstance(found, Config) and found.algorithm.name == name
+    found.algorithm.validate()
 
 
 def test_known_keys_pass():

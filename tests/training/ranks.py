@@ -11,8 +11,11 @@ from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.huggingface import gather_tensors
 from fusion.offload import StreamedStates
 from fusion.training import AlgorithmConfig, Sequences, TrainEngine, TrainingConfig, split_over_ranks
-from fusion.training.algorithms import make_loss
+from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
+
+LONGEST = 16
+"""Response tokens; more than any of `sample_batch` has."""
 
 
 class Case(NamedTuple):
@@ -50,14 +53,16 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
         return [0.3 * torch.randn(size, generator=random) for size in sizes]
 
     response_lengths = lengths(1, 9)
-    return Sequences.from_samples(
+    batch = Sequences.from_samples(
         tokens(lengths(1, 7)),
         tokens(response_lengths),
         advantages=torch.randn(samples, generator=random),
         behaviour_logprobs=logprobs(response_lengths),
         ref_logprobs=logprobs(response_lengths),
+        versions=[torch.arange(size) // 3 + index % 2 for index, size in enumerate(response_lengths)],
         trained=[index != 1 for index in range(samples)],
     )
+    return replace(batch, version=3)
 
 
 def make_engine(case: Case, device: Any, **options: Any) -> TrainEngine:
@@ -88,13 +93,14 @@ def my_share(batch: Sequences, engine: TrainEngine) -> Sequences:
 def train(rank: int, device: Any, case: Case) -> dict[str, Any]:
     """Metrics of every step, and on rank 0 the whole weights after the last."""
     engine = make_engine(case, device, states=StreamedStates if case.streamed else ResidentStates)
-    loss = make_loss(AlgorithmConfig(**({"kl_coef": 0.1} | case.algorithm)))
+    algorithm = make_algorithm(AlgorithmConfig(**({"kl_coef": 0.1} | case.algorithm)), LONGEST)
     steps = []
     for step in range(case.steps):
         metrics: dict[str, float] = {}
         for part in range(case.accumulate):
             batch = my_share(sample_batch(case.samples, case.seed + case.accumulate * step + part), engine)
-            metrics |= {f"{part}/{name}": value for name, value in engine.forward_backward(batch, loss).items()}
+            found = engine.forward_backward(algorithm.weigh(batch), algorithm.loss)
+            metrics |= {f"{part}/{name}": value for name, value in found.items()}
         steps.append(metrics | engine.optimizer_step())
     weights = {name: tensor for name, tensor in gather_tensors(engine.model) if tensor is not None}
     return {"steps": steps, "weights": weights}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -62,8 +63,10 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
         [[8], [9, 3, 4]],
         advantages=[1.0, -1.0],
         behaviour_logprobs=[[-0.1], [-0.2, -0.3, -0.4]],
+        versions=[[2], [1, 1, 2]],
         trained=[True, True],
     )
+    batch = replace(batch, version=2)
     assert batch.tokens.tolist() == [5, 6, 8, 7, 9, 3, 4]
     assert batch.lengths == [3, 4]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
@@ -71,7 +74,9 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
     assert batch.advantages.tolist() == [1, 1, 1, -1, -1, -1, -1]
     torch.testing.assert_close(batch.behaviour_logprobs, torch.tensor([0, 0, -0.1, 0, -0.2, -0.3, -0.4]))
     assert batch.ref_logprobs is None
+    assert batch.versions.tolist() == [0, 0, 2, 0, 1, 1, 2] and batch.versions.dtype == torch.int32
     second = batch.select([1])
+    assert second.versions.tolist() == [0, 1, 1, 2] and second.version == 2
     assert second.tokens.tolist() == [7, 9, 3, 4] and second.lengths == [4]
     assert batch.select([1, 0]).tokens.tolist() == [7, 9, 3, 4, 5, 6, 8]
     for nothing in (batch.select([]), Sequences.from_samples([], [], advantages=[])):

@@ -10,11 +10,11 @@ import torch
 from fusion.model import Parallel
 from fusion.offload import HostPool, StreamedStates
 from fusion.training import AlgorithmConfig, load_checkpoint, save_checkpoint
-from fusion.training.algorithms import make_loss
+from fusion.training.algorithms import make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint
-from tests.training.ranks import Case, make_engine, my_share, sample_batch
+from tests.training.ranks import LONGEST, Case, make_engine, my_share, sample_batch
 
-GRPO = make_loss(AlgorithmConfig(kl_coef=0.1))
+GRPO = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST).loss
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import torch
 from fusion.model import Parallel
 from fusion.offload import Offloader
 from fusion.training import AlgorithmConfig, Sequences
-from fusion.training.algorithms import make_loss
+from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_hf
-from tests.training.ranks import Case, make_engine, sample_batch, with_policy
+from tests.training.ranks import LONGEST, Case, make_engine, sample_batch, with_policy
 
-GRPO = make_loss(AlgorithmConfig(kl_coef=0.1))
-SFT = make_loss(AlgorithmConfig(name="sft"))
+GRPO = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST).loss
+SFT = cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,20 @@ def test_gradient_and_metrics_do_not_depend_on_micro_batches_or_packing(checkpoi
     for other_metrics, got in others:
         assert other_metrics == pytest.approx(metrics, rel=1e-5)
         close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_gives_the_same_gradient_in_any_micro_batches(checkpoint, device, name):
+    algorithm = make_algorithm(AlgorithmConfig(name=name, correction="tis_sequence", kl_coef=0.1), LONGEST)
+    engine = engine_of(checkpoint, device)
+    whole, results = algorithm.weigh(with_policy(sample_batch(12, seed=3), engine)), []
+    for budget, order in ((1000, range(12)), (30, range(11, -1, -1))):
+        engine.config.token_budget = budget
+        engine.optimizer.zero_gradients()
+        results.append((engine.forward_backward(whole.select(list(order)), algorithm.loss), gradients(engine)))
+    (metrics, wanted), (others, found) = results
+    assert others == pytest.approx(metrics, rel=1e-5)
+    close(found, wanted)
 
 
 def test_weights_of_tokens_give_the_mean_of_sequence_means(checkpoint, device):

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from fusion.model import Parallel
 from fusion.training import AlgorithmConfig
-from fusion.training.algorithms import make_loss
+from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.batch import UNREAD
 from tests.helpers import run_ranks, tiny_checkpoint
-from tests.training.ranks import Case, make_engine, my_share, sample_batch, train
+from tests.training.ranks import LONGEST, Case, make_engine, my_share, sample_batch, train
 
 BAR = {
     "TP2EP2": Parallel(4, tp=2, ep=2),
@@ -49,6 +49,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Parallel]]] 
         {"num_hidden_layers": 3},
         {"training": {"load_balancing_coef": 0.0}, "bucket_bytes": 3000},
         {"PP2DP2": MORE["PP2DP2"], "TP2PP2": Parallel(4, tp=2, pp=2), "EP2": Parallel(2, ep=2)},
+    ),
+    "dr-grpo": (
+        {"num_hidden_layers": 2},
+        {"training": MICRO_BATCHES, "algorithm": {"name": "dr_grpo", "correction": "tis_sequence"}},
+        {"DP4": BAR["DP4"], "TP2PP2": Parallel(4, tp=2, pp=2)},
+    ),
+    "gspo": (
+        {"num_hidden_layers": 2},
+        {"training": MICRO_BATCHES, "algorithm": {"name": "gspo", "correction": "mask_sequence"}},
+        {"DP4": BAR["DP4"], "PP2DP2": Parallel(4, pp=2)},
     ),
     "dense": (
         {"experts": False},
@@ -91,9 +101,9 @@ def test_a_layout_trains_as_one_rank_does(checkpoints, setting, layout):
 
 def copies_of_the_embedding(rank, device, case):
     """The embedding and its optimizer states on the first and the last stage."""
-    engine, loss = make_engine(case, device), make_loss(AlgorithmConfig(name="sft"))
+    engine = make_engine(case, device)
     for seed in range(3):
-        engine.forward_backward(my_share(sample_batch(case.samples, seed), engine), loss)
+        engine.forward_backward(my_share(sample_batch(case.samples, seed), engine), cross_entropy)
         engine.optimizer_step()
     optimizer = engine.optimizer
     found = [view.cpu() for name, view in engine.model.weights.views.items() if name.split(".")[0] == "embed"]
@@ -119,7 +129,7 @@ def test_both_copies_of_a_tied_embedding_stay_bitwise_equal(checkpoints, layout,
 
 def with_and_without(rank, device, case):
     """Gradients, metrics and log-probabilities from whole sequences, and from what this stage looks at of them."""
-    loss, found = make_loss(AlgorithmConfig(kl_coef=0.1)), []
+    loss, found = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST).loss, []
     for view in (lambda batch, mesh: batch, looked_at):
         engine = make_engine(case, device)
         batch = view(my_share(sample_batch(case.samples, 3), engine), engine.mesh)
@@ -134,7 +144,7 @@ def looked_at(batch, mesh):
         labels = batch.tokens.where(batch.loss_mask, UNREAD)
         batch = replace(batch, held_tokens=labels if mesh.last_stage else None)
     if not mesh.last_stage:
-        batch = replace(batch, advantages=None, behaviour_logprobs=None, ref_logprobs=None)
+        batch = replace(batch, advantages=None, behaviour_logprobs=None, ref_logprobs=None, versions=None)
     return batch
 
 

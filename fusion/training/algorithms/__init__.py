@@ -1,34 +1,34 @@
-"""Algorithms, one file each: what becomes of rewards (`ADVANTAGES`) and of trained tokens (`LOSSES`), both pure.
+"""Algorithms, one file each over one interface (`interface.Algorithm`): what becomes of rewards, and of trained tokens.
 
-    rewards_B, groups_B ─ make_advantages(config) ─► advantages_B, trained_B        on the controller
-    LossInput (n tokens) ─ make_loss(config) ─► LossOutput (loss of each token)     in the trainer
+    rewards of a group ─ filter_rule ─► None, or why it is not trained       ┐
+    rewards_B, groups_B, lengths_B ─ advantages ─► advantages_B, trained_B   ┘ on the controller
+    Sequences ─ weigh ─► with weights of tokens (aggregation)                ┐
+    LossInput (n tokens) ─ loss ─► LossOutput (loss of each token)           ┘ in the trainer
 
-A new algorithm is a new file and a line in each table that it has its own part in.
+A new algorithm is a new file and a line in `ALGORITHMS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-
-import torch
-
-from fusion.training.algorithms import grpo, sft
-from fusion.training.algorithms.loss import Loss, LossInput, LossOutput
+from fusion.training.algorithms.dapo import DAPO
+from fusion.training.algorithms.dr_grpo import DrGRPO
+from fusion.training.algorithms.grpo import GRPO
+from fusion.training.algorithms.gspo import GSPO
+from fusion.training.algorithms.interface import Algorithm
+from fusion.training.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from fusion.training.algorithms.rloo import RLOO
+from fusion.training.algorithms.sft import cross_entropy
 from fusion.training.config import AlgorithmConfig
+from fusion.training.loss import Loss, LossInput, LossOutput
 
-Advantages = Callable[[Sequence[float | None], Sequence[Hashable]], tuple[torch.Tensor, torch.Tensor]]
-"""(rewards of B samples, None where it failed; group of each) → (advantages float32 [B], trained bool [B])."""
-
-ADVANTAGES: dict[str, Callable[[AlgorithmConfig], Advantages]] = {"grpo": grpo.make_advantages}
-LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {"grpo": grpo.make_loss, "sft": sft.make_loss}
-
-
-def make_advantages(config: AlgorithmConfig) -> Advantages:
-    return ADVANTAGES[config.name](config)
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    made.name: made for made in (GRPO, DrGRPO, DAPO, GSPO, RLOO, ReinforcePlusPlus)
+}
 
 
-def make_loss(config: AlgorithmConfig) -> Loss:
-    return LOSSES[config.name](config)
+def make_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algorithm:
+    """The algorithm of a run whose responses have at most so many tokens."""
+    return ALGORITHMS[config.name](config, max_response_length)
 
 
-__all__ = ["ADVANTAGES", "LOSSES", "Advantages", "Loss", "LossInput", "LossOutput", "make_advantages", "make_loss"]
+__all__ = ["ALGORITHMS", "Algorithm", "Loss", "LossInput", "LossOutput", "cross_entropy", "make_algorithm"]

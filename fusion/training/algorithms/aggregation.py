@@ -1,0 +1,37 @@
+"""How the losses of tokens become the loss of the global batch: as weights of its tokens and what divides their sum.
+
+    loss = Σ token_weight · loss of the token / Σ normaliser        both sums over all ranks and micro-batches
+
+                     token_weight    normaliser      so that the sum is divided by
+    token_mean       1               token_weight    the tokens of the batch (DAPO, arXiv 2503.14476, section 3.3)
+    sequence_mean    1 / |y|         token_weight    each by its length, then by their number (GRPO, 2402.03300, eq. 3)
+    constant         1               L / |y|         L times the number of sequences, as if every response were padded
+                                                     to the longest, L (Dr. GRPO, 2503.20783, section 3.2)
+
+|y| counts a sequence's trained tokens. A column depends on its own sequence alone, so none on how a batch is divided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fusion.training.batch import Sequences
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
+
+def weigh(sequences: Sequences, aggregation: str, max_response_length: int) -> Sequences:
+    """``sequences`` with the columns of the table above."""
+    if aggregation == "token_mean":
+        return sequences
+    lengths = torch.tensor(sequences.lengths, dtype=torch.int64)
+    owner_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+    mask_N = sequences.loss_mask.to(torch.float32)
+    trained_B = torch.zeros(len(lengths)).index_add(0, owner_N, mask_N)
+    share_N = mask_N / trained_B.clamp(min=1)[owner_N]
+    if aggregation == "sequence_mean":
+        return replace(sequences, token_weight=share_N)
+    assert aggregation == "constant", aggregation
+    return replace(sequences, normaliser=max_response_length * share_N)

@@ -1,0 +1,22 @@
+"""GSPO: the ratio of whole sequences is clipped, not that of tokens (arXiv 2507.18071, section 4).
+
+A sequence's ratio is the geometric mean of its tokens' (section 4.1). At every token stands the sequence's ratio, but
+its gradient is the token's own (GSPO-token, section 4.3): with one advantage a sequence and averaged over its tokens
+that is the gradient of GSPO. Clip bounds are of the order of 1e-4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.training.algorithms.grpo import GRPO
+from fusion.training.loss import LossInput, log_ratio, means_of_sequences
+
+
+class GSPO(GRPO):
+    name = "gspo"
+    aggregation = "sequence_mean"
+
+    def log_ratio(self, tokens: LossInput, anchor_n: torch.Tensor) -> torch.Tensor:
+        own = log_ratio(tokens.logprobs, anchor_n)
+        return means_of_sequences(own.detach(), tokens.lengths) + own - own.detach()

@@ -1,0 +1,138 @@
+"""The one interface of all algorithms, and what most of them share.
+
+    controller    filter_rule(rewards of a group) ─► None, or the name under which the group is not trained
+                  advantages(rewards_B, groups_B, response_lengths_B) ─► advantages_B, trained_B
+                     = estimate(shaped rewards): what a file of this folder is about
+    trainer       weigh(sequences) ─► the same with the weight of each token (`aggregation`)
+                  loss(tokens) ─► correction's weight · clipped ratio · advantage (+ KL), token by token
+
+All methods are pure. An algorithm is a subclass that overrides what its paper changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from fusion.training.algorithms import shaping
+from fusion.training.algorithms.aggregation import weigh
+from fusion.training.batch import Sequences
+from fusion.training.config import AlgorithmConfig
+from fusion.training.corrections import make_correction
+from fusion.training.loss import LossInput, LossOutput, clipped_loss, k3_divergence, log_ratio
+
+EPSILON = 1e-6
+"""Beside a standard deviation that is divided by."""
+
+Reward = float | None
+"""None or NaN where it failed."""
+
+
+class Algorithm:
+    """``max_response_length``: tokens, of the run; the constant normaliser and the penalty on overlong responses."""
+
+    name: str
+    aggregation: str = "token_mean"
+    """One of `aggregation.AGGREGATIONS`, where the config does not choose."""
+    overlong_share: float = 0.0
+    """Of max_response_length: the overlong buffer, where the config does not choose."""
+
+    def __init__(self, config: AlgorithmConfig, max_response_length: int):
+        self.config, self.max_response_length = config, max_response_length
+        self.correct = make_correction(config)
+
+    def filter_rule(self, rewards: Sequence[Reward]) -> str | None:
+        """Rewards of one group, as the reward gave them → the rule by which it is not trained, None: it is."""
+        return None
+
+    def advantages(
+        self,
+        rewards: Sequence[Reward],
+        groups: Sequence[Hashable],
+        response_lengths: Sequence[int],
+        reference_kl: Sequence[float] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """B samples of one step → advantages float32 [B] and trained bool [B].
+
+        A sample whose reward failed (None or NaN) enters no statistic, gets 0 and is not trained.
+
+        Args:
+            groups: of each sample, whatever can be compared and hashed.
+            response_lengths: tokens.
+            reference_kl: of each sample, behaviour_logprobs - ref_logprobs summed over its response. Only for
+                algorithm.kl_in=reward.
+
+        Raises:
+            ValueError: the columns differ in length, or ``reference_kl`` is needed and None.
+        """
+        shaped = self.shape_rewards(rewards, response_lengths, reference_kl)
+        members: dict[Hashable, list[int]] = {}
+        for index, (reward, group) in enumerate(zip(shaped, groups, strict=True)):
+            if not failed(reward):
+                members.setdefault(group, []).append(index)
+        values_B = torch.tensor([0.0 if failed(reward) else reward for reward in shaped], dtype=torch.float64)
+        trained_B = torch.tensor([not failed(reward) for reward in shaped], dtype=torch.bool)
+        advantages_B = torch.zeros(len(shaped), dtype=torch.float64)
+        self.estimate(values_B, list(members.values()), advantages_B)
+        return advantages_B.to(torch.float32), trained_B
+
+    def shape_rewards(
+        self, rewards: Sequence[Reward], response_lengths: Sequence[int], reference_kl: Sequence[float] | None = None
+    ) -> list[Reward]:
+        """Rewards plus the penalty on overlong responses, minus `kl_coef` times the KL where the config wants it so."""
+        config, longest = self.config, self.max_response_length
+        buffer = config.overlong_buffer
+        if buffer is None:
+            buffer = int(self.overlong_share * longest)
+        shaped = shaping.penalise_overlong(rewards, response_lengths, longest, buffer)
+        if config.kl_in != "reward" or not config.kl_coef:
+            return shaped
+        if reference_kl is None:
+            raise ValueError("algorithm.kl_in=reward needs each sample's reference_kl to make advantages")
+        return shaping.subtract_kl(shaped, reference_kl, config.kl_coef)
+
+    def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
+        """Fills ``advantages_B`` (float64, zeros) from shaped rewards float64 [B] at the places that ``groups`` names:
+        the samples of each group whose rewards did not fail."""
+        raise NotImplementedError
+
+    def weigh(self, sequences: Sequences) -> Sequences:
+        """With the columns `token_weight` and `normaliser` that the loss is to be averaged with."""
+        return weigh(sequences, self.config.loss_aggregation or self.aggregation, self.max_response_length)
+
+    def log_ratio(self, tokens: LossInput, anchor_n: torch.Tensor) -> torch.Tensor:
+        """Logarithm of the ratio that is clipped, [n] with gradient: of the policy to ``anchor_n``, log-probabilities
+        of another."""
+        return log_ratio(tokens.logprobs, anchor_n)
+
+    def loss(self, tokens: LossInput) -> LossOutput:
+        """The loss of each token, and its figures.
+
+        Raises:
+            ValueError: a column that is needed is missing (named).
+        """
+        config = self.config
+        advantages = tokens.needed("advantages", f"algorithm.name={self.name}")
+        behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.correction}")
+        anchor, weight, metrics = self.correct(tokens)
+        log_r = self.log_ratio(tokens, anchor)
+        clipped = clipped_loss(log_r, advantages, config.clip_low, config.clip_high)
+        loss = clipped.loss if weight is None else clipped.loss * weight
+        metrics = metrics | {
+            "actor/pg_loss": loss.detach(),
+            "actor/pg_clipfrac": clipped.bites.to(torch.float32),
+            "actor/ratio_mean": log_r.detach().exp(),
+            "actor/ppo_kl": -log_ratio(tokens.logprobs.detach(), behaviour),
+        }
+        if config.kl_in == "loss" and (config.kl_coef or tokens.ref_logprobs is not None):
+            reference = tokens.needed("ref_logprobs", f"algorithm.kl_coef={config.kl_coef}")
+            kl = k3_divergence(tokens.logprobs, reference)
+            metrics["actor/kl_loss"] = kl.detach()
+            loss = loss + config.kl_coef * kl
+        return LossOutput(loss, metrics)
+
+
+def failed(reward: Reward) -> bool:
+    return reward is None or math.isnan(reward)

@@ -1,0 +1,76 @@
+"""How far apart trainer and engine are on the tokens that are trained, in all and by how stale they are.
+
+    tokens of a micro-batch ─ gap_sums ─► [rows, columns] ─ add up over micro-batches and ranks ─ gap_metrics ─► figures
+
+The gap of a token is |log p_trainer - log p_engine|. A row for each version lag, the last but one for lags from `LAGS`
+on, the last for tokens whose version is not known; columns: weight, weighted sum of gaps, of probability differences,
+and a histogram of gaps.
+
+Invariants: sums of any division of the tokens add up to the sums of all; a p99 is at least the true one (of the
+weighted tokens) and at most `RESOLUTION` times it, within [LEAST, MOST].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.training.loss import LossInput
+
+LAGS = 8
+"""Lags with a row of their own: 0 … 7"""
+
+LEAST, MOST, BINS = 1e-6, 10.0, 64
+RESOLUTION = (MOST / LEAST) ** (1 / BINS)
+ROWS, COLUMNS = LAGS + 2, 3 + BINS + 2
+EDGES = LEAST * RESOLUTION ** torch.arange(BINS + 1, dtype=torch.float64)
+"""Upper edges of the bins but the last, which is for gaps above `MOST`."""
+
+
+def gap_sums(tokens: LossInput, weight_n: torch.Tensor | None) -> torch.Tensor:
+    """float32 [ROWS * COLUMNS], of tokens with behaviour_logprobs."""
+    assert tokens.behaviour_logprobs is not None
+    logprobs, behaviour = tokens.logprobs.detach(), tokens.behaviour_logprobs
+    gap = (logprobs - behaviour).abs()
+    weight = torch.ones_like(gap) if weight_n is None else weight_n
+    row = torch.full_like(gap, ROWS - 1, dtype=torch.int64)
+    if tokens.versions is not None and tokens.version is not None:
+        row = (tokens.version - tokens.versions.to(torch.int64)).clamp(0, LAGS)
+    bin = torch.bucketize(gap, EDGES.to(gap))
+    sums = gap.new_zeros(ROWS * COLUMNS)
+    for column, values in (
+        (torch.zeros_like(bin), weight),
+        (torch.ones_like(bin), weight * gap),
+        (torch.full_like(bin, 2), weight * (logprobs.exp() - behaviour.exp()).abs()),
+        (3 + bin, weight),
+    ):
+        sums = sums.index_add(0, row * COLUMNS + column, values)
+    return sums
+
+
+def gap_metrics(sums: torch.Tensor) -> dict[str, float]:
+    """Figures of added-up `gap_sums`; a lag that no token has is left out."""
+    rows = sums.to(torch.float64).view(ROWS, COLUMNS)
+    total = float(rows[:, 0].sum())
+    if not total:
+        return {}
+    metrics = _figures("training", rows.sum(0))
+    for lag, row in enumerate(rows[: LAGS + 1]):
+        if row[0] > 0:
+            name = f"staleness/{lag}" if lag < LAGS else f"staleness/{lag}+"
+            metrics |= _figures(name, row) | {f"{name}/token_fraction": float(row[0]) / total}
+    return metrics
+
+
+def _figures(name: str, row: torch.Tensor) -> dict[str, float]:
+    return {
+        f"{name}/rollout_probs_diff_mean": float(row[2] / row[0]),
+        f"{name}/rollout_logprobs_diff_mean": float(row[1] / row[0]),
+        f"{name}/rollout_logprobs_diff_p99": _quantile(row[3:], 0.99),
+    }
+
+
+def _quantile(counts: torch.Tensor, share: float) -> float:
+    """The upper edge of the bin that a share of all weight is not above."""
+    below = counts.cumsum(0)
+    index = int(torch.searchsorted(below, share * below[-1] * (1 - 1e-6)))
+    return float(EDGES[min(index, BINS)])
