@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Transformer
+from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Routed, Transformer
 from fusion.npu import Device
 from fusion.training.algorithms import Loss
 from fusion.training.batch import Sequences, plan_micro_batches
@@ -103,12 +103,12 @@ class TrainEngine:
         objective = Objective(loss, totals, self.model.config, self.mesh, self.balancing_coef, counts_E)
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            stats: list[torch.Tensor] = []
-            out = self._hidden(batches[i], hidden, stats)
+            routed: list[Routed] = []
+            out = self._hidden(batches[i], hidden, routed)
+            of_routing = objective.of_routing(routed)
             if not self.mesh.last_stage:
-                return out, objective.of_routing(stats)
+                return out, of_routing
             of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
-            of_routing = objective.of_routing(stats)
             return None, of_tokens if of_routing is None else of_tokens + of_routing
 
         self._accumulated = True
@@ -222,12 +222,12 @@ class TrainEngine:
         return [sequences.select(indices) for indices in plan], totals
 
     def _hidden(
-        self, batch: Sequences, hidden: torch.Tensor | None, router_stats: list[torch.Tensor] | None = None
+        self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
         positions = batch.positions.to(self.device.torch_device)
         # behind the first stage the model looks at the number of ids alone, and there need be none
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
-        return self.model(ids, positions, PackedAttention(batch.lengths), router_stats, hidden)
+        return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden)
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
         """On the last stage."""
@@ -238,14 +238,14 @@ class TrainEngine:
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
         """Tokens that each expert gets from the whole global batch, summed over layers: float32 [E]."""
-        stats: list[torch.Tensor] = []
+        routed: list[Routed] = []
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-            out = self._hidden(batches[i], hidden, stats)
+            out = self._hidden(batches[i], hidden, routed)
             return None if self.mesh.last_stage else out, None
 
         self.stage.infer(_rows(batches), forward)
-        return routing_counts(stats, self.mesh)
+        return routing_counts(routed, self.mesh)
 
 
 def _rows(batches: list[Sequences]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusion.model import Mesh, ModelConfig, load_balancing_loss
+from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
 from fusion.training.algorithms import Loss, LossInput
 from fusion.training.batch import Sequences
 
@@ -84,12 +84,13 @@ class Objective:
         self._add("actor/loss", total(out.loss.detach()))
         return total(out.loss) / max(self.totals.weight, 1e-12)
 
-    def of_routing(self, stats: list[torch.Tensor]) -> torch.Tensor | None:
+    def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
         """The share of this stage's layers in the load-balancing loss: scalar, weighted; None where there is none."""
         if not self.balancing_coef:
             return None
         if self.counts_E is None:
-            self.counts_E = routing_counts(stats, self.mesh)
+            self.counts_E = routing_counts(routed, self.mesh)
+        stats = [layer.stats for layer in routed]
         balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_layers)
         self._add(BALANCE, balance.detach())
         return self.balancing_coef * balance
@@ -119,9 +120,9 @@ class Objective:
         return dict(zip(self._sums, values.tolist(), strict=True))
 
 
-def routing_counts(stats: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """Tokens of each expert, float32 [E], from the router's statistics of every rank and layer. Collective."""
-    counts_E = torch.stack([layer[0] for layer in stats]).detach().sum(0)
+def routing_counts(routed: list[Routed], mesh: Mesh) -> torch.Tensor:
+    """Tokens that went to each expert, float32 [E], summed over ranks and layers. Collective."""
+    counts_E = torch.stack([layer.stats[0] for layer in routed]).detach().sum(0)
     if mesh.world_group is not None:
         dist.all_reduce(counts_E, group=mesh.world_group)
     return counts_E
