@@ -155,7 +155,8 @@ def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor,
 
     E · Σ_e f_e P_e, with f_e the mean number of times a token went to expert e, and P_e its mean probability. Where
     routing is replayed f_e counts the replayed one, the load there really is, and P_e is this model's own, so the
-    gradient still takes from the experts that are loaded. ``stats`` is one [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows ×
+    gradient still takes from the experts that are loaded. ``stats`` is one
+    [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows ×
     layers) are those of the whole batch, so that the sum of the ranks' and micro-batches' losses is the loss of the
     batch. Scalar, float32.
     """
