@@ -9,6 +9,7 @@
     pipeline      1F1B as programs of passes and messages, pure;    stage      Stage follows them
     logprobs      log-probability and entropy over a split vocabulary, one collective
     algorithms/   advantages and losses, one file each over one interface
+    replay        routing imposed on a batch and recorded of it
     objective     what the micro-batches of all ranks and stages add up to, and its metrics
     engine        TrainEngine: one path for every layout
     shards        which elements an optimizer owns, shares and counts, pure

@@ -40,6 +40,8 @@ class Sequences:
         advantages: float32 [N].
         behaviour_logprobs: float32 [N], of the tokens as they were sampled.
         ref_logprobs: float32 [N], of the reference model.
+        routing: an integer dtype [N, L, k]: the experts each token goes to, in the L layers of this rank's stage; what
+            stands at the last token of a sequence is not looked at (`replay`). None: as the router says.
         token_weight: float32 [N]; a token's share in the loss, which is the weighted mean. None: all alike.
     """
 
@@ -50,11 +52,12 @@ class Sequences:
     behaviour_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
+    routing: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = sum(self.lengths)
         for name, column in self._columns().items():
-            if column.shape != (rows,):
+            if column.shape != (rows,) and not (name == "routing" and len(column) == rows):
                 raise ValueError(f"{name} has shape {list(column.shape)}; expected [{rows}], the sum of the lengths")
         if rows and self.loss_mask[self._starts()].any():
             raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
@@ -124,6 +127,7 @@ class Sequences:
         behaviour_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         trained: torch.Tensor | None = None,
+        routing: torch.Tensor | None = None,
     ) -> Sequences:
         """B samples whose columns are packed each by itself, as far as this rank holds them.
 
@@ -133,6 +137,7 @@ class Sequences:
             advantages: one a sample, spread over its tokens.
             behaviour_logprobs, ref_logprobs: one number a response token.
             trained: as in `from_samples`.
+            routing: [tokens, L, k], of every token but the last of each sample.
         """
         sizes = torch.tensor(list(zip(prompt_lengths, response_lengths, strict=True)), dtype=torch.int64).reshape(-1, 2)
         lengths = sizes.sum(1)
@@ -145,7 +150,7 @@ class Sequences:
         if responses is not None:
             tokens = _fill(torch.full((len(of_response),), UNREAD), of_response, responses)
             tokens = tokens if prompts is None else _fill(tokens, ~of_response, prompts)
-        return cls(
+        made = cls(
             tokens,
             lengths=lengths.tolist(),
             loss_mask=of_response if trained is None else of_response & trained.bool().repeat_interleave(lengths),
@@ -153,6 +158,13 @@ class Sequences:
             behaviour_logprobs=aligned(behaviour_logprobs),
             ref_logprobs=aligned(ref_logprobs),
         )
+        return made if routing is None else made.with_routing(routing)
+
+    def with_routing(self, routing: torch.Tensor) -> Sequences:
+        """With [tokens, L, k] of every token but the last of each sequence."""
+        known = torch.ones(self.rows, dtype=torch.bool)
+        known[self.last_rows()] = False
+        return replace(self, routing=_fill(routing.new_zeros(self.rows, *routing.shape[1:]), known, routing))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -170,6 +182,11 @@ class Sequences:
         """int64 [N]: the place of each token in its sequence."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return torch.arange(sum(self.lengths)) - self._starts(keep_empty=True).repeat_interleave(lengths)
+
+    def last_rows(self) -> torch.Tensor:
+        """int64: the place in N of the last token of every sequence that has one."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        return lengths.cumsum(0)[lengths > 0] - 1
 
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
         """int64: the places in N of the tokens of some sequences, one sequence after the other."""

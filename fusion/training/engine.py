@@ -12,12 +12,13 @@ the lm head, on the last stage, only where a log-probability is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Routed, Transformer
+from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Routed, Transformer, routing_of
 from fusion.npu import Device
 from fusion.training.algorithms import Loss
 from fusion.training.batch import Sequences, plan_micro_batches
@@ -25,6 +26,7 @@ from fusion.training.config import TrainingConfig
 from fusion.training.logprobs import vocab_parallel_logprobs
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
+from fusion.training.replay import new_record, replay_of
 from fusion.training.schedule import learning_rate
 from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
@@ -92,10 +94,12 @@ class TrainEngine:
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
         stage; none is allowed). The first stage looks at its tokens, the last at those of the responses and at what the
-        loss is made of; a column may be None where a stage does not look at it. The metrics are the same on every rank:
-        means over the trained tokens of the global batch, and `actor/loss`, what was minimised. The load-balancing loss
-        needs the whole batch's routing before its first backward pass: with more than one micro-batch or stage, an
-        extra forward pass without gradients finds it.
+        loss is made of; a column may be None where a stage does not look at it. With `Sequences.routing` tokens go
+        there, weighed by this router. The metrics are the same on every rank: means over the trained tokens of the
+        global batch, and `actor/loss`, what was minimised; `training/routing_mismatch` is the share of (token, layer)s
+        that this router would not have sent to the set of experts they were given. The load-balancing loss needs the
+        whole batch's routing before its first backward pass: with more than one micro-batch or stage, an extra forward
+        pass without gradients finds it.
         """
         batches, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
@@ -106,6 +110,7 @@ class TrainEngine:
             routed: list[Routed] = []
             out = self._hidden(batches[i], hidden, routed)
             of_routing = objective.of_routing(routed)
+            objective.of_replay(batches[i], routed)
             if not self.mesh.last_stage:
                 return out, of_routing
             of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
@@ -129,11 +134,12 @@ class TrainEngine:
         self._accumulated = False
         return {"actor/grad_norm": norm, "actor/lr": lr}
 
-    def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where loss_mask is
         False.
 
-        Collective over the mesh, as `forward_backward`; every stage gets the result.
+        Collective over the mesh, as `forward_backward`; every stage gets the result. ``record`` (`new_record`) takes
+        where all rows went, in the layers of this stage.
         """
         found_2N = torch.zeros(2, sequences.rows)
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
@@ -141,7 +147,10 @@ class TrainEngine:
         places = [sequences.rows_of(indices) for indices in plan]
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-            out = self._hidden(batches[i], hidden)
+            routed: list[Routed] | None = None if record is None else []
+            out = self._hidden(batches[i], hidden, routed)
+            if routed and i < len(plan):
+                record[places[i]] = routing_of(routed, batches[i].rows, self.mesh, self.model.config.num_experts)
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)
@@ -154,6 +163,15 @@ class TrainEngine:
             dist.broadcast(found_2N, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
         logprobs_N, entropy_N = found_2N
         return logprobs_N, entropy_N
+
+    def with_own_routing(self, sequences: Sequences) -> Sequences:
+        """``sequences`` with the routing that the present weights give them, for later weights to replay.
+
+        Collective over the mesh: a forward pass without the lm head.
+        """
+        record = new_record(sequences, self.model)
+        self.logprobs(replace(sequences, loss_mask=torch.zeros_like(sequences.loss_mask)), record)
+        return replace(sequences, routing=record)
 
     @property
     def accumulating(self) -> bool:
@@ -227,7 +245,7 @@ class TrainEngine:
         positions = batch.positions.to(self.device.torch_device)
         # behind the first stage the model looks at the number of ids alone, and there need be none
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
-        return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden)
+        return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
         """On the last stage."""

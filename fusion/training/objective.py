@@ -21,6 +21,10 @@ from fusion.training.batch import Sequences
 
 BALANCE = "actor/load_balancing_loss"
 
+MISMATCH = "training/routing_mismatch"
+
+REPLAYED = "(token, layer)s whose experts are imposed"
+
 
 class Totals(NamedTuple):
     """Of all data-parallel ranks together: loss weight and rows summed, micro-batches at most."""
@@ -95,12 +99,24 @@ class Objective:
         self._add(BALANCE, balance.detach())
         return self.balancing_coef * balance
 
+    def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
+        """Counts where this stage's routers would have chosen another set of experts than the one they were given."""
+        if batch.routing is None:
+            return
+        strayed = torch.stack([layer.strayed for layer in routed if layer.strayed is not None])
+        self._add(MISMATCH, strayed.sum())
+        known = batch.rows - len(batch.last_rows())
+        self._add(REPLAYED, torch.tensor(float(known * len(routed)), device=strayed.device))
+
     def metrics(self) -> dict[str, float]:
         """Means over the global batch. Collective over the mesh, and the same on every rank."""
         figures = _sum_over_stages(self._sum_over_stage(), self.mesh)
         balance = figures.pop(BALANCE, None)
+        strayed, replayed = figures.pop(MISMATCH, 0.0), figures.pop(REPLAYED, 0.0)
         weight = self.totals.weight
         means = {name: value / weight for name, value in figures.items()} if weight else {}
+        if replayed:
+            means[MISMATCH] = strayed / replayed
         if balance is not None:
             means[BALANCE] = balance
             means["actor/loss"] = means.get("actor/loss", 0.0) + self.balancing_coef * balance
@@ -114,8 +130,9 @@ class Objective:
             return {}
         values = torch.stack([value.to(torch.float64) for value in self._sums.values()]).cpu()
         if self.mesh.stage_group is not None:
-            # Tokens are the same on the ranks of a TP group, which counts them once; rows of the router are not.
-            values *= torch.tensor([name == BALANCE or self.mesh.tp_rank == 0 for name in self._sums])
+            # Tokens are the same on the ranks of a TP group, which counts them once; the rows its routers see are not.
+            of_rows = (BALANCE, MISMATCH)
+            values *= torch.tensor([name in of_rows or self.mesh.tp_rank == 0 for name in self._sums])
             dist.all_reduce(values, group=self.mesh.stage_group)
         return dict(zip(self._sums, values.tolist(), strict=True))
 
