@@ -149,6 +149,8 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
+        if self.algorithm.replay != "none" and not model.num_experts:
+            raise ValueError(f"algorithm.replay={self.algorithm.replay}: the model is dense; set it to none")
         return model
 
     def _check_reward_model(self, path: str) -> None:

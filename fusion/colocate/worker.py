@@ -12,8 +12,9 @@ from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen m
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,7 +26,16 @@ from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.roles import FrozenRoles
-from fusion.colocate.samples import LOSS, REFERENCE, needed, nothing, pack_outputs, split_responses, to_sequences
+from fusion.colocate.samples import (
+    LOSS,
+    REFERENCE,
+    ROUTING,
+    needed,
+    nothing,
+    pack_outputs,
+    split_responses,
+    to_sequences,
+)
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport
@@ -36,7 +46,7 @@ from fusion.inference import Engine, Output, Request
 from fusion.model import Mesh, ModelConfig, save_folder
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
-from fusion.training import TrainEngine, load_checkpoint, save_checkpoint
+from fusion.training import Sequences, TrainEngine, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import make_loss
 from fusion.training.states import ResidentStates
 
@@ -112,7 +122,8 @@ class Worker:
             self.roles.settle(self._least(device.memory().free))
         if self.weights.infer is not None:
             assert meshes.engine is not None
-            self.engine = Engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed)
+            replay = spec.algorithm.replay == "rollout"
+            self.engine = Engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay)
         models = self.weights, meshes, self.trainer, self.engine
         self.switcher = PhaseSwitcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
 
@@ -150,7 +161,7 @@ class Worker:
                     pending = self._put(pending)
                 pending += engine.step()
             if keep:
-                kept = pending
+                kept = [replace(output, routing=None) for output in pending]  # the caller trains on none of it
             else:
                 self._put(pending)
                 self._count_generation(engine, before)
@@ -198,19 +209,32 @@ class Worker:
         self.phases.require("train")
         trainer, mesh = self.trainer, self.meshes.train
         assert trainer is not None and mesh is not None
-        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference else LOSS
         with self.log.stage("train", "train"):
             self.switcher.load_optimizer()
             if not trainer.accumulating:
                 together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
-            for number, shares in enumerate(minibatches):
-                delivery = self._read("train", shares[mesh.dp_rank], mesh, of_loss)
-                self.log.metrics.update(trainer.forward_backward(to_sequences(delivery), self.loss))
+            for number, sequences in enumerate(
+                self._batches(trainer, [shares[mesh.dp_rank] for shares in minibatches])
+            ):
+                self.log.metrics.update(trainer.forward_backward(sequences, self.loss))
                 arrived = self.switcher.await_optimizer if number == 0 else None
                 self.log.metrics.update(trainer.optimizer_step(arrived))
             self.log.remember("train")
         self.switcher.unload_optimizer()
         return self.log.report()
+
+    def _batches(self, trainer: TrainEngine, minibatches: list[list[str]]) -> Iterable[Sequences]:
+        """This rank's samples of each minibatch, read when it is their turn; or all at once, where all of them replay
+        how the weights of before the first step route them. A single one does that by itself."""
+        spec, mesh = self.spec, trainer.mesh
+        of_loss = (*LOSS, REFERENCE) if spec.deployment.reference else LOSS
+        of_experts = (ROUTING,) if spec.algorithm.replay == "rollout" else ()
+        layers = mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank)
+        reads = (self._read("train", ids, mesh, of_loss, of_experts) for ids in minibatches)
+        batches = (to_sequences(delivery, layers) for delivery in reads)
+        if spec.algorithm.replay == "train" and len(minibatches) > 1:
+            return [trainer.with_own_routing(batch) for batch in batches]
+        return batches
 
     def save(self, checkpoint: str, export: str) -> None:
         """Writes the trainer's state and, as a Hugging Face folder, the weights."""
@@ -254,10 +278,12 @@ class Worker:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
         return int(least)
 
-    def _read(self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = ()) -> Received:
+    def _read(
+        self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()
+    ) -> Received:
         """Samples with what this rank of the stage's ``mesh`` looks at. Collective over the replica, which asks the
         queue once."""
-        columns = needed(mesh, of_loss)
+        columns = needed(mesh, of_loss, of_experts)
         if not ids:
             return nothing(columns)
         if stage not in self.readers:

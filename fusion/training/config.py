@@ -8,6 +8,8 @@ from typing import Any
 
 SCHEDULES = ("constant", "cosine")
 
+REPLAYS = ("none", "train", "rollout")
+
 
 @dataclass
 class TrainingConfig:
@@ -80,6 +82,11 @@ class AlgorithmConfig:
     minibatches: int = 1
     """Optimizer steps the samples of one loop step are divided into."""
 
+    replay: str = "none"
+    """Routing of experts that every forward pass of a step repeats: `rollout`, the engine's (R3, arXiv 2510.11370);
+    `train`, the trainer's own of before the step's first update (R2, arXiv 2507.18071); `none`. With either,
+    `training/routing_mismatch` is the share of (token, layer)s that the router would now have sent elsewhere."""
+
     def validate(self) -> None:
         from fusion.training.algorithms import ADVANTAGES
 
@@ -92,6 +99,8 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.clip_low={self.clip_low}: expected a number in [0, 1)")
         _number("algorithm.kl_coef", self.kl_coef, 0.0)
         _whole("algorithm.minibatches", self.minibatches, 1)
+        if self.replay not in REPLAYS:
+            raise ValueError(f"algorithm.replay={self.replay!r}: expected one of {', '.join(REPLAYS)}")
 
 
 def _number(key: str, value: Any, least: float) -> None:

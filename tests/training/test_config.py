@@ -21,6 +21,7 @@ from fusion.training.schedule import learning_rate
         (AlgorithmConfig(name="gropo"), "algorithm.name='gropo': expected one of grpo"),
         (AlgorithmConfig(clip_low=1.0), r"algorithm.clip_low=1.0: expected a number in \[0, 1\)"),
         (AlgorithmConfig(minibatches=0), "algorithm.minibatches=0"),
+        (AlgorithmConfig(replay="r3"), "algorithm.replay='r3': expected one of none, train, rollout"),
         (AlgorithmConfig(group_size=True), "algorithm.group_size=True"),
     ],
 )
