@@ -149,7 +149,7 @@ class TrainEngine:
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
             routed: list[Routed] | None = None if record is None else []
             out = self._hidden(batches[i], hidden, routed)
-            if routed and i < len(plan):
+            if record is not None and routed and i < len(plan):
                 record[places[i]] = routing_of(routed, batches[i].rows, self.mesh, self.model.config.num_experts)
             if not self.mesh.last_stage:
                 return out, None
