@@ -157,6 +157,8 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
+        if self.algorithm.replay != "none" and not model.num_experts:
+            raise ValueError(f"algorithm.replay={self.algorithm.replay}: the model is dense; set it to none")
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")

@@ -84,9 +84,9 @@ class PacedTrainEngine(TrainEngine):
         with self.pacer.step(self.cost.update()):
             return super().optimizer_step(before_update)
 
-    def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         with self.pacer.step(self.cost.forward(sequences.lengths, "logprobs"), group=self.mesh.world_group):
-            return super().logprobs(sequences)
+            return super().logprobs(sequences, record)
 
 
 class PacedSwitcher(PhaseSwitcher):

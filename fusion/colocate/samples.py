@@ -1,6 +1,7 @@
 """Samples between the queue's columns and what engine and trainer speak.
 
 engine Output ─pack_outputs─► prompt, response, behaviour_logprobs, versions ─to_sequences─► trainer Sequences
+                                                              (routing)
 
 A stage of a pipeline holds what it looks at (`needed`): the first its tokens, the last the labels and what the loss is
 made of; how long the samples are all stages know.
@@ -29,9 +30,15 @@ LOSS = ("behaviour_logprobs", "advantage", "versions")
 
 REFERENCE = "ref_logprobs"
 
+ROUTING = "routing"
+"""Where the tokens' experts are replayed: which they were, in every layer. Every stage looks at its layers' part."""
+
 
 def pack_outputs(outputs: Sequence[Output]) -> PackedBatch:
-    """One row an output: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L]."""
+    """One row an output: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L]; and
+    where outputs have one their `routing`, [T, layers, k] of a small integer dtype (`Output.routing`: of every token of
+    prompt and response but the last)."""
+    routing = {ROUTING: [output.routing for output in outputs]} if outputs[0].routing is not None else {}
     return PackedBatch.from_samples(
         [output.request_id for output in outputs],
         {
@@ -39,17 +46,19 @@ def pack_outputs(outputs: Sequence[Output]) -> PackedBatch:
             "response": [torch.tensor(output.tokens, dtype=torch.int64) for output in outputs],
             "behaviour_logprobs": [torch.tensor(output.logprobs, dtype=torch.float32) for output in outputs],
             "versions": [torch.tensor(output.versions, dtype=torch.int32) for output in outputs],
+            **routing,
         },
         groups=[output.group for output in outputs],
         versions=[(min(output.versions, default=0), max(output.versions, default=0)) for output in outputs],
     )
 
 
-def needed(mesh: Mesh, of_loss: Sequence[str] = ()) -> tuple[str, ...]:
-    """Columns that a rank of ``mesh`` looks at; the last stage at those ``of_loss`` beside the labels."""
+def needed(mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()) -> tuple[str, ...]:
+    """Columns that a rank of ``mesh`` looks at; the last stage at those ``of_loss`` beside the labels, every stage that
+    has experts (all of them, or none) at those ``of_experts``."""
     first = TOKENS if mesh.first_stage else ()
     last = (*LABELS, *of_loss) if mesh.last_stage else ()
-    return tuple(dict.fromkeys((*first, *last)))
+    return tuple(dict.fromkeys((*first, *last, *of_experts)))
 
 
 def nothing(columns: Sequence[str]) -> Received:
@@ -58,11 +67,13 @@ def nothing(columns: Sequence[str]) -> Received:
     return Received(batch, {name: torch.empty(0, dtype=torch.int64) for name in (*TOKENS, *columns)})
 
 
-def to_sequences(delivery: Received) -> Sequences:
-    """The samples as the trainer reads them, with the columns they came with.
+def to_sequences(delivery: Received, layers: range | None = None) -> Sequences:
+    """The samples as the trainer reads them, with the columns they came with; of their routing the stage's ``layers``
+    (None: all).
 
     Raises:
-        ValueError: a column has another number of values than a sample has response tokens.
+        ValueError: a column has another number of values than a sample has response tokens, or `routing` another than
+            it has tokens but one.
     """
     batch, lengths = delivery.batch, delivery.lengths
     for name in ("behaviour_logprobs", "versions", REFERENCE):
@@ -71,9 +82,20 @@ def to_sequences(delivery: Received) -> Sequences:
             has, tokens = int(lengths[name][row]), int(lengths["response"][row])
             raise ValueError(f"sample {batch.ids[row]!r}: {name} has {has} values for {tokens} response tokens")
 
+    if ROUTING in batch.columns:
+        tokens_B = lengths["prompt"] + lengths["response"]
+        for row in (lengths[ROUTING] != tokens_B - 1).nonzero().flatten().tolist():
+            has, tokens = int(lengths[ROUTING][row]), int(tokens_B[row])
+            raise ValueError(
+                f"sample {batch.ids[row]!r}: {ROUTING} has {has} rows; expected one less than {tokens} tokens"
+            )
+
     def column(name: str) -> torch.Tensor | None:
         return batch[name].buffer if name in batch.columns else None
 
+    routing = column(ROUTING)
+    if routing is not None and layers is not None and len(routing):
+        routing = routing[:, layers.start : layers.stop]
     return Sequences.from_packed(
         lengths["prompt"].tolist(),
         lengths["response"].tolist(),
@@ -83,6 +105,7 @@ def to_sequences(delivery: Received) -> Sequences:
         behaviour_logprobs=column("behaviour_logprobs"),
         ref_logprobs=column(REFERENCE),
         versions=column("versions"),
+        routing=routing,
     )
 
 

@@ -31,6 +31,7 @@ from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.samples import (
     LOSS,
     REFERENCE,
+    ROUTING,
     needed,
     nothing,
     pack_outputs,
@@ -122,7 +123,8 @@ class Worker:
             self.roles.settle(self._least(device.memory().free))
         if self.weights.infer is not None:
             assert meshes.engine is not None
-            self.engine = self.parts.engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed)
+            replay = spec.algorithm.replay == "rollout"
+            self.engine = self.parts.engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay)
         models = self.weights, meshes, self.trainer, self.engine
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
 
@@ -160,9 +162,9 @@ class Worker:
             said_s = time.monotonic()
             while not engine.paused:
                 pending += engine.step()
+                if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
+                    break
                 if engine.idle and not pending:
-                    if not stay:
-                        break
                     time.sleep(IDLE_S)
                 elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
                     pending, said_s = self._put(pending), time.monotonic()
@@ -180,7 +182,7 @@ class Worker:
         with self.log.stage("answer", "gen"):
             if requests:
                 self.engine.submit(requests)
-            outputs = self.engine.run()
+            outputs = [replace(output, routing=None) for output in self.engine.run()]  # nobody trains on them
             self.log.remember("infer")
         return self.log.report(outputs)
 
@@ -234,9 +236,7 @@ class Worker:
             self.switcher.load_optimizer()
             if not trainer.accumulating:
                 together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
-            batches: Iterable[Sequences] = (self._batch(shares[mesh.dp_rank], mesh, version) for shares in minibatches)
-            if self.spec.algorithm.correction == "decoupled" and len(minibatches) > 1:
-                batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
+            batches = self._batches(trainer, [shares[mesh.dp_rank] for shares in minibatches], version)
             for number, batch in enumerate(batches):
                 self.log.metrics.update(trainer.forward_backward(batch, self.algorithm.loss))
                 arrived = self.switcher.await_optimizer if number == 0 else None
@@ -289,10 +289,12 @@ class Worker:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
         return int(least)
 
-    def _read(self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = ()) -> Received:
+    def _read(
+        self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()
+    ) -> Received:
         """Samples with what this rank of the stage's ``mesh`` looks at. Collective over the replica, which asks the
         queue once."""
-        columns = needed(mesh, of_loss)
+        columns = needed(mesh, of_loss, of_experts)
         if not ids:
             return nothing(columns)
         if stage not in self.readers:
@@ -300,11 +302,26 @@ class Worker:
             self.readers[stage] = GroupReader(self._samples, group, columns)
         return self.readers[stage].read(ids)
 
-    def _batch(self, ids: Sequence[str], mesh: Mesh, version: int | None) -> Sequences:
+    def _batches(
+        self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], version: int | None
+    ) -> Iterable[Sequences]:
+        """This rank's samples of each minibatch, read when it is their turn; or all at once, where each has to know
+        what the policy before the first step says of it: its routing, or log-probabilities. One alone needs none."""
+        batches: Iterable[Sequences] = (self._batch(trainer, ids, version) for ids in minibatches)
+        if len(minibatches) > 1 and self.spec.algorithm.replay == "train":
+            batches = [trainer.with_own_routing(batch) for batch in batches]
+        if len(minibatches) > 1 and self.spec.algorithm.correction == "decoupled":
+            batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
+        return batches
+
+    def _batch(self, trainer: TrainEngine, ids: Sequence[str], version: int | None) -> Sequences:
         """Samples to train on, with the weights of their tokens."""
-        with_reference = self.spec.deployment.reference and self.spec.algorithm.kl_in == "loss"
-        delivery = self._read("train", ids, mesh, (*LOSS, REFERENCE) if with_reference else LOSS)
-        return replace(self.algorithm.weigh(to_sequences(delivery)), version=version)
+        mesh, algorithm = trainer.mesh, self.spec.algorithm
+        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference and algorithm.kl_in == "loss" else LOSS
+        of_experts = (ROUTING,) if algorithm.replay == "rollout" else ()
+        layers = mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank)
+        sequences = to_sequences(self._read("train", ids, mesh, of_loss, of_experts), layers)
+        return replace(self.algorithm.weigh(sequences), version=version)
 
     def _put(self, outputs: list[Output]) -> list[Output]:
         if outputs:

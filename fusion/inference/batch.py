@@ -71,12 +71,15 @@ class Batch:
     """Inputs of one forward pass of N tokens.
 
     ``slots`` [2 * N * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
+    ``blocks``, ``offsets`` int64 [N] on the host: where each token lies in the cache.
     ``sampled`` [S]: the rows whose logits are wanted; None: all rows.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    blocks: np.ndarray
+    offsets: np.ndarray
     rows: tuple[RowSlice, ...]
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
@@ -102,7 +105,8 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
         tokens = (seq.tokens[seq.computed : seq.computed + count] for seq, count in pieces)
         ids = np.fromiter(chain.from_iterable(tokens), np.int64, len(positions))
     block, offset = np.divmod(positions, block_size)
-    keys = (table[first + block] * (kv_heads * block_size) + offset)[:, None] + np.arange(kv_heads) * block_size
+    block = table[first + block]
+    keys = (block * (kv_heads * block_size) + offset)[:, None] + np.arange(kv_heads) * block_size
     slots = np.stack([keys, keys + cache.blocks * kv_heads * block_size])
 
     def put(array: np.ndarray) -> torch.Tensor:
@@ -118,6 +122,8 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
         ids=put(ids),
         positions=put(positions),
         slots=put(slots.ravel()),
+        blocks=block,
+        offsets=offset,
         rows=tuple(_slice_rows(positions[:row_count], first[:row_count], table, cache, put, invariant)),
         packed=(row_count, packed_stop, [count for _, count in whole]),
         long=tuple(chunks),

@@ -28,9 +28,10 @@ from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.noise import uniforms
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
+from fusion.inference.routing import RoutingCache, of_all_layers
 from fusion.inference.sampler import sample
 from fusion.inference.scheduler import Scheduler, Sequence, Step, place
-from fusion.model import Mesh, Transformer
+from fusion.model import Mesh, Routed, Transformer, routing_of
 from fusion.npu import Device
 
 WORKSPACE_TOKENS = 8192
@@ -49,9 +50,18 @@ class Engine:
     Args:
         model: the weights; may be changed between steps (set `policy_version` then).
         seed: of the run; with a request's id and a token's position it determines the sample.
+        routing: outputs tell which experts their tokens went to. The model has experts then.
     """
 
-    def __init__(self, model: Transformer, mesh: Mesh, device: Device, config: RolloutConfig, seed: int = 0):
+    def __init__(
+        self,
+        model: Transformer,
+        mesh: Mesh,
+        device: Device,
+        config: RolloutConfig,
+        seed: int = 0,
+        routing: bool = False,
+    ):
         config.validate()
         if config.batch_invariant and model.row_multiple == 1:
             raise ValueError("rollout.batch_invariant=true: the model has to be built with batch_invariant=True too")
@@ -65,6 +75,10 @@ class Engine:
         self.scheduler = Scheduler(
             BlockManager(0, config.block_size), config.max_seqs, config.max_batch_tokens, config.prefix_cache
         )
+        assert not routing or shape.num_experts, "a model without experts has no routing"
+        self.routing = RoutingCache(shape, config.block_size) if routing else None
+        if self.routing and self._speaks:
+            self.scheduler.routing_of = self.routing.read
         self.capacity_tokens = 0
         """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
         self._idle = True
@@ -100,6 +114,8 @@ class Engine:
         for seq in (*self.scheduler.running, *self.scheduler.waiting):
             check_fits(seq.request, self.max_length, self.capacity_tokens)
         self.cache.allocate(blocks, workspace)
+        if self.routing and self._speaks:
+            self.routing.allocate(blocks)
         self.scheduler.restart(BlockManager(blocks, config.block_size))
 
     def reconfigure(self, config: RolloutConfig) -> None:
@@ -113,6 +129,8 @@ class Engine:
         """Gives the KV cache's memory back. Unfinished requests wait, tokens kept, until it is allocated again."""
         self.scheduler.restart(BlockManager(0, self.config.block_size))
         self.cache.release()
+        if self.routing:
+            self.routing.allocate(0)
 
     @property
     def policy_version(self) -> int:
@@ -249,13 +267,15 @@ class Engine:
         with torch.inference_mode():
             batch = build_batch(step, self.cache, self.config.batch_invariant)
             self.cache.clean(self.scheduler.blocks.highest)
-            out = self.model(
-                batch.ids, batch.positions, PagedAttention(self.cache, batch), hidden=self._from_stage_before(batch)
-            )
+            routed: list[Routed] | None = [] if self.routing else None
+            attend, hidden = PagedAttention(self.cache, batch), self._from_stage_before(batch)
+            out = self.model(batch.ids, batch.positions, attend, routed, hidden)
             if not self.mesh.last_stage:
                 if out.shape[0]:
                     dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
                 out = None
+            if routed and step:
+                self._keep_routing(batch, routed)
             if not step.sampled:
                 return self.scheduler.commit(step, [], [])
             tokens, logprobs = self._sample(out, batch, step.sampled)
@@ -265,6 +285,13 @@ class Engine:
                     f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN"
                 )
         return self.scheduler.commit(step, tokens, logprobs)
+
+    def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
+        shape = self.model.config
+        mine = routing_of(routed, len(batch.ids), self.mesh, shape.num_experts)
+        whole = of_all_layers(mine, self.mesh, shape)
+        if self.routing and whole is not None:
+            self.routing.write(batch, whole)
 
     def _from_stage_before(self, batch: Batch) -> torch.Tensor | None:
         """The hidden states [n, D] of this TP rank's rows; None on the first stage."""

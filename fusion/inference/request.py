@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 FinishReason = Literal["stop", "length", "chunk", "abort"]
 
 
@@ -58,6 +60,9 @@ class Output:
     over the whole vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that
     sampled each. ``finish_reason``: "stop" (a stop token, or exact_tokens), "length" (max_tokens), "chunk"
     (chunk_tokens), "abort". ``before``, ``earlier``: the request's `response` and `earlier`.
+    ``routing``: where the engine keeps it, `routing_dtype` [T, layers, k]: row t is where token t of the prompt and the
+    *whole* response went when it was an input, in the pass that made the KV that the request was last generated from.
+    The last token never was one, so T is all tokens but one; an aborted request has fewer, as many as were cached.
     """
 
     request_id: str
@@ -69,6 +74,7 @@ class Output:
     finish_reason: FinishReason = "stop"
     before: tuple[int, ...] = ()
     earlier: str = ""
+    routing: torch.Tensor | None = None
 
 
 def check_sampling(where: str, params: SamplingParams) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion.inference.blocks import BlockManager, BlockName, next_name, root_name
 from fusion.inference.noise import request_key
@@ -102,6 +103,8 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_hit_tokens = 0
         self.generated_tokens = 0
+        self.routing_of: Callable[[list[int], int], Any] | None = None
+        """(blocks, tokens computed) → what an output says of its routing, where it is kept"""
 
     @property
     def unfinished(self) -> int:
@@ -246,9 +249,12 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
+        output = seq.output(reason)
+        if self.routing_of is not None:
+            output.routing = self.routing_of(seq.blocks, seq.computed)
         self.blocks.release(seq.blocks)
         seq.blocks = []
-        return seq.output(reason)
+        return output
 
 
 def place(loads: list[int], groups: Iterable[str]) -> list[int]:

@@ -8,6 +8,7 @@ matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients
 transformer   Transformer: embedding, layers, logits; `attend` is what the caller brings
 moe           router, token exchange over EP and expert-TP, grouped experts, load-balancing loss
+replay        the experts of a pass as a column, imposed on another pass
 huggingface   load_weights, save_folder: straight into and out of any layout
 """
 
@@ -15,6 +16,7 @@ from fusion.model.config import ModelConfig
 from fusion.model.huggingface import check_folder, load_weights, save_folder
 from fusion.model.moe import load_balancing_loss
 from fusion.model.parallel import Mesh, Parallel
+from fusion.model.replay import Replay, Routed, routing_dtype, routing_of
 from fusion.model.table import LocalParam, Part, Placement, global_params, local_params
 from fusion.model.transformer import Attend, PackedAttention, Transformer
 from fusion.model.weights import BucketPlan, Buckets, plan_buckets, plan_units, unit_bytes
@@ -30,6 +32,8 @@ __all__ = [
     "Parallel",
     "Part",
     "Placement",
+    "Replay",
+    "Routed",
     "Transformer",
     "check_folder",
     "global_params",
@@ -38,6 +42,8 @@ __all__ = [
     "local_params",
     "plan_buckets",
     "plan_units",
+    "routing_dtype",
+    "routing_of",
     "save_folder",
     "unit_bytes",
 ]

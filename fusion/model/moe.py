@@ -21,6 +21,7 @@ from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatte
 from fusion.model.config import ModelConfig
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.parallel import Mesh
+from fusion.model.replay import Forced, Routed
 from fusion.npu.ops import grouped_linear
 
 
@@ -53,14 +54,21 @@ class MoE(nn.Module):
         if order:
             self.slot_E = torch.tensor(order).argsort().to(next(iter(weights.values())).device)
 
-    def forward(self, x_nD: torch.Tensor, row_multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output [n, D] and the router's statistics [2, E]: tokens and summed probabilities."""
+    def forward(
+        self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None
+    ) -> tuple[torch.Tensor, Routed]:
+        """Returns the output [n, D] and what the router did. Rows with ``forced`` experts go there, weighed by the
+        probabilities that this router gives them (with gradient), normalised as its own choice would be."""
         probs_nE = project(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
         weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
+        strayed = None
+        if forced is not None:
+            strayed, expert_nk = forced.strayed(expert_nk), forced.impose(expert_nk)
+            weight_nk = probs_nE.gather(-1, expert_nk)
         if self.config.norm_topk_prob:
             weight_nk = weight_nk / weight_nk.sum(-1, keepdim=True)
         counts_E = torch.bincount(expert_nk.flatten(), minlength=self.config.num_experts)
-        stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
+        routed = Routed(torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)]), expert_nk, strayed)
 
         slots = expert_nk.flatten()
         if self.slot_E is not None:
@@ -70,7 +78,7 @@ class MoE(nn.Module):
         y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         y_nkD = y.index_select(0, place).unflatten(0, expert_nk.shape)
-        return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), stats
+        return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
 
     def _experts(self, x: torch.Tensor, counts_S: torch.Tensor, row_multiple: int) -> torch.Tensor:
         """Rows sorted by slot in, the experts' outputs in the same order out."""
@@ -145,8 +153,10 @@ def _weighted_sum(y_nkD: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:
     """The auxiliary loss of Switch Transformers as transformers computes it for Qwen3-MoE, over all layers at once.
 
-    E · Σ_e f_e P_e, with f_e the mean number of times a token chose expert e, and P_e its mean probability. ``stats``
-    is one [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows ×
+    E · Σ_e f_e P_e, with f_e the mean number of times a token went to expert e, and P_e its mean probability. Where
+    routing is replayed f_e counts the replayed one, the load there really is, and P_e is this model's own, so the
+    gradient still takes from the experts that are loaded. ``stats`` is one
+    [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows ×
     layers) are those of the whole batch, so that the sum of the ranks' and micro-batches' losses is the loss of the
     batch. Scalar, float32.
     """

@@ -26,6 +26,7 @@ from fusion.model.config import ModelConfig
 from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.moe import MoE
 from fusion.model.parallel import Mesh
+from fusion.model.replay import Forced, Replay, Routed
 from fusion.model.table import Placement, local_params
 from fusion.model.weights import Buckets, plan_units, unit_bytes
 from fusion.npu import Device
@@ -101,29 +102,31 @@ class Transformer(nn.Module):
         ids_N: torch.Tensor,
         positions_N: torch.Tensor,
         attend: Attend,
-        router_stats: list | None = None,
+        routed: list[Routed] | None = None,
         hidden: torch.Tensor | None = None,
+        replay: Replay | None = None,
     ) -> torch.Tensor:
         """int64 token ids and positions [N] (the same on all TP ranks) → hidden states [N, D] after the final norm.
 
         On a pipeline's inner ends: ``hidden`` is what the stage before returned (None on the first stage), and a stage
         that is not the last returns this TP rank's rows [n, D] before the norm (`hidden_rows`). All ranks of an EP
-        group call it equally often; N may be 0. ``router_stats`` collects one [2, E] tensor a layer (see
-        `MoE.forward`) of this rank's rows.
+        group call it equally often; N may be 0. ``routed`` collects one `Routed` a MoE layer of this
+        rank's rows; ``replay`` says where they go.
         """
         rows = ids_N.shape[0]
         rope = self._rope(positions_N)
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
         x = self._embed(ids_N) if hidden is None else hidden
-        for layer in self.layers.values():
+        replay = None if replay is None else replay.of_rank(self.mesh)
+        for index, layer in enumerate(self.layers.values()):
+            forced = None if replay is None else replay.layer(index)
+            inputs = x, rows, rope, attend, self.row_multiple, forced
             if self.recompute and torch.is_grad_enabled():
-                x, stats = checkpoint(
-                    layer, x, rows, rope, attend, self.row_multiple, use_reentrant=False, early_stop=False
-                )
+                x, found = checkpoint(layer, *inputs, use_reentrant=False, early_stop=False)
             else:
-                x, stats = layer(x, rows, rope, attend, self.row_multiple)
-            if router_stats is not None and stats is not None:
-                router_stats.append(stats)
+                x, found = layer(*inputs)
+            if routed is not None and found is not None:
+                routed.append(found)
         if not self.mesh.last_stage:
             return x
         return gather_rows(rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
@@ -176,12 +179,14 @@ class Layer(nn.Module):
         else:
             self.mlp = MLP(mesh, _below("mlp.", mine))
 
-    def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int):
+    def forward(
+        self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int, forced: Forced | None = None
+    ) -> tuple[torch.Tensor, Routed | None]:
         x = x + self.attention(rms_norm(x, self.input_norm, self.eps), rows, rope, attend, row_multiple)
         normed = rms_norm(x, self.post_norm, self.eps)
         if hasattr(self, "moe"):
-            y, stats = self.moe(normed, row_multiple)
-            return x + y, stats
+            y, routed = self.moe(normed, row_multiple, forced)
+            return x + y, routed
         return x + self.mlp(normed, rows, row_multiple), None
 
 

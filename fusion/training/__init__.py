@@ -10,6 +10,7 @@
     logprobs      log-probability and entropy over a split vocabulary, one collective
     algorithms/   advantages and losses, one file each over one interface;  loss  what losses are made of
     corrections   for samples of another policy, pure;   gaps   how far trainer and engine are apart
+    replay        routing imposed on a batch and recorded of it
     objective     what the micro-batches of all ranks and stages add up to, and its metrics
     engine        TrainEngine: one path for every layout
     shards        which elements an optimizer owns, shares and counts, pure

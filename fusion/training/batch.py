@@ -45,6 +45,8 @@ class Sequences:
         ref_logprobs: float32 [N], of the reference model.
         proximal_logprobs: float32 [N], of the policy as it was when the training step began.
         versions: int32 [N], the policy version that sampled each token.
+        routing: an integer dtype [N, L, k]: the experts each token goes to, in the L layers of this rank's stage; what
+            stands at the last token of a sequence is not looked at (`replay`). None: as the router says.
         token_weight: float32 [N]; what a token's loss is multiplied with before all are added up. None: 1.
         normaliser: float32 [N]; their sum, over the trained tokens, divides that of the losses. None: token_weight, so
             that the loss is the weighted mean.
@@ -62,11 +64,12 @@ class Sequences:
     token_weight: torch.Tensor | None = None
     normaliser: torch.Tensor | None = None
     version: int | None = None
+    routing: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = sum(self.lengths)
         for name, column in self._columns().items():
-            if column.shape != (rows,):
+            if column.shape != (rows,) and not (name == "routing" and len(column) == rows):
                 raise ValueError(f"{name} has shape {list(column.shape)}; expected [{rows}], the sum of the lengths")
         if rows and self.loss_mask[self._starts()].any():
             raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
@@ -140,6 +143,7 @@ class Sequences:
         ref_logprobs: torch.Tensor | None = None,
         versions: torch.Tensor | None = None,
         trained: torch.Tensor | None = None,
+        routing: torch.Tensor | None = None,
     ) -> Sequences:
         """B samples whose columns are packed each by itself, as far as this rank holds them.
 
@@ -149,6 +153,7 @@ class Sequences:
             advantages: one a sample, spread over its tokens.
             behaviour_logprobs, ref_logprobs, versions: one number a response token.
             trained: as in `from_samples`.
+            routing: [tokens, L, k], of every token but the last of each sample.
         """
         sizes = torch.tensor(list(zip(prompt_lengths, response_lengths, strict=True)), dtype=torch.int64).reshape(-1, 2)
         lengths = sizes.sum(1)
@@ -161,7 +166,7 @@ class Sequences:
         if responses is not None:
             tokens = _fill(torch.full((len(of_response),), UNREAD), of_response, responses)
             tokens = tokens if prompts is None else _fill(tokens, ~of_response, prompts)
-        return cls(
+        made = cls(
             tokens,
             lengths=lengths.tolist(),
             loss_mask=of_response if trained is None else of_response & trained.bool().repeat_interleave(lengths),
@@ -170,6 +175,13 @@ class Sequences:
             ref_logprobs=aligned(ref_logprobs),
             versions=aligned(versions, torch.int32),
         )
+        return made if routing is None else made.with_routing(routing)
+
+    def with_routing(self, routing: torch.Tensor) -> Sequences:
+        """With [tokens, L, k] of every token but the last of each sequence."""
+        known = torch.ones(self.rows, dtype=torch.bool)
+        known[self.last_rows()] = False
+        return replace(self, routing=_fill(routing.new_zeros(self.rows, *routing.shape[1:]), known, routing))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -194,6 +206,11 @@ class Sequences:
         weight = mask if self.token_weight is None else mask * self.token_weight
         normaliser = weight if self.normaliser is None else mask * self.normaliser
         return float(weight.sum()), float(normaliser.sum())
+
+    def last_rows(self) -> torch.Tensor:
+        """int64: the place in N of the last token of every sequence that has one."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        return lengths.cumsum(0)[lengths > 0] - 1
 
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
         """int64: the places in N of the tokens of some sequences, one sequence after the other."""

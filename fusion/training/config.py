@@ -10,6 +10,8 @@ from typing import Any
 SCHEDULES = ("constant", "cosine")
 KL_IN = ("loss", "reward")
 
+REPLAYS = ("none", "train", "rollout")
+
 
 @dataclass
 class TrainingConfig:
@@ -108,6 +110,11 @@ class AlgorithmConfig:
     minibatches: int = 1
     """Optimizer steps the samples of one loop step are divided into."""
 
+    replay: str = "none"
+    """Routing of experts that every forward pass of a step repeats: `rollout`, the engine's (R3, arXiv 2510.11370);
+    `train`, the trainer's own of before the step's first update (R2, arXiv 2507.18071); `none`. With either,
+    `training/routing_mismatch` is the share of (token, layer)s that the router would now have sent elsewhere."""
+
     def validate(self) -> None:
         from fusion.training.algorithms import ALGORITHMS
         from fusion.training.algorithms.aggregation import AGGREGATIONS
@@ -127,6 +134,7 @@ class AlgorithmConfig:
         _whole("algorithm.minibatches", self.minibatches, 1)
         if self.overlong_buffer is not None:
             _whole("algorithm.overlong_buffer", self.overlong_buffer, 0)
+        _one_of("algorithm.replay", self.replay, REPLAYS)
         self._check_correction()
 
     def _check_correction(self) -> None:

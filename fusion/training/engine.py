@@ -12,12 +12,13 @@ the lm head, on the last stage, only where a log-probability is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Transformer
+from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Routed, Transformer, routing_of
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.config import TrainingConfig
@@ -25,6 +26,7 @@ from fusion.training.logprobs import vocab_parallel_logprobs
 from fusion.training.loss import Loss
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
+from fusion.training.replay import new_record, replay_of
 from fusion.training.schedule import learning_rate
 from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
@@ -92,10 +94,12 @@ class TrainEngine:
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
         stage; none is allowed). The first stage looks at its tokens, the last at those of the responses and at what the
-        loss is made of; a column may be None where a stage does not look at it. The metrics are the same on every rank:
-        means over the trained tokens of the global batch, and `actor/loss`, what was minimised. The load-balancing loss
-        needs the whole batch's routing before its first backward pass: with more than one micro-batch or stage, an
-        extra forward pass without gradients finds it.
+        loss is made of; a column may be None where a stage does not look at it. With `Sequences.routing` tokens go
+        there, weighed by this router. The metrics are the same on every rank: means over the trained tokens of the
+        global batch, and `actor/loss`, what was minimised; `training/routing_mismatch` is the share of (token, layer)s
+        that this router would not have sent to the set of experts they were given. The load-balancing loss needs the
+        whole batch's routing before its first backward pass: with more than one micro-batch or stage, an extra forward
+        pass without gradients finds it.
         """
         batches, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
@@ -103,12 +107,13 @@ class TrainEngine:
         objective = Objective(loss, totals, self.model.config, self.mesh, self.balancing_coef, counts_E)
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            stats: list[torch.Tensor] = []
-            out = self._hidden(batches[i], hidden, stats)
+            routed: list[Routed] = []
+            out = self._hidden(batches[i], hidden, routed)
+            of_routing = objective.of_routing(routed)
+            objective.of_replay(batches[i], routed)
             if not self.mesh.last_stage:
-                return out, objective.of_routing(stats)
+                return out, of_routing
             of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
-            of_routing = objective.of_routing(stats)
             return None, of_tokens if of_routing is None else of_tokens + of_routing
 
         self._accumulated = True
@@ -129,11 +134,12 @@ class TrainEngine:
         self._accumulated = False
         return {"actor/grad_norm": norm, "actor/lr": lr}
 
-    def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where loss_mask is
         False.
 
-        Collective over the mesh, as `forward_backward`; every stage gets the result.
+        Collective over the mesh, as `forward_backward`; every stage gets the result. ``record`` (`new_record`) takes
+        where all rows went, in the layers of this stage.
         """
         found_2N = torch.zeros(2, sequences.rows)
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
@@ -141,7 +147,10 @@ class TrainEngine:
         places = [sequences.rows_of(indices) for indices in plan]
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-            out = self._hidden(batches[i], hidden)
+            routed: list[Routed] | None = None if record is None else []
+            out = self._hidden(batches[i], hidden, routed)
+            if record is not None and routed and i < len(plan):
+                record[places[i]] = routing_of(routed, batches[i].rows, self.mesh, self.model.config.num_experts)
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)
@@ -154,6 +163,15 @@ class TrainEngine:
             dist.broadcast(found_2N, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
         logprobs_N, entropy_N = found_2N
         return logprobs_N, entropy_N
+
+    def with_own_routing(self, sequences: Sequences) -> Sequences:
+        """``sequences`` with the routing that the present weights give them, for later weights to replay.
+
+        Collective over the mesh: a forward pass without the lm head.
+        """
+        record = new_record(sequences, self.model)
+        self.logprobs(replace(sequences, loss_mask=torch.zeros_like(sequences.loss_mask)), record)
+        return replace(sequences, routing=record)
 
     @property
     def accumulating(self) -> bool:
@@ -222,12 +240,12 @@ class TrainEngine:
         return [sequences.select(indices) for indices in plan], totals
 
     def _hidden(
-        self, batch: Sequences, hidden: torch.Tensor | None, router_stats: list[torch.Tensor] | None = None
+        self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
         positions = batch.positions.to(self.device.torch_device)
         # behind the first stage the model looks at the number of ids alone, and there need be none
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
-        return self.model(ids, positions, PackedAttention(batch.lengths), router_stats, hidden)
+        return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
         """On the last stage."""
@@ -238,14 +256,14 @@ class TrainEngine:
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
         """Tokens that each expert gets from the whole global batch, summed over layers: float32 [E]."""
-        stats: list[torch.Tensor] = []
+        routed: list[Routed] = []
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-            out = self._hidden(batches[i], hidden, stats)
+            out = self._hidden(batches[i], hidden, routed)
             return None if self.mesh.last_stage else out, None
 
         self.stage.infer(_rows(batches), forward)
-        return routing_counts(stats, self.mesh)
+        return routing_counts(routed, self.mesh)
 
 
 def _rows(batches: list[Sequences]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusion.model import Mesh, ModelConfig, load_balancing_loss
+from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
 from fusion.training.batch import Sequences
 from fusion.training.gaps import gap_metrics, gap_sums
 from fusion.training.loss import Loss, LossInput
@@ -23,6 +23,10 @@ from fusion.training.loss import Loss, LossInput
 BALANCE = "actor/load_balancing_loss"
 LOSS = "actor/loss"
 GAPS = "gaps"
+
+MISMATCH = "training/routing_mismatch"
+
+REPLAYED = "(token, layer)s whose experts are imposed"
 
 
 class Totals(NamedTuple):
@@ -92,25 +96,39 @@ class Objective:
             self._add(GAPS, gap_sums(given, weight_n))
         return total(out.loss) / max(self.totals.normaliser, 1e-12)
 
-    def of_routing(self, stats: list[torch.Tensor]) -> torch.Tensor | None:
+    def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
         """The share of this stage's layers in the load-balancing loss: scalar, weighted; None where there is none."""
         if not self.balancing_coef:
             return None
         if self.counts_E is None:
-            self.counts_E = routing_counts(stats, self.mesh)
+            self.counts_E = routing_counts(routed, self.mesh)
+        stats = [layer.stats for layer in routed]
         balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_layers)
         self._add(BALANCE, balance.detach())
         return self.balancing_coef * balance
 
+    def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
+        """Counts where this stage's routers would have chosen another set of experts than the one they were given."""
+        if batch.routing is None:
+            return
+        strayed = torch.stack([layer.strayed for layer in routed if layer.strayed is not None])
+        self._add(MISMATCH, strayed.sum())
+        known = batch.rows - len(batch.last_rows())
+        self._add(REPLAYED, torch.tensor(float(known * len(routed)), device=strayed.device))
+
     def metrics(self) -> dict[str, float]:
         """Means over the global batch. Collective over the mesh, and the same on every rank."""
         sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
-        balance, loss, gaps = (sums.pop(name, None) for name in (BALANCE, LOSS, GAPS))
+        balance, loss, gaps, strayed, replayed = (
+            sums.pop(name, None) for name in (BALANCE, LOSS, GAPS, MISMATCH, REPLAYED)
+        )
         weight, means = self.totals.weight, {}
         if weight:
             means = {name: float(value) / weight for name, value in sums.items()}
             means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
             means |= {} if gaps is None else gap_metrics(gaps)
+        if replayed and strayed is not None:
+            means[MISMATCH] = float(strayed) / float(replayed)
         if balance is not None:
             means[BALANCE] = float(balance)
             means[LOSS] = means.get(LOSS, 0.0) + self.balancing_coef * means[BALANCE]
@@ -127,16 +145,17 @@ class Objective:
         sizes = [len(value) for value in values]
         wire = torch.cat(values).cpu()
         if self.mesh.stage_group is not None:
-            # Tokens are the same on the ranks of a TP group, which counts them once; rows of the router are not.
-            mine = torch.tensor([name == BALANCE or self.mesh.tp_rank == 0 for name in self._sums])
+            # Tokens are the same on the ranks of a TP group, which counts them once; the rows its routers see are not.
+            of_rows = (BALANCE, MISMATCH)
+            mine = torch.tensor([name in of_rows or self.mesh.tp_rank == 0 for name in self._sums])
             wire *= mine.repeat_interleave(torch.tensor(sizes))
             dist.all_reduce(wire, group=self.mesh.stage_group)
         return dict(zip(self._sums, (part.clone() for part in wire.split(sizes)), strict=True))
 
 
-def routing_counts(stats: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """Tokens of each expert, float32 [E], from the router's statistics of every rank and layer. Collective."""
-    counts_E = torch.stack([layer[0] for layer in stats]).detach().sum(0)
+def routing_counts(routed: list[Routed], mesh: Mesh) -> torch.Tensor:
+    """Tokens that went to each expert, float32 [E], summed over ranks and layers. Collective."""
+    counts_E = torch.stack([layer.stats[0] for layer in routed]).detach().sum(0)
     if mesh.world_group is not None:
         dist.all_reduce(counts_E, group=mesh.world_group)
     return counts_E

@@ -35,10 +35,12 @@ def model(
     return loaded
 
 
-def engine(dtype: torch.dtype = torch.float32, seed: int = 5, experts: bool = True, **rollout) -> Engine:
+def engine(
+    dtype: torch.dtype = torch.float32, seed: int = 5, experts: bool = True, routing: bool = False, **rollout
+) -> Engine:
     """One process, KV allocated. Small by default: allocation is not what most tests are about."""
     config = RolloutConfig(**(dict(max_length=256, max_seqs=64, max_batch_tokens=512) | rollout))
-    built = Engine(model(dtype, config.batch_invariant, experts), Mesh.single(), card(), config, seed)
+    built = Engine(model(dtype, config.batch_invariant, experts), Mesh.single(), card(), config, seed, routing)
     built.allocate_kv()
     return built
 
@@ -68,8 +70,11 @@ def generate(made: Engine, wanted: list[Request]) -> list[Output]:
     return made.run()
 
 
-def generate_brokenly(made: Engine, wanted: list[Request], seed: int) -> dict[str, tuple[list[int], list[float]]]:
-    """The same requests in random order, arriving at random steps, in chunks, aborted and resumed, KV thrown away."""
+def generate_brokenly(
+    made: Engine, wanted: list[Request], seed: int, ended: dict[str, Output] | None = None
+) -> dict[str, tuple[list[int], list[float]]]:
+    """The same requests in random order, arriving at random steps, in chunks, aborted and resumed, KV thrown away.
+    ``ended`` takes the last output of each."""
     draw = random.Random(seed)
     todo = draw.sample(wanted, len(wanted))
     got: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in wanted}
@@ -84,6 +89,8 @@ def generate_brokenly(made: Engine, wanted: list[Request], seed: int) -> dict[st
             made.policy_version += 1
         outputs = made.suspend() if draw.random() < 0.03 else made.step()
         for output in outputs:
+            if ended is not None:
+                ended[output.request_id] = output
             got[output.request_id][0].extend(output.tokens)
             got[output.request_id][1].extend(output.logprobs)
             if output.finish_reason in ("chunk", "abort"):

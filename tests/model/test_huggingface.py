@@ -6,7 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion.model import Mesh, ModelConfig, PackedAttention, Transformer, load_balancing_loss, load_weights, save_folder
+from fusion.model import (
+    Mesh,
+    ModelConfig,
+    PackedAttention,
+    Routed,
+    Transformer,
+    load_balancing_loss,
+    load_weights,
+    save_folder,
+)
 from fusion.npu import open_device
 from tests.helpers import tiny_checkpoint, tiny_hf
 
@@ -61,8 +70,9 @@ def test_load_balancing_loss_equals_transformers(tmp_path, device):
 
     model, ids = _loaded(tiny_checkpoint(tmp_path), device), torch.randint(0, 32, (2, 9))
     expected = load_balancing_loss_func(tiny_hf()(ids, output_router_logits=True).router_logits, 8, 2)
-    stats: list[torch.Tensor] = []
-    model(*_packed(device, ids[0], ids[1]), stats)
+    routed: list[Routed] = []
+    model(*_packed(device, ids[0], ids[1]), routed)
+    stats = [layer.stats for layer in routed]
     found = load_balancing_loss(stats, torch.stack(stats)[:, 0].sum(0), 18 * 2)
     assert abs(found.item() - expected.item()) < 1e-5
 

@@ -47,6 +47,14 @@ def test_the_default_job_is_valid(checkpoint):
     assert _config(checkpoint).validate().num_experts == 8
 
 
+def test_replay_needs_experts(checkpoint, tmp_path):
+    for replay in ("train", "rollout"):
+        _config(checkpoint, algorithm__replay=replay).validate()
+        dense = _config(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
+        with pytest.raises(ValueError, match=f"algorithm.replay={replay}: the model is dense; set it to none"):
+            dense.validate()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

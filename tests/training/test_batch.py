@@ -106,6 +106,17 @@ def test_a_stage_of_a_pipeline_holds_what_it_looks_at():
         Sequences.from_packed(*lengths, ref_logprobs=torch.zeros(2))
 
 
+def test_routing_lies_at_every_token_but_the_last_of_a_sequence():
+    routing = torch.arange(1, 9, dtype=torch.uint8).view(4, 1, 2)
+    batch = Sequences.from_packed([2, 0, 1], [1, 0, 2], routing=routing)
+    assert batch.routing.dtype is torch.uint8 and batch.last_rows().tolist() == [2, 5]
+    assert batch.routing[[0, 1, 3, 4]].equal(routing) and batch.select([2]).routing[:2].equal(routing[2:])
+    with pytest.raises(AssertionError, match="3 values for 4 tokens"):
+        Sequences.from_packed([2, 1], [1, 2], routing=routing[:3])
+    nothing = Sequences.from_packed([], [], routing=torch.empty(0))
+    assert nothing.routing.shape == (0,) and nothing.select([]).routing.shape == (0,)
+
+
 def test_columns_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ValueError, match=r"behaviour_logprobs\[1\] has 1 values for 2 response tokens"):
         Sequences.from_samples([[1], [2]], [[3], [4, 5]], behaviour_logprobs=[[0.0], [0.0]])

@@ -39,6 +39,7 @@ from fusion.training.schedule import learning_rate
         (AlgorithmConfig(name="rloo", group_size=1), "algorithm.group_size=1: expected a whole number of at least 2"),
         (AlgorithmConfig(clip_low=1.0), r"algorithm.clip_low=1.0: expected a number in \[0, 1\)"),
         (AlgorithmConfig(minibatches=0), "algorithm.minibatches=0"),
+        (AlgorithmConfig(replay="r3"), "algorithm.replay='r3': expected one of none, train, rollout"),
         (AlgorithmConfig(group_size=True), "algorithm.group_size=True"),
     ],
 )

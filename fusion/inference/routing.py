@@ -1,0 +1,57 @@
+"""Which experts the tokens in the KV cache went to, kept block by block beside it on the host.
+
+    a step's pass ─ routing of its tokens ─► the cells of their KV ─► a request that ends reads the cells of its blocks
+
+So routing shares the fate of the KV it belongs to: whoever finds a block in the prefix cache finds its routing, what is
+computed anew after a preemption or under new weights overwrites, and what a request reads is the routing of the passes
+that made the KV it was last generated from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fusion.inference.batch import Batch
+from fusion.model import Mesh, ModelConfig, routing_dtype
+
+
+class RoutingCache:
+    """Cells [blocks, block_size, layers, k] of `routing_dtype`. Pages of host memory that nothing was written to take
+    no room."""
+
+    def __init__(self, config: ModelConfig, block_size: int):
+        self.dtype = routing_dtype(config.num_experts)
+        self.cell = block_size, config.num_layers, config.top_k
+        self.allocate(0)
+
+    def allocate(self, blocks: int) -> None:
+        """Drops what there is; as many blocks as the KV cache has (0: gives the memory back)."""
+        self._cells = torch.empty(blocks, *self.cell, dtype=self.dtype).numpy()
+
+    def write(self, batch: Batch, routing_NLk: torch.Tensor) -> None:
+        """The routing of all tokens of a step, before anything of the step ends."""
+        self._cells[batch.blocks, batch.offsets] = routing_NLk.numpy()
+
+    def read(self, blocks: list[int], count: int) -> torch.Tensor:
+        """[count, layers, k]: of the first tokens of a sequence that lies in these blocks."""
+        found = self._cells[np.array(blocks, np.int64)]
+        return torch.from_numpy(found.reshape(-1, *self.cell[1:])[:count])
+
+
+def of_all_layers(routing_NLk: torch.Tensor, mesh: Mesh, config: ModelConfig) -> torch.Tensor | None:
+    """The layers of every stage in order, on the first stage's first TP rank; None elsewhere. On the CPU, collective
+    over the stages."""
+    if mesh.pp_group is None or mesh.tp_rank > 0:
+        return routing_NLk if mesh.tp_rank == 0 else None
+    if not mesh.first_stage:
+        dist.send(routing_NLk.contiguous().view(torch.uint8), group=mesh.pp_group, group_dst=0)
+        return None
+    stages = [routing_NLk]
+    for stage in range(1, mesh.parallel.pp):
+        layers = len(mesh.parallel.layers(config.num_layers, stage))
+        theirs = routing_NLk.new_empty(len(routing_NLk), layers, config.top_k)
+        dist.recv(theirs.view(torch.uint8), group=mesh.pp_group, group_src=stage)
+        stages.append(theirs)
+    return torch.cat(stages, dim=1)
