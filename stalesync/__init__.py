@@ -3,8 +3,12 @@
 config       Config: every room's dataclass, composed; the checks that span rooms
 prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
 staleness    which groups may start and which may be trained: the bound as a state machine
-controller   the loop: prompts → generate → reward → advantages → reference → train
+controller   the loop: prompts → generate → reward → update, at any staleness, in any deployment
+generation   the engines: which requests run where, suspended and resumed
 scoring      from finished samples to rewards: by a rule, or by the reward model on its cards
+update       from scored groups to an optimizer step: advantages, reference, minibatches
+savepoint    what of a run a checkpoint holds beside weights and optimizer
+pacing       whether a run of modelled cards kept its pace
 control      a run is told to generate otherwise while it goes on
 cards        the workers as Ray actors, called stage by stage
 launch       from a config to a finished run and its report

@@ -222,12 +222,15 @@ class Controller:
 
     def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
-        wanted = self.config.data.prompts_per_step
+        wanted, heard_s = self.config.data.prompts_per_step, time.perf_counter()
         while self.ledger.in_flight and len(ready := self.ledger.ready()) < wanted:
             self.view.phase("generate", len(ready) * self.group_size, wanted * self.group_size)
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
-            self._note(*self.scorer.news(LOOK_S))
+            arrived, scored = self.scorer.news(LOOK_S)
+            self._note(arrived, scored)
             self.cards.check()
+            heard_s = time.perf_counter() if arrived or scored else heard_s
+            self.generation.check_alive(time.perf_counter() - heard_s)
             if self._refill() and self.ledger.may_admit():
                 self._admit()
                 self.generation.hand_over()

@@ -9,14 +9,17 @@ While the cards of an engine train, its share of the requests waits, or is hande
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.inference import Output, Request
 from fusion.rollout import Entry, RequestBuffer, assign_groups
-from stalesync.cards import Cards, Running
+from stalesync.cards import SAY_EVERY_S, CardFailed, Cards, Running
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+
+log = logging.getLogger(__name__)
 
 
 class Generation:
@@ -33,6 +36,8 @@ class Generation:
         """Of the groups in the buffer"""
         self._running: dict[int, Running] = {}
         """By engine"""
+        self._said_s = 0.0
+        """For how long no sample had come when that was last spoken of"""
 
     def admit(self, prompts: Iterable[Prompt]) -> None:
         """A group of requests for each prompt; they start at the next `resume` or `hand_over`."""
@@ -73,6 +78,22 @@ class Generation:
                 self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions)
                 unfinished += one.generated > 0
         return unfinished
+
+    def check_alive(self, silent_s: float) -> None:
+        """Says that no sample has come for so long and, beyond the cards' patience, ends the run.
+
+        Raises:
+            CardFailed: names the engines that run, and what they have.
+        """
+        if silent_s < self._said_s + SAY_EVERY_S:
+            self._said_s = min(self._said_s, silent_s)
+            return
+        self._said_s = silent_s
+        held = {engine: sum(one.engine == engine for one in self.buffer.of("running")) for engine in self._running}
+        told = ", ".join(f"engine {n} (ranks {list(self._spec.engines[n])}) has {held[n]} samples" for n in held)
+        if silent_s > self._cards.timeout_s:
+            raise CardFailed(f"no sample has come for {silent_s:.0f} s (cluster.stage_timeout_s): {told}")
+        log.warning("no sample has come for %.0f s: %s", silent_s, told)
 
     def of_cards(self, ranks: Iterable[int]) -> list[int]:
         """The engines that have one of these cards."""
