@@ -159,6 +159,7 @@ class Cards:
             try:
                 running.results[running.pending[ref]] = ray.get(ref)
             except Exception as error:
+                self._running.remove(running)
                 self._fail(running.stage, running.pending, {running.pending[ref]: error})
             del running.pending[ref]
 

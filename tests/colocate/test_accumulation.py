@@ -18,7 +18,7 @@ def two_batches_one_step(rank, device, spec, interruptions):
     worker, shares = card.worker, card.deal(IDS, spec.train.dp)
     trainer, mine = worker.trainer, shares[worker.meshes.train.dp_rank]
     batch = worker.queue.read(mine, (*TOKENS, *LOSS, REFERENCE))
-    trainer.forward_backward(to_sequences(Received.of(batch)), worker.loss)
+    trainer.forward_backward(to_sequences(Received.of(batch)), worker.algorithm.loss)
     held = []
     for _ in range(interruptions):
         worker.switch("infer", 1)

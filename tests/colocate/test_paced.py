@@ -74,7 +74,8 @@ def test_a_pace_that_the_host_cannot_keep_is_told_as_overrun(model):
         start = time.perf_counter()
         generate(made, requests(6))
         took = time.perf_counter() - start
-    assert sum(made.pacer.overrun_s.values()) == pytest.approx(took, rel=0.05)
+    late = sum(made.pacer.overrun_s.values())  # but for what a next sleep could make up
+    assert took - CATCH_UP_S - 0.05 * took <= late <= took
     assert sum(made.pacer.modelled_s.values()) < 0.01 * took
 
 
@@ -148,7 +149,7 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
     ids = [f"0/{n}" for n in range(4)]
     params = worker.spec.rollout.sampling()
     staged("switch", "infer", 0)
-    staged("generate", [Request(id, (3, 4), params, group="0", exact_tokens=5) for id in ids])
+    staged("generate", [Request(id, (3, 4), params, group="0", exact_tokens=5) for id in ids], False)
     worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))
     staged("switch", "train", 0)
     staged("reference", [ids])
@@ -167,7 +168,7 @@ def test_a_sleep_does_not_hold_up_the_control_channel(tmp_path):
     worker.switcher.cost = replace(worker.switcher.cost, infer=0.0)
     worker.switch("infer", 0)
     params = SamplingParams(max_tokens=6)
-    stage = threading.Thread(target=worker.generate, args=([Request("0/0", (3, 4), params, exact_tokens=3)], True))
+    stage = threading.Thread(target=worker.answer, args=([Request("0/0", (3, 4), params, exact_tokens=3)],))
     stage.start()
     slowest, asked = 0.0, 0
     while stage.is_alive():
