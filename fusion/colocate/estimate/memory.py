@@ -10,6 +10,7 @@ layouts. Each phase is that of the die of the pipeline stage where it takes most
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from fusion.colocate.estimate.setup import Setup
@@ -62,9 +63,11 @@ class Memory:
 def held(shape: Shape, parallel: Parallel, stage: int) -> Held:
     """What a die of a pipeline stage holds."""
     dense = expert = 0
-    for layer in (shape.layers[i] for i in parallel.layers(len(shape.layers), stage)):
-        dense += _dense(layer, shape, parallel)
-        expert += layer.numel["expert"] // (parallel.ep * parallel.etp)
+    here = [shape.layers[i] for i in parallel.layers(len(shape.layers), stage)]
+    times = Counter(map(id, here))  # layers of a kind are one object
+    for layer in {id(layer): layer for layer in here}.values():
+        dense += times[id(layer)] * _dense(layer, shape, parallel)
+        expert += times[id(layer)] * (layer.numel["expert"] // (parallel.ep * parallel.etp))
     last = stage == parallel.pp - 1
     if stage == 0 or (last and shape.tied):
         dense += shape.embed.numel // parallel.tp
