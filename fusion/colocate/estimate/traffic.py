@@ -272,4 +272,7 @@ def _sum_at(values: Array, groups: Array, at: Array) -> Array:
     starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
     sums, ids = np.add.reduceat(values, starts, axis=1), groups[starts]
     place = np.minimum(np.searchsorted(ids, at), len(ids) - 1)
-    return sums[:, place] * (ids[place] == at)
+    found, known = sums.take(place, axis=1), ids[place] == at
+    if not known.all():
+        found *= known
+    return found
