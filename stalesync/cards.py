@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 SAY_EVERY_S = 30.0
 """A stage that is not done is spoken of after this long, and again."""
 
+CONTROL_S = 30.0
+"""A control call is answered within this, whatever the card is at"""
+
 GATHER_FAILURES_S = 1.5
 """After a first failure the others' are awaited this long: the card that broke off a collective is not always the first
 to report, and the one that died is the one to name."""
@@ -164,8 +167,17 @@ class Cards:
             del running.pending[ref]
 
     def control(self, rank: int, request: str, *args: Any) -> Any:
-        """A control call, answered while a stage runs."""
-        return ray.get(self.actors[rank].control.remote(request, *args), timeout=30)
+        """A control call, answered while a stage runs.
+
+        Raises:
+            CardFailed: the card is dead, or does not answer.
+        """
+        try:
+            return ray.get(self.actors[rank].control.remote(request, *args), timeout=CONTROL_S)
+        except ray.exceptions.GetTimeoutError:
+            raise CardFailed(f"rank {rank} did not answer {request!r} in {CONTROL_S:.0f} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise CardFailed(_say(rank, request, error)) from None
 
     def close(self) -> None:
         for actor in self.actors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -36,19 +35,15 @@ HEAVIEST = "pangu_718b"
     "name", [name if name == HEAVIEST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_768_dies_within_ten_seconds_and_four_gigabytes(name):
-    """Of processor time, as other tests may run beside it, and the least of three: a busy host slows cycles down."""
+    """Of processor time, as other tests may run beside it; with one thread that is the time of a quiet machine."""
     command = [*PLAN, f"model={name}", "cluster=cloudmatrix384", "--json", os.devnull]
-    environment, least_s = os.environ | {"OMP_NUM_THREADS": "1"}, math.inf
-    for _ in range(3):
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        assert child.returncode == 0
-        assert used.ru_maxrss < 2e6, "kilobytes"
-        least_s = min(least_s, used.ru_utime + used.ru_stime)
-        if least_s < 10:
-            break
-    assert least_s < 10
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert used.ru_utime + used.ru_stime < 8
+    assert used.ru_maxrss < 2e6, "kilobytes"
 
 
 def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
