@@ -55,7 +55,7 @@ class Card(Worker):
     """`Worker` as an actor: stages run one after the other, control calls are answered meanwhile. It gets its rank once
     Ray has placed it."""
 
-    def __init__(self, spec: WorkerSpec, queue: DistQueue | None):
+    def __init__(self, spec: WorkerSpec, queue: DistQueue):
         self._given = spec, queue
 
     def place(self) -> tuple[str, list[str]]:
@@ -75,7 +75,7 @@ class Card(Worker):
 class Cards:
     """All workers of a run. Use it as a context manager: however the block ends, the workers end with it."""
 
-    def __init__(self, spec: WorkerSpec, queue: DistQueue | None, timeout_s: float):
+    def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
         self._running: list[Running] = []
         kind, resources = claim(spec.device.kind, ray.cluster_resources())

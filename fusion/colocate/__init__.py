@@ -10,6 +10,7 @@
     switching, roles   a card changes its phase; reference and reward model on a card
     partials           samples that were suspended, in the queue until an engine goes on with them
     pace, paced        what an emulated card stands for; trainer, engine and switch that take its time
+    generating, reading    the engine at work; what a card reads from the queue
     worker, stages     Worker: switch, generate, reference, score, train, save; what a card tells of each
 
 A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls it in its own process.

@@ -12,8 +12,7 @@ from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen m
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,18 +22,14 @@ import torch
 import torch.distributed as dist
 
 from distqueue import PackedBatch
-from distqueue.hierarchy import GroupReader, Received
+from fusion.colocate.generating import Generating
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.paced import Parts, paced_parts
-from fusion.colocate.partials import Store, forget, merge, park, restore
+from fusion.colocate.partials import Store
 from fusion.colocate.phases import Phase, PhaseMachine
+from fusion.colocate.reading import Reading
 from fusion.colocate.samples import (
-    LOSS,
     REFERENCE,
-    ROUTING,
-    needed,
-    nothing,
-    pack_outputs,
     split_responses,
     summed_log_ratios,
     to_sequences,
@@ -44,7 +39,7 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport
 from fusion.colocate.together import together
 from fusion.colocate.weights import PolicyWeights
-from fusion.inference import Engine, Output, Request
+from fusion.inference import Engine, Request
 from fusion.model import Mesh, ModelConfig, save_folder
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
@@ -52,26 +47,15 @@ from fusion.training import Sequences, TrainEngine, load_checkpoint, save_checkp
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
 
-PUT_EVERY = 64
-"""Finished samples a card gathers before it puts them to the queue: one message for many short ones …"""
-
-PUT_EVERY_S = 0.2
-"""… but none waits longer than this for others"""
-
-IDLE_S = 0.001
-"""An engine that has nothing to do asks for orders this often"""
-
 
 class Worker:
     """Stages are methods; all cards they concern run the same stage at once. Arguments and results are plain data."""
 
-    def __init__(self, spec: WorkerSpec, rank: int, queue: Store | None):
+    def __init__(self, spec: WorkerSpec, rank: int, queue: Store):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self.trainer: TrainEngine | None = None
         self.engine: Engine | None = None
-        self.readers: dict[str, GroupReader] = {}
-        """By stage, from its first batch on"""
 
     def rendezvous(self) -> str:
         """An address at which the other cards can reach this one."""
@@ -105,6 +89,7 @@ class Worker:
         spec, device, pool = self.spec, self.device, HostPool(self.device)
         config = ModelConfig.from_hf(spec.model.path)
         self.meshes = meshes = Meshes.create(spec, self.rank)
+        self.reading = Reading(spec, meshes, self.queue)
         self.weights = PolicyWeights(spec, config, self.rank, device, meshes)
         self.roles = self.parts.roles(spec, self.rank, device, meshes, self.weights, pool)
         if self.weights.train is not None:
@@ -125,6 +110,7 @@ class Worker:
             assert meshes.engine is not None
             replay = spec.algorithm.replay == "rollout"
             self.engine = self.parts.engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay)
+            self.generating = Generating(self.engine, self.queue)
         models = self.weights, meshes, self.trainer, self.engine
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
 
@@ -151,26 +137,8 @@ class Worker:
         Every card of an engine calls it; the requests are the first one's. Finished samples go to the queue as they
         come; what is unfinished at the end is suspended."""
         self.phases.require("generate")
-        engine = self.engine
-        assert engine is not None
         with self.log.stage("generate", "gen"):
-            before = engine.status()
-            engine.go_on()
-            if requests:
-                engine.submit(restore(requests, self._samples))
-            pending: list[Output] = []
-            said_s = time.monotonic()
-            while not engine.paused:
-                pending += engine.step()
-                if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
-                    break
-                if engine.idle and not pending:
-                    time.sleep(IDLE_S)
-                elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
-                    pending, said_s = self._put(pending), time.monotonic()
-            self._put(pending)
-            suspended = park(engine.suspend(), self._samples)
-            self._count_generation(engine, before)
+            suspended = self.generating.run(requests, stay, self.log.metrics)
             self.log.remember("infer")
         return self.log.report(suspended=suspended)
 
@@ -178,11 +146,8 @@ class Worker:
         """Runs this card's engine until all requests have ended; their outputs are in the report, not in the queue.
         Called as `generate`, while nothing else is in the engine."""
         self.phases.require("generate")
-        assert self.engine is not None
         with self.log.stage("answer", "gen"):
-            if requests:
-                self.engine.submit(requests)
-            outputs = [replace(output, routing=None) for output in self.engine.run()]  # nobody trains on them
+            outputs = self.generating.answer(requests)
             self.log.remember("infer")
         return self.log.report(outputs)
 
@@ -195,12 +160,12 @@ class Worker:
             self.phases.require("reference")
             ids = shares[mesh.dp_rank]
             in_reward = self.spec.algorithm.kl_in == "reward"
-            delivery = self._read("reference", ids, mesh, ("behaviour_logprobs",) if in_reward else ())
+            delivery = self.reading("reference", ids, mesh, ("behaviour_logprobs",) if in_reward else ())
             sequences = to_sequences(delivery)
             logprobs = self.roles.logprobs(sequences, self.trainer)
             if _first_of_replica(mesh) and ids:
                 columns = {REFERENCE: split_responses(logprobs, delivery)}
-                self._samples.put(PackedBatch.from_samples(ids, columns))
+                self.queue.put(PackedBatch.from_samples(ids, columns))
             self.log.remember("reference")
         speaks = in_reward and mesh.tp_rank == 0 and mesh.last_stage
         sums = summed_log_ratios(sequences, logprobs) if speaks else []
@@ -217,7 +182,7 @@ class Worker:
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
             if kept is None:
-                batch = self._read("score", ids, mesh).batch
+                batch = self.reading("score", ids, mesh).batch
                 rows = range(len(batch))
                 samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
             else:
@@ -236,8 +201,9 @@ class Worker:
             self.switcher.load_optimizer()
             if not trainer.accumulating:
                 together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
-            batches = self._batches(trainer, [shares[mesh.dp_rank] for shares in minibatches], version)
-            for number, batch in enumerate(batches):
+            mine = [shares[mesh.dp_rank] for shares in minibatches]
+            weigh = partial(self._weigh, version)
+            for number, batch in enumerate(self.reading.minibatches(trainer, mine, weigh)):
                 self.log.metrics.update(trainer.forward_backward(batch, self.algorithm.loss))
                 arrived = self.switcher.await_optimizer if number == 0 else None
                 self.log.metrics.update(trainer.optimizer_step(arrived))
@@ -258,22 +224,12 @@ class Worker:
 
     def control(self, request: str, *args: Any) -> Any:
         """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids), ``pause``."""
-        match request:
-            case "status":
-                stage = self.log.stage_name if hasattr(self, "log") else "start"
-                figures = self.engine.status() if self.engine is not None else {}
-                return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
-            case "submit" | "abort" | "pause":
-                assert self.engine is not None, f"rank {self.rank} generates nothing"
-                if request == "submit":
-                    return self.engine.submit(restore(args[0], self._samples))
-                return self.engine.pause() if request == "pause" else self.engine.abort(*args)
-        raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
-
-    @property
-    def _samples(self) -> Store:
-        assert self.queue is not None, "this worker was started without a queue"
-        return self.queue
+        if request == "status":
+            stage = self.log.stage_name if hasattr(self, "log") else "start"
+            figures = self.engine.status() if self.engine is not None else {}
+            return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
+        assert self.engine is not None, f"rank {self.rank} generates nothing"
+        return self.generating.control(request, *args)
 
     def _resident_trainer(self) -> TrainEngine:
         self.phases.require("save")
@@ -289,53 +245,8 @@ class Worker:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
         return int(least)
 
-    def _read(
-        self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()
-    ) -> Received:
-        """Samples with what this rank of the stage's ``mesh`` looks at. Collective over the replica, which asks the
-        queue once."""
-        columns = needed(mesh, of_loss, of_experts)
-        if not ids:
-            return nothing(columns)
-        if stage not in self.readers:
-            group = self.meshes.replica if mesh is self.meshes.train else mesh.tp_group
-            self.readers[stage] = GroupReader(self._samples, group, columns)
-        return self.readers[stage].read(ids)
-
-    def _batches(
-        self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], version: int | None
-    ) -> Iterable[Sequences]:
-        """This rank's samples of each minibatch, read when it is their turn; or all at once, where each has to know
-        what the policy before the first step says of it: its routing, or log-probabilities. One alone needs none."""
-        batches: Iterable[Sequences] = (self._batch(trainer, ids, version) for ids in minibatches)
-        if len(minibatches) > 1 and self.spec.algorithm.replay == "train":
-            batches = [trainer.with_own_routing(batch) for batch in batches]
-        if len(minibatches) > 1 and self.spec.algorithm.correction == "decoupled":
-            batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
-        return batches
-
-    def _batch(self, trainer: TrainEngine, ids: Sequence[str], version: int | None) -> Sequences:
-        """Samples to train on, with the weights of their tokens."""
-        mesh, algorithm = trainer.mesh, self.spec.algorithm
-        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference and algorithm.kl_in == "loss" else LOSS
-        of_experts = (ROUTING,) if algorithm.replay == "rollout" else ()
-        layers = mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank)
-        sequences = to_sequences(self._read("train", ids, mesh, of_loss, of_experts), layers)
+    def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
         return replace(self.algorithm.weigh(sequences), version=version)
-
-    def _put(self, outputs: list[Output]) -> list[Output]:
-        if outputs:
-            self._samples.put(pack_outputs(merge(outputs, self._samples)))
-            forget(outputs, self._samples)
-        return []
-
-    def _count_generation(self, engine: Engine, before: dict[str, float]) -> None:
-        if engine.mesh.rank != 0:
-            return  # the engine's figures are those of all its cards
-        after = engine.status()
-        for name in ("generated_tokens", "dummy_steps", "preemptions", "prefix_hit_tokens"):
-            self.log.metrics.add(f"rollout/{name}", after[name] - before[name], rule="sum")
-        self.log.metrics.add("rollout/kv_tokens_min", after["kv_tokens"])
 
     @contextmanager
     def _as(self, phase: Phase, mesh: Mesh, weights: AbstractContextManager[None]) -> Iterator[None]:

@@ -38,9 +38,14 @@ def spec(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cards(spec):
+def queue():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    with Cards(spec, DistQueue.create(["train"]), timeout_s=120) as running:
+    return DistQueue.create(["train"])
+
+
+@pytest.fixture(scope="module")
+def cards(spec, queue):
+    with Cards(spec, queue, timeout_s=120) as running:
         assert all("npu:0" in found for found in running.prepare())
         yield running
     ray.shutdown()
@@ -72,8 +77,8 @@ def test_what_a_card_raises_names_its_rank_and_stage(cards):
         cards.call("generate", [])
 
 
-def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(spec, cards):
-    with Cards(spec, None, timeout_s=60) as others:
+def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(spec, queue, cards):
+    with Cards(spec, queue, timeout_s=60) as others:
         address = others.call("rendezvous", ranks=[0])[0]
         with pytest.raises(CardFailed, match="rank 1 failed in stage 'prepare'.*nowhere"):
             others.call("prepare", each=[(address,), ("nowhere://",)])

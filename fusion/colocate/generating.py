@@ -1,0 +1,87 @@
+"""A card's engine at work: it steps until it is told to pause; what has ended goes to the queue as it comes.
+
+requests ─► engine ─ ended ─► merged with what was generated before ─► queue
+              │
+              └─ pause ─► suspended: parked in the queue (`partials`)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fusion.colocate.partials import Store, Suspended, forget, merge, park, restore
+from fusion.colocate.samples import pack_outputs
+from fusion.inference import Engine, Output, Request
+from fusion.telemetry import Metrics
+
+PUT_EVERY = 64
+"""Finished samples a card gathers before it puts them to the queue: one message for many short ones …"""
+
+PUT_EVERY_S = 0.2
+"""… but none waits longer than this for others"""
+
+IDLE_S = 0.001
+"""An engine that has nothing to do asks for orders this often"""
+
+
+class Generating:
+    """Collective over the engine's cards: `run`, `answer`. Any thread of its first card: `control`."""
+
+    def __init__(self, engine: Engine, queue: Store):
+        self.engine, self._queue = engine, queue
+
+    def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics) -> list[Suspended]:
+        """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
+        the first card's. Returns what was left unfinished."""
+        engine, before = self.engine, self.engine.status()
+        engine.go_on()
+        if requests:
+            engine.submit(restore(requests, self._queue))
+        pending: list[Output] = []
+        said_s = time.monotonic()
+        while not engine.paused:
+            pending += engine.step()
+            if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
+                break
+            if engine.idle and not pending:
+                time.sleep(IDLE_S)
+            elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
+                pending, said_s = self._put(pending), time.monotonic()
+        self._put(pending)
+        suspended = park(engine.suspend(), self._queue)
+        self._count(before, metrics)
+        return suspended
+
+    def answer(self, requests: Sequence[Request]) -> list[Output]:
+        """Steps until all requests have ended, while nothing else is in the engine. Nothing enters the queue."""
+        if requests:
+            self.engine.submit(requests)
+        return [replace(output, routing=None) for output in self.engine.run()]  # nobody trains on them
+
+    def control(self, request: str, *args: Any) -> Any:
+        """`submit` (requests), `abort` (request ids), `pause`."""
+        match request:
+            case "submit":
+                return self.engine.submit(restore(args[0], self._queue))
+            case "abort":
+                return self.engine.abort(*args)
+            case "pause":
+                return self.engine.pause()
+        raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
+
+    def _put(self, outputs: list[Output]) -> list[Output]:
+        if outputs:
+            self._queue.put(pack_outputs(merge(outputs, self._queue)))
+            forget(outputs, self._queue)
+        return []
+
+    def _count(self, before: dict[str, float], metrics: Metrics) -> None:
+        if self.engine.mesh.rank != 0:
+            return  # the engine's figures are those of all its cards
+        after = self.engine.status()
+        for name in ("generated_tokens", "dummy_steps", "preemptions", "prefix_hit_tokens"):
+            metrics.add(f"rollout/{name}", after[name] - before[name], rule="sum")
+        metrics.add("rollout/kv_tokens_min", after["kv_tokens"])

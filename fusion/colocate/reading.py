@@ -1,0 +1,58 @@
+"""What a card reads from the queue for a stage: samples by id, as far as its rank looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from distqueue.hierarchy import GroupReader, Received
+from fusion.colocate.meshes import Meshes
+from fusion.colocate.partials import Store
+from fusion.colocate.samples import LOSS, REFERENCE, ROUTING, needed, nothing, to_sequences
+from fusion.colocate.spec import WorkerSpec
+from fusion.model import Mesh
+from fusion.training import Sequences, TrainEngine
+
+
+class Reading:
+    """Collective over a replica of the stage's mesh, which asks the queue once."""
+
+    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: Store):
+        self.spec, self._meshes, self._queue = spec, meshes, queue
+        self._readers: dict[str, GroupReader] = {}
+        """By stage, from its first batch on"""
+
+    def __call__(
+        self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()
+    ) -> Received:
+        """Samples with what this rank of the stage's ``mesh`` looks at."""
+        columns = needed(mesh, of_loss, of_experts)
+        if not ids:
+            return nothing(columns)
+        if stage not in self._readers:
+            group = self._meshes.replica if mesh is self._meshes.train else mesh.tp_group
+            self._readers[stage] = GroupReader(self._queue, group, columns)
+        return self._readers[stage].read(ids)
+
+    def minibatches(
+        self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], weigh: Callable[[Sequences], Sequences]
+    ) -> Iterable[Sequences]:
+        """This rank's samples of each minibatch, read when it is their turn; or all at once, where each has to know
+        what the policy before the first step says of it: its routing, or log-probabilities. One alone needs none.
+
+        Args:
+            weigh: gives the tokens their weights.
+        """
+        batches: Iterable[Sequences] = (weigh(self._minibatch(trainer, ids)) for ids in minibatches)
+        if len(minibatches) > 1 and self.spec.algorithm.replay == "train":
+            batches = [trainer.with_own_routing(batch) for batch in batches]
+        if len(minibatches) > 1 and self.spec.algorithm.correction == "decoupled":
+            batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
+        return batches
+
+    def _minibatch(self, trainer: TrainEngine, ids: Sequence[str]) -> Sequences:
+        mesh, algorithm = trainer.mesh, self.spec.algorithm
+        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference and algorithm.kl_in == "loss" else LOSS
+        of_experts = (ROUTING,) if algorithm.replay == "rollout" else ()
+        layers = mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank)
+        return to_sequences(self("train", ids, mesh, of_loss, of_experts), layers)
