@@ -67,6 +67,10 @@ class Card(Worker):
         spec, queue = self._given
         super().__init__(spec, rank, queue)
 
+    @ray.method(concurrency_group="weights")
+    def receive(self, *args: Any) -> Any:
+        return super().receive(*args)
+
     @ray.method(concurrency_group="control")
     def control(self, request: str, *args: Any) -> Any:
         return super().control(request, *args)
@@ -82,7 +86,7 @@ class Cards:
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 2}, **resources)(Card)
+        actor = remote(concurrency_groups={"control": 2, "weights": 1}, **resources)(Card)
         self.actors = [actor.remote(spec, queue) for _ in range(spec.world)]
         try:
             order = order_by_place(self.call("place"))

@@ -190,8 +190,7 @@ class Controller:
         """The weights of the present version go to the engines, which go on until a step's groups are there; then the
         cards that train have them back, and everything that is finished is scored."""
         with self.metrics.timer("switch"):
-            self._suspend()
-            self._switch("infer")
+            self._publish()
         self._admit()
         self.generation.resume(self.desk.share.engines)
         with self.metrics.timer("gen"):
@@ -204,6 +203,19 @@ class Controller:
             scored, reports = self.scorer.judge()
         self._take(reports)
         self._note([], scored)
+
+    def _publish(self) -> None:
+        """The engines get the weights of the present version. Those on cards that only generate go on meanwhile."""
+        share, cards = self.desk.share, self.spec.deployment.actor
+        if beside := self.generation.go_on_beside(share.engines):
+            self.view.phase("send weights")
+            arrives = self.cards.begin("receive", self.ledger.version, share, ranks=beside)
+            others = [rank for rank in cards if rank not in beside]
+            self._take(self.cards.call("switch", "infer", self.ledger.version, share, True, ranks=others))
+            self._take(self.cards.wait(arrives))
+        else:
+            self._suspend()
+            self._switch("infer")
 
     def _admit(self) -> None:
         """Takes up as many groups as the ledger allows and the run has steps left for."""

@@ -47,22 +47,29 @@ class Generation:
             self.prompts[prompt.id] = prompt
 
     def resume(self, engines: Sequence[int]) -> None:
-        """Sets these engines, none of which runs, to work on what waits."""
+        """Sets these engines to work on what waits; those that run get their share of it too."""
         for engine, entries in self.buffer.dispatch(engines).items():
-            assert engine not in self._running, f"engine {engine} runs already"
-            ranks = self._spec.engines[engine]
-            each: list[tuple] = [([],)] * self._spec.world
-            each[ranks[0]] = ([self._request(entry) for entry in entries],)
-            self._running[engine] = self._cards.begin("generate", each=each, ranks=ranks)
+            ranks, requests = self._spec.engines[engine], [self._request(entry) for entry in entries]
+            if engine not in self._running:
+                each: list[tuple] = [([],)] * self._spec.world
+                each[ranks[0]] = (requests,)
+                self._running[engine] = self._cards.begin("generate", each=each, ranks=ranks)
+            elif requests:
+                self._cards.control(ranks[0], "submit", requests)
 
     def hand_over(self) -> None:
         """Gives what waits to the engines that run."""
-        if not self._running:
-            return
-        for engine, entries in self.buffer.dispatch(sorted(self._running)).items():
-            if entries:
-                requests = [self._request(entry) for entry in entries]
-                self._cards.control(self._spec.engines[engine][0], "submit", requests)
+        if self._running:
+            self.resume(sorted(self._running))
+
+    def go_on_beside(self, engines: Sequence[int]) -> list[int]:
+        """The cards of engines that run, where these and no others of the cards that only generate are to run next:
+        they can take new weights while they do."""
+        sharing = self.of_cards(self._spec.deployment.train)
+        alone = [number for number in range(len(self._spec.engines)) if number not in sharing]
+        if sorted(self._running) != alone or not {*alone} <= {*engines}:
+            return []
+        return [rank for number in alone for rank in self._spec.engines[number]]
 
     def suspend(self, engines: Iterable[int] | None = None) -> int:
         """Stops these engines (None: all), as far as they run, between two of their steps. Returns how many samples

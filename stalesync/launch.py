@@ -122,6 +122,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         topology=hardware_named(config.cluster.hardware).topology if config.cluster.hardware else None,
         across_nodes=config.cluster.address is not None,
         pace=config.pace,
+        ahead=config.stalesync.max_staleness > 0,
     )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from fusion.colocate.estimate.layouts import misfit
 from fusion.colocate.estimate.memory import memory
 from fusion.colocate.estimate.roofline import Roofline, Work, pairs
-from fusion.colocate.estimate.seconds import to_infer, to_train
+from fusion.colocate.estimate.seconds import adopt_s, to_infer, to_train
 from fusion.colocate.estimate.setup import Setup
 from fusion.colocate.estimate.shape import Shape
 from fusion.colocate.estimate.traffic import traffic
@@ -149,20 +149,22 @@ class TrainerCost:
 
 @dataclass(frozen=True)
 class SwitchCost:
-    """Seconds of a switch, from the plan's own estimate; ``onload``: of the optimizer's way back, beside training."""
+    """Seconds of a switch, from the plan's own estimate; ``onload``: of the optimizer's way back, beside training;
+    ``adopt``: of an engine's pause for weights that have arrived beside it."""
 
     infer: float
     train: float
     onload: float
+    adopt: float
 
     @classmethod
     def of(cls, pace: Pace, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:
         # The run's buckets fit the run's model, not the modelled one.
-        kept = FusionConfig(deployment=fusion.deployment, offload=fusion.offload)
+        kept = FusionConfig(deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer)
         setup = Setup(pace.shape, pace.hardware, train, infer, infer_first, fusion=kept)
         here, there = setup.sides
         needs, topology = memory(setup), pace.hardware.topology
         away = to_infer(setup, traffic(pace.shape, here, there, topology), needs)
         back = to_train(setup, traffic(pace.shape, there, here, topology), needs)
         onload = next((s for part, s in back.parts.items() if part.startswith("onload")), 0.0)
-        return cls(*(pace.seconds(s) for s in (away.seconds, back.seconds, onload)))
+        return cls(*(pace.seconds(s) for s in (away.seconds, back.seconds, onload, adopt_s(setup))))

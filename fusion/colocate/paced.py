@@ -34,6 +34,8 @@ class Parts:
     trainer: Callable[..., TrainEngine] = TrainEngine
     engine: Callable[..., Engine] = Engine
     switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
+    beside: Callable[..., PhaseSwitcher] = PhaseSwitcher
+    """The same of a thread that runs beside an engine"""
     roles: Callable[..., FrozenRoles] = FrozenRoles
 
 
@@ -44,25 +46,32 @@ def paced_parts(spec: WorkerSpec) -> tuple[Parts, Pacer]:
     trainer = TrainerCost(pace, spec.train, spec.training.recompute)
     frozen = TrainerCost(pace, spec.reference) if spec.reference else trainer
     judge = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
+    engine = EngineCost(pace, spec.infer_of_one_engine, spec.rollout.max_seqs)
+    switch = SwitchCost.of(pace, spec.train, spec.infer, first, spec.fusion)
     parts = Parts(
         partial(PacedTrainEngine, pacer=pacer, cost=trainer),
-        partial(PacedEngine, pacer=pacer, cost=EngineCost(pace, spec.infer_of_one_engine, spec.rollout.max_seqs)),
-        partial(PacedSwitcher, pacer=pacer, cost=SwitchCost.of(pace, spec.train, spec.infer, first, spec.fusion)),
+        partial(PacedEngine, pacer=pacer, cost=engine, adopt_s=switch.adopt),
+        partial(PacedSwitcher, pacer=pacer, cost=switch),
+        partial(PacedSwitcher, pacer=Pacer(), cost=switch),
         partial(PacedRoles, pacer=pacer, reference_cost=frozen, reward_cost=judge),
     )
     return parts, pacer
 
 
 class PacedEngine(Engine):
-    def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, **options: Any):
+    def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float, **options: Any):
         super().__init__(*args, **options)
-        self.pacer, self.cost = pacer, cost
+        self.pacer, self.cost, self.adopt_s = pacer, cost, adopt_s
 
     def step(self) -> list[Output]:
         outputs = super().step()
         if self.idle:
             self.pacer.rest()
         return outputs
+
+    def _adopt(self, version: int) -> None:
+        with self.pacer.step({"adopt": self.adopt_s}, {}):
+            super()._adopt(version)
 
     def _compute(self, step: Step) -> list[Output]:
         seconds, ideal = self.cost(step)
@@ -97,9 +106,9 @@ class PacedSwitcher(PhaseSwitcher):
         self.pacer, self.cost = pacer, cost
         self._arrives = 0.0
 
-    def to_infer(self, version: int, share: InferenceShare) -> None:
+    def to_infer(self, version: int, share: InferenceShare, beside: bool = False) -> None:
         with self._paced(self.cost.infer, self.meshes.actor):
-            super().to_infer(version, share)
+            super().to_infer(version, share, beside)
 
     def to_train(self) -> None:
         with self._paced(self.cost.train, self.meshes.trainers):

@@ -34,7 +34,8 @@ class WorkerSpec:
 
     ``train`` spans the cards that train, ``infer`` those that generate, ``reference`` those of the reference where it
     has cards of its own (None: there is none, or it computes in the training layout). ``topology``: which links are
-    fast; None: all alike. ``pace``: what emulated cards take the time of; None: as fast as they are.
+    fast; None: all alike. ``pace``: what emulated cards take the time of; None: as fast as they are. ``ahead``: cards
+    that only generate may go on while others train, and while their own new weights arrive.
     """
 
     seed: int
@@ -53,6 +54,7 @@ class WorkerSpec:
     topology: Topology | None = None
     across_nodes: bool = False
     pace: Pace | None = None
+    ahead: bool = False
 
     @property
     def world(self) -> int:

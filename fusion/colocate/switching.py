@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.route import Route
+from fusion.colocate.shadow import Shadow
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.together import together
@@ -49,7 +50,7 @@ class PhaseSwitcher:
         rank: int,
         device: Device,
         phases: PhaseMachine,
-        weights: PolicyWeights,
+        weights: PolicyWeights | Shadow,
         meshes: Meshes,
         trainer: TrainEngine | None,
         engine: Engine | None,
@@ -59,6 +60,8 @@ class PhaseSwitcher:
         self.spec, self.rank, self.phases, self.weights, self.meshes = spec, rank, phases, weights, meshes
         self.device, self.trainer, self.engine, self.metrics = device, trainer, engine, metrics
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
+        self.shadow: Shadow | None = None
+        """Of a card that only generates; it is there before the KV cache"""
         self.route: Route | None = None
         """Of the present INFER phase, or the last one."""
         shares = trainer is not None and engine is not None
@@ -66,9 +69,13 @@ class PhaseSwitcher:
         self.optimizer = trainer.optimizer.tensors() if trainer is not None and moves else {}
         """What leaves the card while it generates."""
 
-    def to_infer(self, version: int, share: InferenceShare) -> None:
+    def to_infer(self, version: int, share: InferenceShare, beside: bool = False) -> None:
         """The engines of ``share`` hold the trainer's weights, policy ``version``, and the rest of their cards as KV
         cache.
+
+        Args:
+            beside: engines on cards that only generate go on meanwhile: these cards take part with a switcher over
+                their `Shadow` and no engine.
 
         Raises:
             BrokenOff, SwitchError: on all cards, if a part failed on any. Where one of them cannot go there from its
@@ -78,12 +85,12 @@ class PhaseSwitcher:
         target = together(actor, self.rank, "phase", lambda: self._plan(share))
         self.phases.begin(target)
         self._part(actor, "offload", self._clear_for_infer)
-        generates = target is Phase.INFER
-        self._part(actor, "settings", lambda: self._configure(version, share) if generates else None)
+        engine = self.engine if target is Phase.INFER else None
+        self._part(actor, "settings", lambda: self._configure(engine, version, share))
         with self._clock("reshard"):
-            self._tell(self.weights.to_infer(self._planned))
+            self._tell(self.weights.to_infer(self._planned, beside))
         self._part(actor, "offload", self.offloader.wait)
-        self._part(actor, "kv", lambda: self._engine.allocate_kv() if generates else None)
+        self._part(actor, "kv", lambda: self._allocate_kv(engine))
         self.phases.arrive(target)
 
     def to_train(self) -> None:
@@ -171,15 +178,17 @@ class PhaseSwitcher:
         plan = self._planned.to_infer
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
-    def _configure(self, version: int, share: InferenceShare) -> None:
+    def _configure(self, engine: Engine | None, version: int, share: InferenceShare) -> None:
         # Apart from the taking of memory, in which the ranks of an engine meet: who fails here must not be waited for.
-        self._engine.reconfigure(share.rollout(self.spec.rollout))
-        self._engine.policy_version = version
+        if engine is not None:
+            engine.reconfigure(share.rollout(self.spec.rollout))
+            engine.policy_version = version
 
-    @property
-    def _engine(self) -> Engine:
-        assert self.engine is not None
-        return self.engine
+    def _allocate_kv(self, engine: Engine | None) -> None:
+        if engine is not None:
+            if self.shadow is not None:
+                self.shadow.reserve()
+            engine.allocate_kv()
 
     def _drop_kv(self) -> None:
         if self.engine is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from fusion.colocate.route import Route, plan_route
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.together import together
 from fusion.ep_switch import Plan, SwitchReport, weights_checksum
+from fusion.ep_switch.exchange import Kind
 from fusion.ep_switch.fill import HostParts
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import ModelConfig, Transformer, load_weights
+from fusion.model.weights import Buckets
 from fusion.npu import Device
 
 
@@ -54,7 +57,7 @@ class PolicyWeights:
             )
             self.infer.requires_grad_(False)
         self._routes: dict[tuple[int, ...], Route] = {}
-        self._switchers: dict[Plan, Switcher] = {}
+        self._switchers: dict[tuple[Plan, Any, Kind], Switcher] = {}
         self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
 
     def route(self, engines: Sequence[int]) -> Route:
@@ -64,11 +67,15 @@ class PolicyWeights:
             self._routes[engines] = plan_route(self.spec, self.config, engines)
         return self._routes[engines]
 
-    def to_infer(self, route: Route) -> SwitchReport:
-        """Carries the weights to the engines of the route. What an engine elsewhere held before is released here."""
+    def to_infer(self, route: Route, beside: bool = False) -> SwitchReport:
+        """Carries the weights to the engines of the route. What an engine elsewhere held before is released here.
+
+        Args:
+            beside: cards that only generate go on meanwhile, and take the weights into their `Shadow`.
+        """
         if self.train is None and self.infer is not None:
             self.infer.weights.release()
-        return self._switch(route.to_infer, self.train, self.infer, self.meshes.actor, {})
+        return self.carry(route.to_infer, self.train, self.infer, self.meshes.actor, beside=beside)[0]
 
     def to_train(
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
@@ -84,7 +91,7 @@ class PolicyWeights:
             return None
         group = self.meshes.trainers
         parts = together(group, self.rank, "masters", lambda: self._hosted(plan, masters))
-        return self._switch(plan, self.infer, self.train, group, parts)
+        return self.carry(plan, self.infer, self.train, group, parts)[0]
 
     def _hosted(self, plan: Plan, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]) -> HostParts:
         if plan not in self._runs:
@@ -94,27 +101,40 @@ class PolicyWeights:
         runs = self._runs[plan]
         return host_parts(runs, masters({run.shard for unit in runs.values() for run in unit}))
 
-    def _switch(
-        self, plan: Plan, source: Any, target: Any, group: dist.ProcessGroup | None, host: HostParts
-    ) -> SwitchReport:
+    def carry(
+        self,
+        plan: Plan,
+        source: Transformer | None,
+        target: Transformer | Buckets | None,
+        group: dist.ProcessGroup | None,
+        host: HostParts = MappingProxyType({}),
+        beside: bool = False,
+    ) -> tuple[SwitchReport, int | None]:
+        """One switch by a plan. Also the checksum of the policy where the config asks for one, else None: every layout
+        and every engine holds the same, but for targets that are no model, which are summed when one has taken them.
+
+        Raises:
+            WeightsDiffer: on all cards of the group, with the sums by rank.
+        """
         source = source if self.rank in plan.source.ranks else None
         target = target if self.rank in plan.target.ranks else None
-        if plan not in self._switchers:
-            self._switchers[plan] = Switcher(plan, source, target, self.device, group)
+        # What lies on a host cannot be read in place by those to whom it is to be passed on.
+        exchange: Kind = "collective" if beside and plan.relays and not self.spec.fusion.double_buffer else "auto"
+        if (plan, target, exchange) not in self._switchers:
+            self._switchers[plan, target, exchange] = Switcher(plan, source, target, self.device, group, exchange)
         before = self._checksum(source, group)
-        report = self._switchers[plan].run(self.spec.fusion.checksum, host)
-        self._compare({"before": before, "after": self._checksum(target, group)}, group)
-        return report
+        report = self._switchers[plan, target, exchange].run(self.spec.fusion.checksum, host)
+        after = self._checksum(target if isinstance(target, Transformer) else None, group)
+        return report, self._compare({"before": before, "after": after}, group)
 
     def _checksum(self, model: Transformer | None, group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
             return None
         return together(group, self.rank, "checksum", lambda: weights_checksum(model) if model is not None else None)
 
-    def _compare(self, mine: dict[str, int | None], group: dist.ProcessGroup | None) -> None:
-        """Every layout and every engine holds the same policy: one sum on all cards of the group."""
+    def _compare(self, mine: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
-            return
+            return None
         everyone: list[Any] = [mine]
         if group is not None:
             everyone = [None] * dist.get_world_size(group)
@@ -123,3 +143,4 @@ class PolicyWeights:
         if len(sums) > 1:
             cards = dict(zip(self.spec.deployment.actor, everyone, strict=False))
             raise WeightsDiffer(f"weights sum to other numbers before and after the switch, by rank: {cards}")
+        return sums.pop()

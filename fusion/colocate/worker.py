@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from distqueue import PackedBatch
+from fusion.colocate.arrivals import Arrivals
 from fusion.colocate.generating import Generating
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.paced import Parts, paced_parts
@@ -113,16 +114,23 @@ class Worker:
             self.generating = Generating(self.engine, self.queue)
         models = self.weights, meshes, self.trainer, self.engine
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
+        if spec.ahead and self.engine is not None and self.trainer is None:
+            policy = self.weights, meshes, self.engine
+            self.arrivals = Arrivals(spec, self.rank, device, *policy, self.parts.beside)
+            self.switcher.shadow = self.arrivals.shadow
 
-    def switch(self, phase: str, version: int = 0, share: InferenceShare | None = None) -> StageReport:
+    def switch(
+        self, phase: str, version: int = 0, share: InferenceShare | None = None, beside: bool = False
+    ) -> StageReport:
         """Moves the card to the phase ``infer``, whose weights are policy ``version`` and whose engines and memory are
-        those of ``share`` (None: all), or to ``train``."""
+        those of ``share`` (None: all), or to ``train``. ``beside``: the cards that only generate go on meanwhile, and
+        `receive`."""
         target = Phase(phase)
         name = f"switch to {phase}"
         with self.log.stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
-                self.switcher.to_infer(version, share)
+                self.switcher.to_infer(version, share, beside)
             else:
                 self.switcher.to_train()
         if target is Phase.TRAIN and not self.roles.needs_room:
@@ -131,6 +139,11 @@ class Worker:
             ):  # behind the stage, which waits for the card: the copies go on beside what follows
                 self.switcher.load_optimizer()
         return self.log.report()
+
+    def receive(self, version: int, share: InferenceShare) -> StageReport:
+        """Takes new weights in on a card that only generates, while it does: `switch` to ``infer`` with ``beside`` on
+        the other cards. Called on a thread of its own."""
+        return self.arrivals.receive(version, share)
 
     def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
         """Runs this card's engine until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do.

@@ -50,9 +50,9 @@ def check_resident(source: Buckets | None, target: Buckets | None, shared: Mappi
     Raises:
         AssertionError: the source is not all there, or something of the target is, other than what it shares.
     """
-    held = [flat.untyped_storage().nbytes() for flat in source.flats] if source is not None else []
+    held = [source.held(unit) for unit in range(len(source.flats))] if source is not None else []
     assert all(held), f"the weights of rank {rank} are not resident: nothing to switch from"
     if target is not None:
-        own = sum(flat.untyped_storage().nbytes() for unit, flat in enumerate(target.flats) if unit not in shared)
+        own = sum(target.held(unit) for unit in range(len(target.flats)) if unit not in shared)
         assert own == 0, f"rank {rank} holds {own} bytes of the target already: release it before the switch"
     return sum(held)

@@ -36,6 +36,10 @@ class FusionConfig:
     """Optimizer state and fp32 masters: `none` stay in HBM; `switch` are in pinned host memory while the card
     generates, so that HBM goes to the KV cache; `stream` live there, and a step streams them through HBM in parts."""
 
+    double_buffer: bool = False
+    """Where cards only generate and `stalesync.max_staleness` lets them go on while new weights arrive: these wait in
+    HBM, beside the old ones and at the cost of KV cache, instead of in pinned host memory; the pause is shorter."""
+
     checksum: bool = False
     """Compare a checksum of every moved slice between its ends, and of all weights between trainer and engine."""
 
@@ -53,8 +57,9 @@ class FusionConfig:
             raise ValueError(f"fusion.resident={self.resident!r}: expected one of {', '.join(RESIDENT)}")
         if self.offload not in OFFLOADS:
             raise ValueError(f"fusion.offload={self.offload!r}: expected one of {', '.join(OFFLOADS)}")
-        if not isinstance(self.checksum, bool):
-            raise ValueError(f"fusion.checksum={self.checksum!r}: expected true or false")
+        for key in ("double_buffer", "checksum"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"fusion.{key}={getattr(self, key)!r}: expected true or false")
 
 
 def _count(value: object, least: int) -> bool:

@@ -30,7 +30,8 @@ class Place(NamedTuple):
 
     def view(self, flats: list[torch.Tensor] | dict[int, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         """The elements of the box as a view, ``shape`` in the global orientation, of the units' flat tensors."""
-        return flats[self.unit].as_strided(shape, self.strides, self.offset)
+        flat = flats[self.unit]  # which may lie anywhere in its storage
+        return flat.as_strided(shape, self.strides, flat.storage_offset() + self.offset)
 
 
 class Held(NamedTuple):

@@ -98,6 +98,11 @@ class Plan:
         text = repr((self.source, self.target, self.bucket_bytes, self.topology, self.keep, self.hosted)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
+    @cached_property
+    def relays(self) -> bool:
+        """Whether a rank passes on what it has received: the others read its target while it is being filled."""
+        return any(one.relayed for round_ in self.rounds for one in round_.unspelled)
+
     def shared_units(self, rank: int) -> dict[int, int]:
         """Unit of the target → unit of the source that is the same storage on a rank."""
         return {mine: theirs for owner, mine, theirs in self.shared if owner == rank}

@@ -215,7 +215,7 @@ class Switcher:
         try:
             self._target.allocate(units)
         except Exception as error:
-            first = next(unit for unit in units if self._target.flats[unit].untyped_storage().nbytes() == 0)
+            first = next(unit for unit in units if not self._target.held(unit))
             name = self._target.plans[first].entries[0][0].name
             raise Fault(name, f"{type(error).__name__}: {error}") from error
 

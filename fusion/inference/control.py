@@ -27,9 +27,11 @@ class Orders:
     abort: list[str] = field(default_factory=list)
     abort_all: bool = False
     pause: bool = False
+    version: int | None = None
+    """New weights to go on with"""
 
     def __bool__(self) -> bool:
-        return bool(self.submit or self.abort or self.abort_all or self.pause)
+        return bool(self.submit or self.abort or self.abort_all or self.pause or self.version is not None)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -70,6 +72,10 @@ class Inbox:
     def pause(self) -> None:
         with self._lock:
             self._orders.pause = True
+
+    def adopt(self, version: int) -> None:
+        with self._lock:
+            self._orders.version = version
 
     def take(self) -> Orders:
         with self._lock:

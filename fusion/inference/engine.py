@@ -14,7 +14,7 @@ at a time, so stages wait for each other: PP is for models that fit no other way
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ NOISE_AHEAD = 16
 class Engine:
     """One rank of an engine. Collective over the mesh, in the same order on every rank: construction, `allocate_kv`,
     `release_kv`, `step`, `run`, `go_on`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time:
-    `submit`, `abort`, `pause`, `status`.
+    `submit`, `abort`, `pause`, `adopt`, `status`.
 
     Args:
         model: the weights; may be changed between steps (set `policy_version` then).
@@ -81,6 +81,8 @@ class Engine:
             self.scheduler.routing_of = self.routing.read
         self.capacity_tokens = 0
         """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
+        self.on_adopt: Callable[[int], None] = lambda version: None
+        """Changes the model's weights to those of this policy; all ranks call it between the same two steps"""
         self._idle = True
         self.paused = False
         """Whether `pause` was asked for since `go_on`; the same on every rank"""
@@ -170,6 +172,12 @@ class Engine:
         assert self.mesh.rank == 0, "a pause is asked of rank 0 of the engine"
         self.control.inbox.pause()
 
+    def adopt(self, version: int) -> None:
+        """Has every rank call `on_adopt` before its next step, the same one, and go on as policy ``version``.
+        Thread-safe; on rank 0."""
+        assert self.mesh.rank == 0, "new weights are told to rank 0 of the engine"
+        self.control.inbox.adopt(version)
+
     def go_on(self) -> None:
         """Forgets the last pause."""
         self.paused = False
@@ -252,10 +260,16 @@ class Engine:
             if rank == self.mesh.dp_rank:
                 self.scheduler.add(self._sequence(request))
         self.paused |= orders.pause
+        if orders.version is not None:
+            self._adopt(orders.version)
         if orders.abort_all:
             return self.scheduler.abort(lambda request: True)
         ids = set(orders.abort)
         return self.scheduler.abort(lambda request: request.id in ids) if ids else []
+
+    def _adopt(self, version: int) -> None:
+        self.on_adopt(version)
+        self.policy_version = version
 
     def _sequence(self, request: Request) -> Sequence:
         # One object for equal parameters, so that the sampler sees at a glance that a batch has only one kind

@@ -151,7 +151,11 @@ class Buckets:
 
     @property
     def resident(self) -> bool:
-        return all(flat.untyped_storage().nbytes() > 0 for flat in self.flats)
+        return all(self.held(index) > 0 for index in range(len(self.flats)))
+
+    def held(self, index: int) -> int:
+        """Bytes that a piece holds now."""
+        return self.flats[index].untyped_storage().nbytes()
 
     def allocate(self, index: int | Sequence[int] | None = None) -> None:
         """Takes memory for all pieces that are this object's own, or for some. What was not resident is undefined."""

@@ -77,6 +77,11 @@ class Mirror(LocalQueue):
     def put(self, batch: PackedBatch, *_: Any) -> None:  # type: ignore[override]
         self._new.append(batch)
 
+    @property
+    def put_here(self) -> list[PackedBatch]:
+        """What this rank has put since the last meeting."""
+        return list(self._new)
+
     def meet(self) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self._new)

@@ -2,7 +2,8 @@
 
     train    weights, gradients (fp32, whole), optimizer (fp32 masters and moments, shared out to replicas), activations
     switch   the larger of both layouts' weights, four buckets, the optimizer state on its way out; gradients are gone
-    infer    weights, activations of an engine step, and the KV cache: `rollout.kv_fraction` of what is left
+    infer    weights (twice with `fusion.double_buffer` on cards that only generate), activations of an engine step, and
+             the KV cache: `rollout.kv_fraction` of what is left
 
 What is stored is exact, but for padding; activations are a count of the largest tensors, good for a choice between
 layouts. Each phase is that of the die of the pipeline stage where it takes most.
@@ -98,6 +99,8 @@ def memory(setup: Setup) -> Memory:
         "buckets": buckets,
     }
     generating["optimizer"] = stays
+    if setup.fusion.double_buffer and not setup.shared:
+        generating["weights"] *= 2
     generating["kv"] = max(0.0, (usable - sum(generating.values())) * setup.rollout.kv_fraction)
     phases = {"train": training, "switch": switching, "infer": generating}
     return Memory(

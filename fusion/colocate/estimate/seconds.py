@@ -114,6 +114,15 @@ def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
     return Switch(found.parts | {"onload, beside training": onload}, found.seconds, found.limit)
 
 
+def adopt_s(setup: Setup) -> float:
+    """A die copies weights that have arrived beside its engine into the model, from its host or from its own HBM."""
+    hardware, infer = setup.hardware, setup.infer
+    nbytes = WEIGHT * max(held(setup.shape, infer, stage).numel for stage in range(infer.pp))
+    if setup.fusion.double_buffer:
+        return 2 * nbytes / hardware.hbm_bytes_per_s.value
+    return nbytes / hardware.back_bytes_per_s.value
+
+
 def _covered(replicas: int) -> float:
     """Part of a die's weights whose units lie whole in its own share of the masters. A share is one in so many of a
     bucket, a unit an eighth of one, and what lies across a border is in nobody's share."""

@@ -1,0 +1,119 @@
+"""New weights on a card whose engine goes on with the old ones meanwhile.
+
+    weights thread   ── receive v+1 into the shadow ──┐ all cards of the engine have it
+    engine's thread  decode v  decode v  decode v  …  └─► adopt ─► decode v+1 …
+                                                         the pause: one copy into the model, between two steps
+
+The shadow lies in pinned host memory, taken once and kept, or, with ``fusion.double_buffer``, in HBM, where it is there
+whenever the KV cache is sized and so is taken from it.
+
+Invariants: the model's weights change in `adopt` alone, and wholly; what is adopted is a version newer than the
+model's, once; where checksums are on, the model sums to what the trainer's weights did.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fusion.colocate.route import Route
+from fusion.colocate.weights import PolicyWeights, WeightsDiffer
+from fusion.ep_switch import SwitchReport, weights_checksum
+from fusion.model.weights import BucketPlan, Buckets
+from fusion.npu import Device
+from fusion.offload import HostPool
+
+
+class HostBuckets(Buckets):
+    """Pieces as those of `Buckets`, in pinned host memory that is kept: `allocate` and `release` only take note."""
+
+    def __init__(self, plans: tuple[BucketPlan, ...], pool: HostPool, dtype: torch.dtype):
+        self.plans, self.dtype, self.owner, self.shared = plans, dtype, "host", {}
+        regions = pool.take([plan.numel * dtype.itemsize for plan in plans])
+        self.flats = [region.view(dtype) for region in regions]
+        self.views = {
+            param.name: flat[offset : offset + param.numel].view(param.shape)
+            for plan, flat in zip(plans, self.flats, strict=True)
+            for param, offset in plan.entries
+        }
+        self._there: set[int] = set()
+
+    def held(self, index: int) -> int:
+        return self.plans[index].numel * self.dtype.itemsize if index in self._there else 0
+
+    def allocate(self, index: int | Sequence[int] | None = None) -> None:
+        self._there.update(self._own(index))
+
+    def release(self, index: int | Sequence[int] | None = None) -> None:
+        self._there.difference_update(self._own(index))
+
+
+class Shadow:
+    """Of the model of ``weights.infer``. What `PolicyWeights` is to a switch, to one that goes on beside the engine."""
+
+    def __init__(self, weights: PolicyWeights, device: Device, pool: HostPool, in_hbm: bool):
+        assert weights.infer is not None and weights.train is None, "only cards that only generate go on meanwhile"
+        self._weights, self._device, self._model, self._pool = weights, device, weights.infer, pool
+        self._in_hbm = in_hbm
+        self._buckets: Buckets | None = None
+        self._checksum: int | None = None
+        self._version = -1
+        self._adopted = threading.Event()
+        self.pause_s = 0.0
+        """What the last `adopt` took."""
+
+    def reserve(self) -> None:
+        """Takes the memory, before the KV cache takes what is free."""
+        if self._in_hbm:
+            self._storage.allocate()
+
+    def route(self, engines: Sequence[int]) -> Route:
+        return self._weights.route(engines)
+
+    def to_infer(self, route: Route, beside: bool) -> SwitchReport:
+        """Takes the policy's weights into the shadow. Collective as `PolicyWeights.to_infer`; on a thread apart."""
+        self._storage.release()
+        group = self._weights.meshes.actor
+        report, self._checksum = self._weights.carry(route.to_infer, None, self._storage, group, beside=beside)
+        return report
+
+    def to_train(self, *_: object) -> None:
+        raise AssertionError("a card that only generates has no weights to bring back")
+
+    def expect(self, version: int) -> None:
+        """What the next switch brings is policy ``version``."""
+        self._version = version
+        self._adopted.clear()
+
+    def adopt(self, version: int) -> None:
+        """The model's weights are policy ``version`` from now on. Between two steps; collective over the engine.
+
+        Raises:
+            WeightsDiffer: the model sums to another number than the trainer's weights.
+        """
+        assert version == self._version, f"policy {version} is to be adopted, the shadow has {self._version}"
+        began = time.perf_counter()
+        for mine, new in zip(self._model.weights.flats, self._storage.flats, strict=True):
+            mine.copy_(new, non_blocking=True)
+        self._device.current_stream().synchronize()
+        self.pause_s = time.perf_counter() - began
+        if self._checksum is not None and (found := weights_checksum(self._model)) != self._checksum:
+            raise WeightsDiffer(f"policy {version} sums to {self._checksum}, what the engine has adopted to {found}")
+        self._adopted.set()
+
+    def await_adopted(self) -> None:
+        """Until the engine has adopted what was expected last."""
+        self._adopted.wait()
+
+    @property
+    def _storage(self) -> Buckets:
+        if self._buckets is None:
+            plans, dtype = self._model.weights.plans, self._model.weights.dtype
+            if self._in_hbm:
+                self._buckets = Buckets(plans, self._device, dtype, "weights", resident=False)
+            else:
+                self._buckets = HostBuckets(plans, self._pool, dtype)
+        return self._buckets

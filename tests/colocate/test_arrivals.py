@@ -1,0 +1,121 @@
+"""New weights reach cards that only generate while their engines go on."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from fusion.colocate import InferenceShare
+from fusion.ep_switch import Topology, weights_checksum
+from fusion.inference import Request
+from tests.colocate.cards import Card, make_spec
+from tests.helpers import run_ranks, tiny_checkpoint
+
+X, Y = {"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}
+FAR = Topology(1, 2, 2, (8e9, 4e9, 2e9, 1e9))
+"""Cards that train and cards that generate are apart: what enters is passed on."""
+
+TOKENS = 400
+"""Of a response: it goes on for longer than the weights take to arrive."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+def make(path, topology=None, **fusion):
+    spec = make_spec(path, 4, X, Y, deployment="separate", **fusion)
+    rollout = replace(spec.rollout, max_length=512, max_response_length=TOKENS, max_kv_tokens=8192)
+    return replace(spec, ahead=True, rollout=rollout, topology=topology)
+
+
+def new_weights_arrive(rank, device, spec, versions):
+    """Generates without end while policies 1, 2, … come; returns what this card saw of it."""
+    card = Card(rank, device, spec)
+    worker, share = card.worker, InferenceShare.of(spec.rollout, len(spec.engines))
+    worker.switch("infer", 0, share)
+    model = worker.weights.train or worker.weights.infer
+    sums, told = [weights_checksum(model)], []
+    before = device.memory_by_owner()
+    if worker.trainer is not None:
+        for version in range(1, versions + 1):
+            dist.barrier()
+            for flat in model.weights.flats:
+                flat.mul_(1.25)
+            sums.append(weights_checksum(model))
+            worker.switch("infer", version, share, beside=True)
+        dist.barrier()
+        return {"sums": sums, "relays": worker.weights.route(share.engines).to_infer.relays}
+
+    def receive():
+        for version in range(1, versions + 1):
+            dist.barrier()
+            worker.receive(version, share)
+            told.append(worker.arrivals.shadow.pause_s)
+        dist.barrier()
+        if worker.engine.mesh.rank == 0:
+            worker.control("pause")
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    params = replace(spec.rollout.sampling(), stop_token_ids=())
+    requests = [Request(f"{n}/0", (3 + n, 4, 5), params, group=f"{n}") for n in range(4)]
+    report = worker.generate(requests if worker.engine.mesh.rank == 0 else [])
+    thread.join()
+    ended = [span for batch in worker.queue.put_here if "prompt" in batch.columns for span in batch.versions]
+    return {
+        "sums": [weights_checksum(model)],
+        "version": worker.engine.policy_version,
+        "memory": [before, device.memory_by_owner()],
+        "weights": model.weights.nbytes,
+        "pauses": told,
+        "spans": ended + [one.versions for one in report.suspended if one.versions],
+    }
+
+
+CASES = {
+    "host": ({}, None, "emulated"),
+    "hbm": ({"double_buffer": True}, None, "emulated"),
+    "late copies": ({}, None, "adversarial"),
+    "hbm, late copies": ({"double_buffer": True}, None, "adversarial"),
+    "passed on": ({}, FAR, "emulated"),
+    "passed on in hbm": ({"double_buffer": True}, FAR, "emulated"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_goes_on_while_its_weights_arrive_and_adopts_them_whole(path, case):
+    fusion, topology, kind = CASES[case]
+    ranks = run_ranks(new_weights_arrive, 4, make(path, topology, **fusion), 2, device=kind)
+    trainers, engines = ranks[:2], ranks[2:]
+    for card in engines:
+        assert card["version"] == 2 and len(card["pauses"]) == 2 and min(card["pauses"]) > 0
+        assert card["sums"] == trainers[0]["sums"][-1:], "what the trainer had last"
+        before, after = card["memory"]
+        assert before == after and before["kv"] > 0
+        buffers = 2 if fusion else 1
+        assert buffers * card["weights"] <= before["weights"] < (buffers + 0.5) * card["weights"]
+    assert trainers[0]["relays"] == (topology is not None)
+    spans = [span for card in engines for span in card["spans"]]
+    assert any(oldest < newest for oldest, newest in spans), "samples go on over a change of weights"
+
+
+def test_an_engine_that_adopts_other_weights_than_were_sent_says_so(path):
+    with pytest.raises(Exception, match="policy 1 sums to"):
+        run_ranks(tampered, 4, make(path), device="emulated")
+
+
+def tampered(rank, device, spec):
+    card = Card(rank, device, spec)
+    worker, share = card.worker, InferenceShare.of(spec.rollout, len(spec.engines))
+    worker.switch("infer", 0, share)
+    if worker.trainer is not None:
+        worker.switch("infer", 1, share, beside=True)
+        return
+    arrivals = worker.arrivals
+    arrivals.shadow.expect(1)
+    arrivals._switcher.to_infer(1, share, beside=True)
+    arrivals.shadow._storage.flats[0][0] += 1
+    arrivals.shadow.adopt(1)
