@@ -45,6 +45,9 @@ TASKS = ("reward", "train")
 MOST_REFILLS = 10
 """Batches of groups that a step may filter before it trains what it has"""
 
+TAIL = 0.1
+"""Generation's tail (`timing_s/gen_tail`): the seconds in which at most this part of a step's samples is generated"""
+
 LOOK_S = 0.5
 """While it waits for samples the controller looks this often whether a card has failed."""
 
@@ -235,9 +238,11 @@ class Controller:
     def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
         wanted, heard_s = self.config.data.prompts_per_step, time.perf_counter()
+        few = TAIL * wanted * self.group_size
         while self.ledger.in_flight and len(ready := self.ledger.ready()) < wanted:
             self.view.phase("generate", len(ready) * self.group_size, wanted * self.group_size)
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
+            tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
             self._note(arrived, scored)
             self.cards.check()
@@ -246,8 +251,8 @@ class Controller:
             if self._refill() and self.ledger.may_admit():
                 self._admit()
                 self.generation.hand_over()
-            if waits:
-                self.metrics.add("timing_s/wait_older", time.perf_counter() - began_s)
+            for name, holds in (("wait_older", waits), ("gen_tail", tail)):
+                self.metrics.add(f"timing_s/{name}", (time.perf_counter() - began_s) * holds)
 
     def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
         """Takes notice of samples that are generated, and of others that are scored."""

@@ -3,6 +3,7 @@
     device.pace         shape of the modelled model      ┐
     device.pace_tokens  its tokens for one of the run's  ├─► Pace ─► EngineCost, TrainerCost, SwitchCost: seconds of the
     device.pace_speed   its seconds for one of the run's │           run for a step of the run, by kind of work
+    device.pace_training  how many times training counts │
     cluster.hardware    the modelled card                ┘
 
 A real token stands for `tokens` modelled ones, in prompts, responses and contexts: a decode step of the run is so many
@@ -46,6 +47,8 @@ class Pace:
     hardware: Hardware
     tokens: int
     speed: float
+    training: float = 1.0
+    """How many times an update, with its forward and backward pass, counts"""
 
     @classmethod
     def load(cls, device: DeviceConfig, hardware: str | None) -> Pace | None:
@@ -64,10 +67,11 @@ class Pace:
             shape = load_shape(device.pace, SHAPES).shape
         except ValueError as error:
             raise ValueError(str(error).replace("model=", "device.pace=", 1)) from None
-        return cls(shape, hardware_named(hardware), device.pace_tokens, device.pace_speed)
+        return cls(shape, hardware_named(hardware), device.pace_tokens, device.pace_speed, device.pace_training)
 
     def __str__(self) -> str:
         of = f"a token stands for {self.tokens}, a second for {self.speed:g}"
+        of += f", training counts {self.training:g} times" if self.training != 1 else ""
         return f"{self.shape.name} on {self.hardware.name}, {of}"
 
     def check(self, parallel: Parallel, key: str) -> None:
@@ -133,14 +137,14 @@ class TrainerCost:
 
     def train(self, lengths: Sequence[int]) -> Parts:
         work = self.roofline.train_step(*self._sizes(lengths), TrainingConfig().token_budget, self.recompute)
-        return {"train": self.pace.seconds(work.seconds)}
+        return {"train": self.pace.seconds(work.seconds * self.pace.training)}
 
     def forward(self, lengths: Sequence[int], kind: str) -> Parts:
         work = self.roofline.forward(*self._sizes(lengths), TrainingConfig().token_budget)
         return {kind: self.pace.seconds(work.seconds)}
 
     def update(self) -> Parts:
-        return {"optimizer": self.pace.seconds(self.roofline.optimizer_step().seconds)}
+        return {"optimizer": self.pace.seconds(self.roofline.optimizer_step().seconds * self.pace.training)}
 
     def _sizes(self, lengths: Sequence[int]) -> tuple[float, float]:
         modelled = [length * self.pace.tokens for length in lengths]

@@ -35,14 +35,18 @@ class DeviceConfig:
     """Seconds of the modelled run that one of this run's stands for. With as many as `pace_tokens` a decode step takes
     as long as one of the modelled engine."""
 
+    pace_training: float = 1.0
+    """How many times a training step counts: for what a step of the modelled run trains or scores beyond this one's."""
+
     def validate(self) -> None:
         """Raises ValueError naming the key that is wrong."""
         if self.pace is not None and self.kind != "emulated":
             raise ValueError(f"device.pace={self.pace}: expected device.kind=emulated; device.kind={self.kind}")
         if self.pace_tokens < 1:
             raise ValueError(f"device.pace_tokens={self.pace_tokens}: expected a whole number of at least 1")
-        if not 0 < self.pace_speed < float("inf"):
-            raise ValueError(f"device.pace_speed={self.pace_speed}: expected a number > 0")
+        for key in ("pace_speed", "pace_training"):
+            if not 0 < getattr(self, key) < float("inf"):
+                raise ValueError(f"device.{key}={getattr(self, key)}: expected a number > 0")
         check_kind(self.kind)
         check_streams(self.streams)
         check_capacity(self.capacity_bytes)
