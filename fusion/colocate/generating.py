@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,8 @@ class Generating:
 
     def __init__(self, engine: Engine, queue: Store):
         self.engine, self._queue = engine, queue
+        self._sender = ThreadPoolExecutor(1, "samples")
+        """Puts what has ended to the queue while the engine goes on"""
 
     def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics) -> list[Suspended]:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
@@ -41,15 +44,21 @@ class Generating:
         if requests:
             engine.submit(restore(requests, self._queue))
         pending: list[Output] = []
+        sent: Future[None] | None = None
         said_s = time.monotonic()
         while not engine.paused:
             pending += engine.step()
             if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
                 break
-            if engine.idle and not pending:
+            if sent is not None and sent.done():
+                sent = sent.result()  # raises what it raised
+            due = engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S
+            if pending and due and sent is None:
+                sent, pending, said_s = self._sender.submit(self._put, pending), [], time.monotonic()
+            elif engine.idle:
                 time.sleep(IDLE_S)
-            elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
-                pending, said_s = self._put(pending), time.monotonic()
+        if sent is not None:
+            sent.result()
         self._put(pending)
         suspended = park(engine.suspend(), self._queue)
         self._count(before, metrics)
@@ -72,11 +81,10 @@ class Generating:
                 return self.engine.pause()
         raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
 
-    def _put(self, outputs: list[Output]) -> list[Output]:
+    def _put(self, outputs: list[Output]) -> None:
         if outputs:
             self._queue.put(pack_outputs(merge(outputs, self._queue)))
             forget(outputs, self._queue)
-        return []
 
     def _count(self, before: dict[str, float], metrics: Metrics) -> None:
         if self.engine.mesh.rank != 0:
