@@ -6,7 +6,9 @@ meanwhile, and with the engine by an order to its first card (`Engine.adopt`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
@@ -19,11 +21,12 @@ from fusion.colocate.weights import PolicyWeights
 from fusion.inference import Engine
 from fusion.npu import Device
 from fusion.offload import HostPool
-from fusion.telemetry import MemoryLedger, Metrics, Timeline
+from fusion.telemetry import Metrics, Timeline
 
 
 class Arrivals:
-    """``switcher``: makes the card's part in a switch that goes on beside its engine."""
+    """``switcher``: makes the card's part in a switch that goes on beside its engine. ``so_far``: what the stage that
+    runs has to tell, asked for on its thread."""
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Arrivals:
         meshes: Meshes,
         engine: Engine,
         switcher: Callable[..., PhaseSwitcher],
+        so_far: Callable[[], StageReport],
     ):
         pool, phases = HostPool(device), PhaseMachine(rank, spec.deployment.roles_of(rank))
         phases.arrive(Phase.INFER)
@@ -42,16 +46,27 @@ class Arrivals:
         self._metrics, self._timeline = Metrics(), Timeline(f"card {rank}")
         parts = spec, rank, device, phases, self.shadow, meshes, None, None, pool, self._metrics
         self._switcher = switcher(*parts)
-        engine.on_adopt = self.shadow.adopt
+        self._so_far, self._adopted = so_far, threading.Event()
+        engine.on_adopt = self._adopt
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
         """Takes policy ``version`` in, and returns once the engine, which has to be generating, has adopted it.
         Collective over the actor's cards: the others `switch` beside it."""
         with self._timeline.span("receive weights", "switch", lane="weights"), self._device.on_stream(self._stream):
+            self._adopted.clear()
             self.shadow.expect(version)
             self._switcher.to_infer(version, share, beside=True)  # ends when all cards have everything
             if self._engine.mesh.rank == 0:
                 self._engine.adopt(version)
-            self.shadow.await_adopted()
+            self._adopted.wait()
         self._metrics.add("timing_s/switch/pause", self.shadow.pause_s)
-        return StageReport(self._metrics.take(), self._timeline.drain(), MemoryLedger())
+        told = self._told
+        return replace(
+            told, metrics=self._metrics.merge(told.metrics).take(), spans=told.spans + self._timeline.drain()
+        )
+
+    def _adopt(self, version: int) -> None:
+        """On the engine's thread. What the stage has to tell so far goes with `receive`: it may run on for ever."""
+        self.shadow.adopt(version)
+        self._told = self._so_far()
+        self._adopted.set()

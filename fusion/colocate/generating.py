@@ -33,13 +33,14 @@ class Generating:
 
     def __init__(self, engine: Engine, queue: Store):
         self.engine, self._queue = engine, queue
+        self._counted: dict[str, float] = {}
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts what has ended to the queue while the engine goes on"""
 
     def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics) -> list[Suspended]:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
         the first card's. Returns what was left unfinished."""
-        engine, before = self.engine, self.engine.status()
+        engine, self._counted = self.engine, self.engine.status()
         engine.go_on()
         if requests:
             engine.submit(restore(requests, self._queue))
@@ -61,8 +62,17 @@ class Generating:
             sent.result()
         self._put(pending)
         suspended = park(engine.suspend(), self._queue)
-        self._count(before, metrics)
+        self.count(metrics)
         return suspended
+
+    def count(self, metrics: Metrics) -> None:
+        """Adds the engine's figures since they were counted last, on its first card those of all."""
+        if self.engine.mesh.rank != 0:
+            return
+        before, self._counted = self._counted, self.engine.status()
+        for name in ("generated_tokens", "dummy_steps", "preemptions", "prefix_hit_tokens"):
+            metrics.add(f"rollout/{name}", self._counted[name] - before[name], rule="sum")
+        metrics.add("rollout/kv_tokens_min", self._counted["kv_tokens"])
 
     def answer(self, requests: Sequence[Request]) -> list[Output]:
         """Steps until all requests have ended, while nothing else is in the engine. Nothing enters the queue."""
@@ -85,11 +95,3 @@ class Generating:
         if outputs:
             self._queue.put(pack_outputs(merge(outputs, self._queue)))
             forget(outputs, self._queue)
-
-    def _count(self, before: dict[str, float], metrics: Metrics) -> None:
-        if self.engine.mesh.rank != 0:
-            return  # the engine's figures are those of all its cards
-        after = self.engine.status()
-        for name in ("generated_tokens", "dummy_steps", "preemptions", "prefix_hit_tokens"):
-            metrics.add(f"rollout/{name}", after[name] - before[name], rule="sum")
-        metrics.add("rollout/kv_tokens_min", after["kv_tokens"])

@@ -13,7 +13,6 @@ model's, once; where checksums are on, the model sums to what the trainer's weig
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -61,7 +60,6 @@ class Shadow:
         self._buckets: Buckets | None = None
         self._checksum: int | None = None
         self._version = -1
-        self._adopted = threading.Event()
         self.pause_s = 0.0
         """What the last `adopt` took."""
 
@@ -86,7 +84,6 @@ class Shadow:
     def expect(self, version: int) -> None:
         """What the next switch brings is policy ``version``."""
         self._version = version
-        self._adopted.clear()
 
     def adopt(self, version: int) -> None:
         """The model's weights are policy ``version`` from now on. Between two steps; collective over the engine.
@@ -102,11 +99,6 @@ class Shadow:
         self.pause_s = time.perf_counter() - began
         if self._checksum is not None and (found := weights_checksum(self._model)) != self._checksum:
             raise WeightsDiffer(f"policy {version} sums to {self._checksum}, what the engine has adopted to {found}")
-        self._adopted.set()
-
-    def await_adopted(self) -> None:
-        """Until the engine has adopted what was expected last."""
-        self._adopted.wait()
 
     @property
     def _storage(self) -> Buckets:

@@ -54,7 +54,7 @@ class StageLog:
     @contextmanager
     def stage(self, name: str, kind: str) -> Iterator[None]:
         """The block is a stage; it ends when the card has done its work."""
-        self.stage_name, self._ledger = name, MemoryLedger()
+        self.stage_name, self._kind, self._ledger = name, kind, MemoryLedger()
         self.device.reset_peak()
         paced = self.pacer.stage() if self.pacer else nullcontext()
         with self._timeline.span(name, kind=kind), self.told(name), paced:
@@ -78,6 +78,12 @@ class StageLog:
         """The last stage's."""
         told = list(outputs), dict(scores or {}), list(suspended), dict(reference_kl or {})
         return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, *told)
+
+    def so_far(self) -> StageReport:
+        """Of the stage that runs, what was not reported yet. Called by who runs it."""
+        if self.pacer:
+            self.pacer.tell(self.metrics, self._kind)
+        return StageReport(self.metrics.take(), self._timeline.drain(), MemoryLedger())
 
     @contextmanager
     def told(self, stage: str) -> Iterator[None]:

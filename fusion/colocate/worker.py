@@ -116,7 +116,7 @@ class Worker:
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
         if spec.ahead and self.engine is not None and self.trainer is None:
             policy = self.weights, meshes, self.engine
-            self.arrivals = Arrivals(spec, self.rank, device, *policy, self.parts.beside)
+            self.arrivals = Arrivals(spec, self.rank, device, *policy, self.parts.beside, self._so_far)
             self.switcher.shadow = self.arrivals.shadow
 
     def switch(
@@ -257,6 +257,10 @@ class Worker:
         if self.meshes.trainers is not None:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
         return int(least)
+
+    def _so_far(self) -> StageReport:
+        self.generating.count(self.log.metrics)
+        return self.log.so_far()
 
     def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
         return replace(self.algorithm.weigh(sequences), version=version)
