@@ -82,7 +82,7 @@ class Generation:
             reports = self._cards.wait(self._running.pop(engine))
             self._take(reports)
             for one in (one for report in reports for one in report.suspended):
-                self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions)
+                self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions, one.kv_rank)
                 unfinished += one.generated > 0
         return unfinished
 
@@ -127,4 +127,12 @@ class Generation:
     def _request(self, entry: Entry) -> Request:
         prompt, member = self.prompts[entry.group], int(entry.id.rsplit("/", 1)[1])
         exact = self._lengths(prompt.id, member) if self._lengths else 0
-        return Request(entry.id, prompt.ids, self._sampling, entry.group, exact_tokens=exact, earlier=entry.earlier)
+        return Request(
+            entry.id,
+            prompt.ids,
+            self._sampling,
+            entry.group,
+            exact_tokens=exact,
+            earlier=entry.earlier,
+            kv_rank=entry.kv[1] if entry.kv else None,
+        )

@@ -17,6 +17,17 @@ from fusion.colocate.partials import Store, Suspended, forget, merge, park, rest
 from fusion.colocate.samples import pack_outputs
 from fusion.inference import Engine, Output, Request
 from fusion.telemetry import Metrics
+from fusion.telemetry.memory import MIB
+
+TOTALS = (
+    "generated_tokens",
+    "dummy_steps",
+    "preemptions",
+    "prefix_hit_tokens",
+    "kv_restored_tokens",
+    "recomputed_tokens",
+)
+"""Figures of `Engine.status` of which a stage tells what was added."""
 
 PUT_EVERY = 64
 """Finished samples a card gathers before it puts them to the queue: one message for many short ones …"""
@@ -67,10 +78,11 @@ class Generating:
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since they were counted last, on its first card those of all."""
+        metrics.add("rollout/parked_kv_mib_max", self.engine.parked.host_bytes / MIB)
         if self.engine.mesh.rank != 0:
             return
         before, self._counted = self._counted, self.engine.status()
-        for name in ("generated_tokens", "dummy_steps", "preemptions", "prefix_hit_tokens"):
+        for name in TOTALS:
             metrics.add(f"rollout/{name}", self._counted[name] - before[name], rule="sum")
         metrics.add("rollout/kv_tokens_min", self._counted["kv_tokens"])
 

@@ -5,7 +5,8 @@
     engine ◄─ Request(response=…) ◄─ restore ─────┤            the sample's row proper comes when it ends, with the
     engine ─ ends ─► Output ─ merge ──────────────┴─► queue    tokens, logprobs and versions of all its parts
 
-Nothing but the queue holds them, so any engine may go on, and a checkpoint of the queue has them.
+Nothing but the queue holds them, so any engine may go on, and a checkpoint of the queue has them. Their KV, where it is
+kept, stays with the engine that made it (`fusion.inference.parked`); `kv_rank` leads them back to it.
 
 Invariants: a sample has at most one such row, the latest, but for the moment in which a newer one is put beside it; it
 is dropped by whoever put what replaces it.
@@ -39,12 +40,14 @@ class Store(Protocol):
 @dataclass(frozen=True)
 class Suspended:
     """What the controller hears of a sample that was suspended. ``earlier``: its row in the queue, "" where it has no
-    token yet; ``versions``: policy versions of its oldest and newest token."""
+    token yet; ``versions``: policy versions of its oldest and newest token; ``kv_rank``: the attention rank of the
+    engine at which its KV is parked, None: it is gone."""
 
     id: str
     generated: int
     earlier: str
     versions: tuple[int, int] | None
+    kv_rank: int | None = None
 
 
 def restore(requests: Sequence[Request], queue: Store) -> list[Request]:
@@ -106,6 +109,7 @@ def park(outputs: Sequence[Output], queue: Store) -> list[Suspended]:
             len(one.before) + len(one.tokens),
             names.get(one.request_id, one.earlier),
             spans.get(one.request_id),
+            one.kv_rank,
         )
         for one in outputs
     ]

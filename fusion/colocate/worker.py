@@ -110,7 +110,8 @@ class Worker:
         if self.weights.infer is not None:
             assert meshes.engine is not None
             replay = spec.algorithm.replay == "rollout"
-            self.engine = self.parts.engine(self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay)
+            given = self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay, pool
+            self.engine = self.parts.engine(*given)
             self.generating = Generating(self.engine, self.queue)
         models = self.weights, meshes, self.trainer, self.engine
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)

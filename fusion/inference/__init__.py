@@ -6,6 +6,7 @@
     scheduler   which tokens the next step computes; which attention rank gets a request     (pure)
     blocks      who holds which KV block; the prefix cache, keyed by policy version          (pure)
     kv_cache    the memory of keys and values, allocated last, given back before training
+    parked      KV of suspended requests on the host, until they go on behind it
     routing     which experts the tokens in it went to
     batch       one step as tensors: ids, positions, slots, (row, block) pairs
     attention   paged attention over them: the model's `attend`

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from fusion.inference.request import SamplingParams, check_sampling
 
+SUSPENDED_KV = ("recompute", "keep")
+
 BLOCK_MULTIPLE = 16
 """Blocks are whole vectors of the widest unit, so that no element of a score is computed in a loop's remainder."""
 
@@ -41,6 +43,14 @@ class RolloutConfig:
     """Upper limit of the KV cache in tokens of one attention rank; null: what kv_fraction gives."""
     prefix_cache: bool = True
     """Shares KV blocks between requests whose tokens begin alike, under one policy version."""
+    suspended_kv: str = "recompute"
+    """What becomes of the KV of unfinished samples when new weights come. recompute: it is dropped, and they are
+    prefilled again under the new weights; keep: it stays, parked in host memory while the card is needed for training,
+    and they go on behind it, with KV of several policy versions (each token's version is recorded either way). KV that
+    is kept is found in memory only, by the engine that made it: elsewhere, and after a resume, it is computed again."""
+    max_parked_kv_mib: int | None = None
+    """With suspended_kv=keep, MiB of host memory that a card may park KV in; what does not fit is computed again;
+    null: no limit."""
     batch_invariant: bool = False
     """The same logprobs to the bit under any batching, chunking or order of arrival, at some cost in speed."""
 
@@ -51,7 +61,9 @@ class RolloutConfig:
         for key in ("max_response_length", "max_seqs", "max_batch_tokens"):
             _expect(getattr(self, key) >= 1, key, getattr(self, key), "a positive integer")
         check_sampling("rollout", self.sampling())
-        for key in ("max_length", "max_kv_tokens"):
+        kv = self.suspended_kv
+        _expect(kv in SUSPENDED_KV, "suspended_kv", kv, f"one of {', '.join(SUSPENDED_KV)}")
+        for key in ("max_length", "max_kv_tokens", "max_parked_kv_mib"):
             value = getattr(self, key)
             _expect(value is None or value >= 1, key, value, "a positive integer or null")
         forced = self.forced_median
@@ -68,6 +80,10 @@ class RolloutConfig:
             self.max_batch_tokens,
             f"at least rollout.max_seqs={self.max_seqs}, as every running sequence decodes one token a step",
         )
+
+    @property
+    def keeps_kv(self) -> bool:
+        return self.suspended_kv == "keep"
 
     def sampling(self, **changes: object) -> SamplingParams:
         """The sampling parameters of a request under this config."""

@@ -97,6 +97,8 @@ class Counters:
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     dummy_steps: int = 0
+    kv_restored_tokens: int = 0
+    recomputed_tokens: int = 0
 
     def row(self) -> list[int]:
         return [getattr(self, f.name) for f in fields(self)]

@@ -27,6 +27,7 @@ from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.noise import uniforms
+from fusion.inference.parked import HostMemory, ParkedKV, most_blocks
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
 from fusion.inference.routing import RoutingCache, of_all_layers
 from fusion.inference.sampler import sample
@@ -49,8 +50,11 @@ class Engine:
 
     Args:
         model: the weights; may be changed between steps (set `policy_version` then).
+        config: with `suspended_kv` = keep, unfinished requests keep their KV over new weights, and over `suspend` and
+            `release_kv` where there is host ``memory`` to park it in.
         seed: of the run; with a request's id and a token's position it determines the sample.
         routing: outputs tell which experts their tokens went to. The model has experts then.
+        memory: where KV is parked; None: none is.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Engine:
         config: RolloutConfig,
         seed: int = 0,
         routing: bool = False,
+        memory: HostMemory | None = None,
     ):
         config.validate()
         if config.batch_invariant and model.row_multiple == 1:
@@ -79,6 +84,11 @@ class Engine:
         self.routing = RoutingCache(shape, config.block_size) if routing else None
         if self.routing and self._speaks:
             self.scheduler.routing_of = self.routing.read
+        most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
+        limit = most_blocks(config, self.cache, most_layers)
+        self.parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
+        self._reclaims = False
+        """Whether what is parked of requests that do not come with the next orders is of no use any more"""
         self.capacity_tokens = 0
         """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
         self.on_adopt: Callable[[int], None] = lambda version: None
@@ -129,6 +139,8 @@ class Engine:
 
     def release_kv(self) -> None:
         """Gives the KV cache's memory back. Unfinished requests wait, tokens kept, until it is allocated again."""
+        self.parked.park(self.scheduler.running)
+        self.parked.settle()
         self.scheduler.restart(BlockManager(0, self.config.block_size))
         self.cache.release()
         if self.routing:
@@ -140,8 +152,13 @@ class Engine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """To be set after the weights changed: older KV is dropped, unfinished requests are computed anew."""
-        if version != self.scheduler.version:
+        """To be set after the weights changed. Older KV is dropped and unfinished requests are computed anew; with
+        rollout.suspended_kv=keep those that run go on behind what they have. Nobody else finds any of it."""
+        if version == self.scheduler.version:
+            return
+        if self.config.keeps_kv:
+            self.scheduler.renew(version)
+        else:
             self.scheduler.restart(version=version)
             self.cache.invalidate()
 
@@ -179,13 +196,15 @@ class Engine:
         self.control.inbox.adopt(version)
 
     def go_on(self) -> None:
-        """Forgets the last pause."""
-        self.paused = False
+        """Forgets the last pause. Requests whose KV is parked come back before the next step, or it is freed then."""
+        self.paused, self._reclaims = False, True
 
     def status(self) -> dict[str, float]:
         """Figures of the whole engine as of the last step, on every rank. Thread-safe.
 
         depth: requests that wait; running; generated_tokens, preemptions, prefix_hit_tokens, dummy_steps: totals;
+        kv_restored_tokens: total of tokens whose KV came back from where it was parked; recomputed_tokens: total of
+        those that were computed again because theirs had been dropped;
         tokens_per_s: generated tokens by seconds in `step`; policy_version; kv_tokens: capacity of an attention rank.
         """
         totals = self.control.totals()
@@ -196,6 +215,8 @@ class Engine:
             "preemptions": totals.preemptions,
             "prefix_hit_tokens": totals.prefix_hit_tokens,
             "dummy_steps": totals.dummy_steps,
+            "kv_restored_tokens": totals.kv_restored_tokens,
+            "recomputed_tokens": totals.recomputed_tokens,
             "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
             "policy_version": self.policy_version,
             "kv_tokens": self.capacity_tokens,
@@ -233,9 +254,14 @@ class Engine:
         return self._idle
 
     def suspend(self) -> list[Output]:
-        """Ends every request with reason "abort", also those not taken in yet; returns as `step`. Collective."""
+        """Ends every request with reason "abort", also those not taken in yet, and says of those whose KV is parked
+        where; returns as `step`. Collective."""
         outputs = self._obey(self.control.exchange(self._counters()))
-        outputs += self.scheduler.abort(lambda request: True)
+        self.parked.park(self.scheduler.running)
+        suspended = self.scheduler.abort(lambda request: True)
+        for output in suspended:
+            output.kv_rank = self.mesh.dp_rank if output.request_id in self.parked else None
+        outputs += suspended
         self.control.exchange(self._counters())
         self._idle = True
         return outputs if self._speaks else []
@@ -248,6 +274,9 @@ class Engine:
     def _take_orders(self) -> list[Output]:
         orders = self.control.exchange(self._counters())
         outputs = self._obey(orders) if orders else []
+        if self._reclaims:
+            self.parked.retain({seq.request.id for seq in self.scheduler.waiting})
+        self._reclaims = False
         unfinished = sum(counters.waiting + counters.running for counters in self.control.table)
         self._idle = not unfinished and not orders
         return outputs
@@ -255,17 +284,18 @@ class Engine:
     def _obey(self, orders: Orders) -> list[Output]:
         parallel = self.mesh.parallel
         loads = [first.waiting + first.running for first in self.control.table[: parallel.stage_world : parallel.tp]]
-        placed = place(loads, [request.group for request in orders.submit])
-        for request, rank in zip(orders.submit, placed, strict=True):
+        for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
             if rank == self.mesh.dp_rank:
                 self.scheduler.add(self._sequence(request))
         self.paused |= orders.pause
         if orders.version is not None:
             self._adopt(orders.version)
-        if orders.abort_all:
-            return self.scheduler.abort(lambda request: True)
         ids = set(orders.abort)
-        return self.scheduler.abort(lambda request: request.id in ids) if ids else []
+        if not (ids or orders.abort_all):
+            return []
+        ended = self.scheduler.abort(lambda request: orders.abort_all or request.id in ids)
+        self.parked.forget(output.request_id for output in ended)
+        return ended
 
     def _adopt(self, version: int) -> None:
         self.on_adopt(version)
@@ -274,13 +304,16 @@ class Engine:
     def _sequence(self, request: Request) -> Sequence:
         # One object for equal parameters, so that the sampler sees at a glance that a batch has only one kind
         params = self._interned.setdefault(request.params, request.params)
-        return Sequence.of(request, params, self.model.config.eos_token_ids)
+        seq = Sequence.of(request, params, self.model.config.eos_token_ids)
+        self.parked.claim(seq)
+        return seq
 
     def _compute(self, step: Step) -> list[Output]:
         self._dummy_steps += not step
         with torch.inference_mode():
             batch = build_batch(step, self.cache, self.config.batch_invariant)
             self.cache.clean(self.scheduler.blocks.highest)
+            self.parked.restore(step.restored)
             routed: list[Routed] | None = [] if self.routing else None
             attend, hidden = PagedAttention(self.cache, batch), self._from_stage_before(batch)
             out = self.model(batch.ids, batch.positions, attend, routed, hidden)
@@ -369,4 +402,6 @@ class Engine:
             scheduler.preemptions,
             scheduler.prefix_hit_tokens,
             self._dummy_steps,
+            scheduler.kv_restored_tokens,
+            scheduler.recomputed_tokens,
         )

@@ -9,6 +9,8 @@ block_size``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fusion.npu import Device
@@ -66,6 +68,33 @@ class KVCache:
         for tensor in (*self.pools, self.workspace, self.masks):
             tensor.untyped_storage().resize_(0)
         self.pools = []
+
+    def host_shape(self, blocks: int) -> tuple[int, ...]:
+        """Of so many blocks of a sequence beside the card: [layers, 2 · blocks, K, block_size, C], all of this rank's
+        layers and heads."""
+        return self.layers, 2 * blocks, self.kv_heads, self.block_size, self.head_dim
+
+    def copy_out(self, blocks: Sequence[int], host: torch.Tensor) -> None:
+        """Queues the copy of a sequence's blocks to ``host``, of `host_shape`: a layer is gathered, then leaves in one
+        piece."""
+        rows = self._rows(blocks)
+        room = self.workspace[: len(rows)]
+        for pool, layer in zip(self.pools, host, strict=True):
+            torch.index_select(pool, 0, rows, out=room)
+            layer.copy_(room, non_blocking=True)
+
+    def copy_in(self, host: torch.Tensor, first: int, blocks: Sequence[int]) -> None:
+        """Queues the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``."""
+        rows, count = self._rows(blocks), len(blocks)
+        room = self.workspace[: len(rows)]
+        for pool, layer in zip(self.pools, host.unflatten(1, (2, -1)), strict=True):
+            for part, kv in zip(room.split(count), layer[:, first : first + count], strict=True):
+                part.copy_(kv, non_blocking=True)
+            pool.index_copy_(0, rows, room)
+
+    def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
+        both = [*blocks, *(block + self.blocks for block in blocks)]
+        return torch.tensor(both, device=self.device.torch_device)
 
     def invalidate(self) -> None:
         """Nothing in the pools is valid any more: what comes next shall not depend on it, not even on its NaNs."""

@@ -39,6 +39,12 @@ class RoutingCache:
         found = self._cells[np.array(blocks, np.int64)]
         return torch.from_numpy(found.reshape(-1, *self.cell[1:])[:count])
 
+    def fill(self, blocks: list[int], first: int, routing_TLk: torch.Tensor) -> None:
+        """Puts what `read` found of a sequence's tokens back into these blocks, from its block ``first`` on."""
+        size = self.cell[0]
+        block, offset = np.divmod(np.arange(first * size, len(routing_TLk)), size)
+        self._cells[np.array(blocks, np.int64)[block], offset] = routing_TLk[first * size :].numpy()
+
 
 def of_all_layers(routing_NLk: torch.Tensor, mesh: Mesh, config: ModelConfig) -> torch.Tensor | None:
     """The layers of every stage in order, on the first stage's first TP rank; None elsewhere. On the CPU, collective

@@ -4,12 +4,16 @@
                ▲                  │
                └──── preempt ─────┘   newest first; its blocks are released, its tokens stay and are computed again
 
+A sequence whose KV is parked beside the cache (`parked.py`) is admitted with all its blocks at once; the step says
+which of them are to be filled, and it goes on behind them.
+
 Policy: decodes first, then prefills that have begun, then waiting requests in order of arrival as far as tokens,
 sequences and blocks allow; nobody overtakes. Where a running sequence finds no block, the newest one is preempted.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always gets on, so every request that fits the cache alone
-finishes; every added request ends exactly once.
+finishes; every added request ends exactly once; a block is named only by a sequence all of whose KV is of the version
+in the name, so KV of older weights is never found under a newer version.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ class Sequence:
     """A request in the engine: its tokens so far and what of them is in the cache.
 
     ``computed``: leading tokens whose KV is in ``blocks``. ``names``: of the full blocks, as far as they are known;
-    ``named``: leading blocks that were found by name or have been offered to others.
+    ``named``: leading blocks that were found by name or have been offered to others. ``since``: policy version of its
+    oldest KV, which its names are of. ``parked``: leading tokens whose KV waits beside the cache. ``known``: leading
+    tokens that were computed before: to compute them again is to recompute.
     """
 
     request: Request
@@ -43,6 +49,9 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     names: list[BlockName] = field(default_factory=list)
     named: int = 0
+    since: int = 0
+    parked: int = 0
+    known: int = 0
     noise: list[float] = field(default_factory=list)
     """For the next positions, the last one first."""
     logprobs: list[float] = field(default_factory=list)
@@ -57,7 +66,8 @@ class Sequence:
         stops = () if request.exact_tokens else stops
         if request.chunk_tokens:
             limit = min(limit, len(tokens) + request.chunk_tokens)
-        return cls(request, params, frozenset(stops), tokens, limit, request_key(request.id))
+        known = len(tokens) - 1 if request.response else 0  # the last one was sampled, and never an input
+        return cls(request, params, frozenset(stops), tokens, limit, request_key(request.id), known=known)
 
     @property
     def reason_at_limit(self) -> FinishReason:
@@ -79,11 +89,13 @@ class Step:
 
     ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``sampled`` are the
     sequences that get a token: all decodes, then the chunks that reach their sequence's end, in this order.
+    ``restored`` are (sequence, first block, end): of these blocks of it the KV is to be copied in before.
     """
 
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
     sampled: list[Sequence]
+    restored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.sampled or self.chunks)
@@ -103,6 +115,8 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_hit_tokens = 0
         self.generated_tokens = 0
+        self.kv_restored_tokens = 0
+        self.recomputed_tokens = 0
         self.routing_of: Callable[[list[int], int], Any] | None = None
         """(blocks, tokens computed) → what an output says of its routing, where it is kept"""
 
@@ -119,6 +133,7 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
+        restored: list[tuple[Sequence, int, int]] = []
         for seq in list(self.running):
             if not seq.blocks:
                 continue  # preempted by one before it
@@ -133,10 +148,11 @@ class Scheduler:
                 chunks.append((seq, count))
                 budget -= count
         if self.preemptions == preemptions:
-            self._admit(chunks, budget)
+            self._admit(chunks, budget, restored)
         else:
             decodes = [seq for seq in decodes if seq.blocks]
-        return Step(decodes, chunks, decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)])
+        sampled = decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)]
+        return Step(decodes, chunks, sampled, restored)
 
     def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
         """Takes what the step sampled, a token for each of ``step.sampled``; returns what ended."""
@@ -177,15 +193,27 @@ class Scheduler:
         self.version = self.version if version is None else version
         self.blocks.forget()
         self.blocks = blocks or self.blocks
-        for seq in self.waiting:
-            seq.names.clear()
+        self._forget_names()
 
-    def _admit(self, chunks: list[tuple[Sequence, int]], budget: int) -> None:
+    def renew(self, version: int) -> None:
+        """New weights, but the KV stays: whoever runs goes on, and nobody finds any of it by name."""
+        self.version = version
+        self.blocks.forget()
+        self._forget_names()
+
+    def _forget_names(self) -> None:
+        for seq in self.waiting:
+            if not seq.parked:
+                seq.names.clear()
+
+    def _admit(
+        self, chunks: list[tuple[Sequence, int]], budget: int, restored: list[tuple[Sequence, int, int]]
+    ) -> None:
         size = self.blocks.block_size
         while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
             seq = self.waiting[0]
-            hits = self._find_prefix(seq)
-            start = len(hits) * size
+            hits = self.blocks.find(seq.names) if seq.parked else self._find_prefix(seq)
+            start = seq.parked or len(hits) * size
             count = min(len(seq.tokens) - start, budget)
             wanted = -(-(start + count) // size) - len(hits)
             # A block kept back for each running sequence: what is admitted now is not preempted at once
@@ -196,12 +224,28 @@ class Scheduler:
             self.blocks.share(hits)
             seq.blocks = hits
             seq.computed = start
-            self.prefix_hit_tokens += start
             seq.named = len(hits)
+            if seq.parked:
+                restored.append(self._take_back(seq))
+            else:
+                seq.since = self.version
+                self.prefix_hit_tokens += start
+                self.recomputed_tokens += max(0, seq.known - start)
             grown = self._may_grow(seq, count)
             assert grown
             chunks.append((seq, count))
             budget -= count
+
+    def _take_back(self, seq: Sequence) -> tuple[Sequence, int, int]:
+        """Takes the blocks of parked KV that no sibling has brought back before; returns which are to be filled."""
+        first, end = len(seq.blocks), -(-seq.parked // self.blocks.block_size)
+        seq.blocks += self.blocks.take(end - first)
+        for block, name in zip(seq.blocks[first:], seq.names[first:], strict=False):
+            self.blocks.name(block, name)
+        seq.named = len(seq.names)
+        self.kv_restored_tokens += seq.parked
+        seq.parked = 0
+        return seq, first, end
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
         """Cached blocks of the sequence's beginning. The last token is always computed: its logits are wanted."""
@@ -231,6 +275,8 @@ class Scheduler:
     def _name_full(self, seq: Sequence, end: int) -> None:
         """Names the blocks that are full once ``end`` tokens are computed. For a chunk that is when it is scheduled, so
         that siblings in the same step share them: a layer writes all KV of a step before it reads any."""
+        if seq.since != self.version:
+            return
         size = self.blocks.block_size
         self._extend_names(seq, end // size)
         for i in range(seq.named, end // size):
@@ -245,7 +291,10 @@ class Scheduler:
 
     def _withdraw(self, seq: Sequence) -> None:
         self.blocks.release(seq.blocks)
+        seq.known = max(seq.known, seq.computed)
         seq.blocks, seq.computed, seq.named = [], 0, 0
+        if seq.since != self.version and not seq.parked:
+            seq.names.clear()
         self.waiting.appendleft(seq)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
@@ -257,22 +306,28 @@ class Scheduler:
         return output
 
 
-def place(loads: list[int], groups: Iterable[str]) -> list[int]:
-    """The attention rank of each new request: siblings together, as far as the ranks stay even.
+def place(loads: list[int], requests: Iterable[Request]) -> list[int]:
+    """The attention rank of each new request: where its KV is parked, and siblings together, as far as the ranks stay
+    even.
 
     Args:
         loads: unfinished requests of each attention rank.
-        groups: the group of each new request ("": none), in order of arrival.
+        requests: the new ones, in order of arrival.
 
-    A rank takes requests of a group until it has its even share of all requests, then the least loaded goes on. No rank
-    gets a request beyond the even share, rounded up, unless it already had more.
+    Requests with parked KV come first. A rank takes requests of a group until it has its even share of all requests,
+    then the least loaded goes on. No rank gets a request beyond the even share, rounded up, unless it already had more.
     """
+    requests = list(requests)
+    share = -(-(sum(loads) + len(requests)) // len(loads))
+    now, placed = list(loads), [0] * len(requests)
     members: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group or f"\0{index}", []).append(index)
-    count = sum(map(len, members.values()))
-    share = -(-(sum(loads) + count) // len(loads))
-    now, placed = list(loads), [0] * count
+    for index, request in enumerate(requests):
+        home = request.kv_rank
+        if home is not None and home < len(now) and now[home] < share:
+            placed[index] = home
+            now[home] += 1
+        else:
+            members.setdefault(request.group or f"\0{index}", []).append(index)
     for indices in members.values():
         rank = now.index(min(now))
         for index in indices:

@@ -9,7 +9,9 @@ go on anywhere.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 what was generated is never less than before; a group leaves as a whole; `state_dict` and back is the same buffer with
-nothing on an engine.
+nothing on an engine. A suspended request whose KV an engine has parked goes back there, oldest first, unless that
+engine has its even share of all load already; it never waits for it: where that engine does not run, it goes on
+elsewhere and leaves its KV. Where KV is parked is in no `state_dict`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ State = Literal["waiting", "running", "finished"]
 @dataclass
 class Entry:
     """One request. ``max_tokens``: of its whole response; ``earlier``: where its tokens so far are kept, "" for none;
-    ``oldest``, ``newest``: policy versions of its tokens so far, -1 for none."""
+    ``oldest``, ``newest``: policy versions of its tokens so far, -1 for none; ``kv``: engine and attention rank where
+    its KV is parked."""
 
     id: str
     group: str
@@ -39,6 +42,7 @@ class Entry:
     oldest: int = -1
     newest: int = -1
     suspensions: int = 0
+    kv: tuple[int, int] | None = None
 
 
 class RequestBuffer:
@@ -58,31 +62,57 @@ class RequestBuffer:
         return [entry for entry in self.entries.values() if entry.state == state]
 
     def dispatch(self, engines: Sequence[int]) -> dict[int, list[Entry]]:
-        """Gives every waiting request to an engine: a group's together, the least loaded engine first. Returns those of
-        each engine."""
+        """Gives every waiting request to an engine: those with parked KV to the one that has it as far as loads stay
+        even, the others of a group together, the least loaded engine first. Returns those of each engine."""
         loads = {engine: 0 for engine in engines}
         for entry in self.of("running"):
             if entry.engine in loads:
                 loads[entry.engine] += self._load(entry)
+        chosen = self._go_back(loads)
         waiting: dict[str, list[Entry]] = {}
         for entry in self.of("waiting"):
-            waiting.setdefault(entry.group, []).append(entry)
+            if entry.id not in chosen:
+                waiting.setdefault(entry.group, []).append(entry)
         load_by_group = {group: sum(map(self._load, members)) for group, members in waiting.items()}
         dealt = assign_groups(load_by_group, list(loads.values()))
-        found = {}
         for engine, groups in zip(engines, dealt, strict=True):
-            found[engine] = [entry for group in groups for entry in waiting[group]]
-            for entry in found[engine]:
-                entry.state, entry.engine = "running", engine
+            chosen |= {entry.id: engine for group in groups for entry in waiting[group]}
+        found: dict[int, list[Entry]] = {engine: [] for engine in engines}
+        for entry in self.of("waiting"):
+            engine = chosen[entry.id]
+            found[engine].append(entry)
+            entry.state, entry.engine = "running", engine
+            entry.kv = entry.kv if entry.kv and entry.kv[0] == engine else None
         return found
 
-    def suspend(self, engine: int, id: str, generated: int, earlier: str, versions: tuple[int, int] | None) -> None:
-        """An engine has let go of a request. ``versions``: of its oldest and newest token; None: nothing was added."""
+    def _go_back(self, loads: dict[int, int]) -> dict[str, int]:
+        """The engine of each waiting request that returns to its KV; adds them to ``loads`` by engine."""
+        waiting = self.of("waiting")
+        total, chosen = sum(loads.values()) + sum(map(self._load, waiting)), {}
+        for entry in waiting:
+            home = entry.kv[0] if entry.kv else None
+            if home in loads and loads[home] * len(loads) < total:
+                chosen[entry.id] = home
+                loads[home] += self._load(entry)
+        return chosen
+
+    def suspend(
+        self,
+        engine: int,
+        id: str,
+        generated: int,
+        earlier: str,
+        versions: tuple[int, int] | None,
+        kv_rank: int | None = None,
+    ) -> None:
+        """An engine has let go of a request. ``versions``: of its oldest and newest token; None: nothing was added.
+        ``kv_rank``: the attention rank at which the engine has parked its KV; None: it has not."""
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
         entry.state, entry.engine = "waiting", None
         entry.generated, entry.earlier = generated, earlier
+        entry.kv = None if kv_rank is None else (engine, kv_rank)
         entry.suspensions += generated > 0
         if versions is not None:
             entry.oldest, entry.newest = versions
@@ -91,6 +121,7 @@ class RequestBuffer:
         entry = self.entries[id]
         assert entry.state == "running", f"request {id!r} is {entry.state}"
         entry.state, entry.engine, entry.generated, entry.earlier = "finished", None, generated, ""
+        entry.kv = None
         return entry
 
     def is_finished(self, group: str) -> bool:
@@ -114,7 +145,7 @@ class RequestBuffer:
     def state_dict(self) -> list[dict[str, Any]]:
         """Plain JSON. Nothing is on an engine."""
         assert not self.of("running"), "engines are suspended before the buffer is saved"
-        return [asdict(entry) for entry in self.entries.values()]
+        return [asdict(entry) | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         for fields in state:

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.inference import Request, RolloutConfig, SamplingParams
-from fusion.inference.blocks import BlockManager
+from fusion.inference.blocks import BlockManager, next_name, root_name
 from fusion.inference.scheduler import Scheduler, Sequence, place
 
 SIZE, BLOCKS = 4, 8
@@ -38,6 +38,17 @@ def check_step(scheduler, step, before):
     for seq in scheduler.running:
         if seq in before:  # who was admitted now may share what a sibling writes now
             assert not set(seq.blocks[: seq.computed // SIZE]) & set(written)
+    filled = [b for seq, first, end in step.restored for b in seq.blocks[first:end]]
+    assert len(filled) == len(set(filled)) and not set(filled) & {b for seq in before for b in seq.blocks}
+    for seq, first, end in step.restored:
+        assert seq in scheduler.running and seq not in before and not seq.parked
+        assert first <= end == -(-seq.computed // SIZE)
+    for seq in scheduler.running:
+        if seq.since != scheduler.version:  # nothing of it is found under the new version
+            name, newer = root_name(scheduler.version), []
+            for end in range(SIZE, len(seq.tokens) + 1, SIZE):
+                newer.append(name := next_name(name, seq.tokens[end - SIZE : end]))
+            assert not set(scheduler.blocks.find(newer)) & set(seq.blocks)
     held = {b for seq in scheduler.running for b in seq.blocks}
     assert len(held) + scheduler.blocks.available == BLOCKS
     assert step.sampled == step.decodes + [s for s, n in step.chunks if s.computed + n == len(s.tokens)]
@@ -66,6 +77,14 @@ def test_everything_added_ends_once_under_any_sequence_of_events(requests, limit
         elif event == 1:
             scheduler.restart(version=scheduler.version + 1)
             assert not scheduler.running and scheduler.blocks.available == BLOCKS
+        elif event == 2:
+            running = [(seq, list(seq.blocks)) for seq in scheduler.running]
+            scheduler.renew(scheduler.version + 1)
+            assert running == [(seq, seq.blocks) for seq in scheduler.running] and not scheduler.blocks.cached
+        elif event in (3, 4):  # memory goes, and some KV is parked, some is not
+            for seq in scheduler.running:
+                seq.parked = seq.computed * data.draw(st.integers(0, 1))
+            scheduler.restart(version=scheduler.version + data.draw(st.integers(0, 1)))
         oldest = scheduler.running[0] if scheduler.running else None
         progress = oldest and (oldest.computed, len(oldest.tokens))
         before = list(scheduler.running)
@@ -141,24 +160,30 @@ def test_prefill_takes_a_block_from_a_younger_decode_that_was_already_scheduled(
 
 @given(
     loads=st.lists(st.integers(0, 20), min_size=1, max_size=6),
-    groups=st.lists(st.sampled_from(["", "a", "b", "c"]), max_size=30),
+    wanted=st.lists(
+        st.tuples(st.sampled_from(["", "a", "b", "c"]), st.one_of(st.none(), st.integers(0, 6))), max_size=30
+    ),
 )
-def test_placement_is_even_and_keeps_siblings_together_as_far_as_it_is(loads, groups):
-    placed = place(loads, groups)
+def test_placement_is_even_and_keeps_kv_and_siblings_together_as_far_as_it_is(loads, wanted):
+    requests = [Request(f"r{i}", (1,), group=group, kv_rank=home) for i, (group, home) in enumerate(wanted)]
+    groups = [group for group, _ in wanted]
+    placed = place(loads, requests)
     share = -(-(sum(loads) + len(groups)) // len(loads))
     after = list(loads)
     for rank in placed:
         after[rank] += 1
     assert len(placed) == len(groups)
     assert all(new <= max(share, old) for new, old in zip(after, loads, strict=True))
+    for rank, (_, home) in zip(placed, wanted, strict=True):
+        assert rank == home or home is None or home >= len(loads) or after[home] >= share, "it had no room left"
+    returning = {i for i, (_, home) in enumerate(wanted) if home is not None and placed[i] == home}
     for group in set(groups) - {""}:
-        homes = {rank for rank, name in zip(placed, groups, strict=True) if name == group}
+        homes = {rank for i, rank in enumerate(placed) if groups[i] == group and i not in returning}
         assert sum(after[rank] < share for rank in homes) <= 1  # it left a rank only when that was full
 
 
 def test_whole_groups_go_to_one_rank_when_they_divide_evenly():
-    groups = [f"g{i // 4}" for i in range(32)]
-    placed = place([0] * 4, groups)
+    placed = place([0] * 4, [Request(f"r{i}", (1,), group=f"g{i // 4}") for i in range(32)])
     assert all(len(set(placed[i : i + 4])) == 1 for i in range(0, 32, 4))
     assert [placed.count(rank) for rank in range(4)] == [8] * 4
 
@@ -167,7 +192,7 @@ def test_config_names_the_key_of_a_value_out_of_range():
     RolloutConfig().validate()
     for key, value in dict(
         temperature=-1, top_p=0.0, top_k=-2, min_p=1.5, max_response_length=0, block_size=24, max_seqs=0,
-        max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0,
+        max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0, suspended_kv="drop", max_parked_kv_mib=0,
     ).items():  # fmt: skip
         try:
             RolloutConfig(**{key: value}).validate()

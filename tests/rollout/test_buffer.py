@@ -18,10 +18,13 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                 buffer.add(f"g{added}", [f"g{added}/{k}" for k in range(group_size)], random.randint(1, 9), 100)
                 added += 1
             case "dispatch":
-                waiting = {entry.id for entry in buffer.of("waiting")}
-                found = buffer.dispatch(sorted(random.sample(range(engines), random.randint(1, engines))))
+                waiting = {entry.id: entry.kv for entry in buffer.of("waiting")}
+                running = sorted(random.sample(range(engines), random.randint(1, engines)))
+                loads = {engine: _load(buffer, engine) for engine in running}
+                found = buffer.dispatch(running)
                 given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
-                assert set(given_) == waiting and not set(given_) & set(held)
+                assert set(given_) == set(waiting) and not set(given_) & set(held)
+                _check_ways_back(buffer, loads, waiting, given_)
                 for entries in found.values():
                     for first, second in zip(entries, entries[1:], strict=False):
                         assert int(first.group[1:]) <= int(second.group[1:]), "the oldest group first"
@@ -29,7 +32,10 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
             case "suspend" if held:
                 id = random.choice(sorted(held))
                 generated = buffer.entries[id].generated + random.randint(0, 5)
-                buffer.suspend(held.pop(id), id, generated, f"{id}~{generated}" if generated else "", (step, step))
+                kv_rank = random.choice([None, 0, 1])
+                buffer.suspend(
+                    held.pop(id), id, generated, f"{id}~{generated}" if generated else "", (step, step), kv_rank
+                )
             case "finish" if held:
                 id = random.choice(sorted(held))
                 del held[id]
@@ -42,11 +48,33 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                 again = RequestBuffer()
                 again.load_state_dict(buffer.state_dict())
                 assert again.state_dict() == buffer.state_dict()
-                buffer = again
+                assert not any(entry.kv for entry in again.entries.values()), "parked KV is in no checkpoint"
+                buffer = random.choice([buffer, again])
     states = {entry.id: entry.state for entry in buffer.entries.values()}
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))
     assert all(states.get(id, "finished") == "finished" for id in finished)
+
+
+def _load(buffer, engine):
+    return sum(entry.prompt_tokens + entry.generated for entry in buffer.of("running") if entry.engine == engine)
+
+
+def _check_ways_back(buffer, loads, waiting, given_):
+    """``loads`` by engine before; ``waiting``: where the KV of each waiting request was; ``given_``: its engine."""
+    share = sum(_load(buffer, engine) for engine in loads) / len(loads)
+    for engine, load in loads.items():
+        back = [id for id, kv in waiting.items() if kv and kv[0] == engine]
+        home = [id for id in back if given_[id] == engine]
+        assert all(buffer.entries[id].kv == waiting[id] for id in home)
+        sizes = [buffer.entries[id].prompt_tokens + buffer.entries[id].generated for id in home]
+        if len(home) < len(back):
+            assert _load(buffer, engine) >= share, "only an engine that has its share sends its own away"
+        # What may have come without KV comes after, to the least loaded: it does not push anybody out
+        if sizes and load < share:
+            assert load + sum(sizes) < share + max(sizes), "nor takes more of them than the last to reach it"
+    for id, engine in given_.items():
+        assert buffer.entries[id].kv in (None, waiting[id]) and (buffer.entries[id].kv or (engine,))[0] == engine
 
 
 def test_siblings_stay_together_and_the_least_loaded_engine_comes_first():
@@ -68,5 +96,11 @@ def test_a_suspended_request_goes_on_elsewhere_with_what_it_has():
     assert (entry.generated, entry.earlier, entry.oldest, entry.newest, entry.suspensions) == (4, "a/0~4", 1, 2, 1)
     with pytest.raises(AssertionError, match="had 4 tokens and has 3"):
         buffer.suspend(7, "a/0", 3, "a/0~3", None)
+    buffer.suspend(7, "a/0", 5, "a/0~5", (1, 3), kv_rank=2)
+    (entry,) = buffer.dispatch([3, 7])[7]
+    assert entry.kv == (7, 2), "to where its KV is"
+    buffer.suspend(7, "a/0", 6, "a/0~6", (1, 4), kv_rank=2)
+    (entry,) = buffer.dispatch([3])[3]
+    assert entry.kv is None, "its engine does not run: it does not wait for it"
     buffer.finish("a/0", 9)
     assert buffer.is_finished("a") and [entry.id for entry in buffer.remove("a")] == ["a/0"]

@@ -40,6 +40,23 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
+def test_suspended_samples_go_on_behind_the_kv_they_had(base, tmp_path):  # noqa: F811
+    options = ["run.steps=5", "stalesync.max_staleness=1", "fusion.checksum=true", *TWO]
+    kept, again = {}, {}
+    for name, found in (("keep", kept), ("recompute", again)):
+        done = _train(base, tmp_path, *STALE, *options, f"run.name={name}", f"rollout.suspended_kv={name}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = _rows(tmp_path / name)
+        for figure in ("suspended_total", "kv_restored_tokens", "recomputed_tokens", "parked_kv_mib_max"):
+            found[figure] = sum(row[f"rollout/{figure}"] for row in rows)
+        found["mixed"] = sum(row["staleness/mixed_versions_count"] for row in rows)
+        assert found["suspended_total"] > 0 and found["mixed"] > 0
+        assert {row["ended"] for row in _groups(tmp_path / name)} == {"trained"}
+    assert kept["kv_restored_tokens"] > 0 and kept["parked_kv_mib_max"] > 0
+    assert again["kv_restored_tokens"] == again["parked_kv_mib_max"] == 0 and again["recomputed_tokens"] > 0
+    assert kept["recomputed_tokens"] < kept["kv_restored_tokens"], "what moved to the other engine, and no more"
+
+
 def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):  # noqa: F811
     options = [*STALE, *TWO, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1"]
     run, steps = start(*options, "run.steps=1000"), 0

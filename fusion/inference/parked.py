@@ -1,0 +1,187 @@
+"""KV beside the card: that of suspended requests waits in pinned host memory until they go on behind it.
+
+    running ─ suspend, release_kv ─► park ─► host ─ claim ─► waiting ─ admitted: blocks taken ─► restore ─► running
+              (`settle`, then the KV          │
+              memory is given up)             └─ forget: ended, gone elsewhere, or come back with other tokens
+
+It is a cache and no state: no checkpoint has it, and whoever does not find its KV computes it again. Every rank parks
+its own layers and heads of whole blocks; the rank that keeps routing parks that too.
+
+Invariants (tests/inference/test_parked.py): ranks that schedule alike hold the same entries, as what is parked follows
+from requests, tokens and numbers of blocks alone; an entry is restored at most once, and only for exactly the tokens
+that it was parked with; a host region is given back once, when no copy reads or writes it any more; KV is whole on the
+host before the memory it came from is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fusion.inference import scheduler
+from fusion.inference.blocks import BlockName
+from fusion.inference.config import RolloutConfig
+from fusion.inference.kv_cache import KVCache
+from fusion.inference.routing import RoutingCache
+
+
+class HostMemory(Protocol):
+    """Pinned where the card can pin; `fusion.offload.HostPool` is one."""
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]: ...
+
+    def give(self, regions: Iterable[torch.Tensor]) -> None: ...
+
+
+@dataclass(eq=False)
+class Entry:
+    """KV of the first ``computed`` of a request's ``tokens``. ``names``: of its leading blocks, whose KV is all of
+    policy version ``since``; ``copied``: the event behind the last copy out of or into ``region``."""
+
+    tokens: list[int]
+    computed: int
+    since: int
+    names: list[BlockName]
+    blocks: int
+    region: torch.Tensor
+    routing: torch.Tensor | None
+    copied: Any
+
+
+class ParkedKV:
+    """Of one rank.
+
+    Args:
+        memory: None: nothing is parked.
+        routing: of this rank, where it keeps any.
+        max_blocks: most blocks that are parked at a time, the same on all ranks of an attention rank; None: no limit.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory | None,
+        cache: KVCache,
+        routing: RoutingCache | None = None,
+        max_blocks: int | None = None,
+    ):
+        self._cache, self._routing = cache, routing
+        self._memory = memory
+        self._max_blocks = 0 if memory is None else max_blocks
+        self._entries: dict[str, Entry] = {}
+        self._returning: list[Entry] = []  # their regions are still being read
+
+    def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
+        """Starts copying the KV of running sequences to the host, the first ones where not all may go; marks those that
+        did as `parked`. Their blocks may be released, but not written by another stream before `settle`.
+
+        Raises:
+            RuntimeError: the host has no more memory to pin (`HostPool.take`); nothing was parked.
+        """
+        self._reap()
+        chosen, blocks = [], self.blocks
+        for seq in sequences:
+            count = self._count(seq)
+            if count and (self._max_blocks is None or blocks + count <= self._max_blocks):
+                chosen.append(seq)
+                blocks += count
+        if not chosen:
+            return
+        assert self._memory is not None
+        regions = self._memory.take([self._count(seq) * self._cache.block_bytes for seq in chosen])
+        for seq, region in zip(chosen, regions, strict=True):
+            assert seq.request.id not in self._entries, f"KV of request {seq.request.id!r} is parked already"
+            self._entries[seq.request.id] = self._leave(seq, region)
+            seq.parked = seq.computed
+
+    def claim(self, seq: scheduler.Sequence) -> None:
+        """A request has come in: what is parked of it is the sequence's if it goes on behind the same tokens; else it
+        is freed."""
+        entry = self._entries.get(seq.request.id)
+        if entry is None:
+            return
+        if entry.tokens == seq.tokens:
+            seq.parked, seq.since, seq.names = entry.computed, entry.since, list(entry.names)
+        else:
+            self.forget([seq.request.id])
+
+    def restore(self, restored: Iterable[tuple[scheduler.Sequence, int, int]]) -> None:
+        """Queues the copies of a step's `Step.restored` on the current stream, before its KV is read."""
+        for seq, first, end in restored:
+            entry = self._entries.pop(seq.request.id)
+            assert end == entry.blocks and entry.computed <= len(seq.tokens)
+            self._cache.copy_in(self._on_host(entry), first, seq.blocks[first:end])
+            entry.copied = self._event()
+            if self._routing is not None and entry.routing is not None:
+                self._routing.fill(seq.blocks, first, entry.routing)
+            self._returning.append(entry)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Frees what is parked of these requests, if anything is."""
+        for id in ids:
+            entry = self._entries.pop(id, None)
+            if entry is not None:
+                entry.copied.synchronize()
+                self._give(entry)
+
+    def retain(self, ids: Container[str]) -> None:
+        """Frees what is parked of other requests than these."""
+        self.forget([id for id in self._entries if id not in ids])
+
+    def settle(self) -> None:
+        """Waits until all copies are done: the memory of the KV cache may be given up."""
+        for entry in (*self._entries.values(), *self._returning):
+            entry.copied.synchronize()
+        self._reap()
+
+    @property
+    def blocks(self) -> int:
+        return sum(entry.blocks for entry in self._entries.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that this rank's parked KV takes."""
+        return self.blocks * self._cache.block_bytes
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._entries
+
+    def _count(self, seq: scheduler.Sequence) -> int:
+        return -(-seq.computed // self._cache.block_size)
+
+    def _leave(self, seq: scheduler.Sequence, region: torch.Tensor) -> Entry:
+        count = self._count(seq)
+        routing = self._routing.read(seq.blocks, seq.computed) if self._routing is not None else None
+        figures = list(seq.tokens), seq.computed, seq.since, seq.names[: seq.named], count
+        entry = Entry(*figures, region, routing, None)
+        self._cache.copy_out(seq.blocks[:count], self._on_host(entry))
+        entry.copied = self._event()
+        return entry
+
+    def _on_host(self, entry: Entry) -> torch.Tensor:
+        return entry.region.view(self._cache.dtype).view(self._cache.host_shape(entry.blocks))
+
+    def _event(self) -> Any:
+        device = self._cache.device
+        event = device.event()
+        event.record(device.current_stream())
+        return event
+
+    def _reap(self) -> None:
+        done = [entry for entry in self._returning if entry.copied.query()]
+        self._returning = [entry for entry in self._returning if entry not in done]
+        for entry in done:
+            self._give(entry)
+
+    def _give(self, entry: Entry) -> None:
+        assert self._memory is not None
+        self._memory.give([entry.region])
+
+
+def most_blocks(config: RolloutConfig, cache: KVCache, most_layers: int) -> int | None:
+    """Blocks that a rank may park (None: no limit), as many on every stage as on that which has ``most_layers``."""
+    if not config.keeps_kv or config.max_parked_kv_mib is None:
+        return None if config.keeps_kv else 0
+    return (config.max_parked_kv_mib << 20) // (cache.block_bytes // cache.layers * most_layers)

@@ -1,0 +1,370 @@
+"""KV that leaves the card and comes back: to the bit, to the same request, and to nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from fusion.offload import HostPool
+from tests.helpers import run_ranks
+from tests.inference.engines import by_id, card, checkpoint, generate, model, requests
+
+LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep")
+
+
+def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):
+    """An engine that keeps, and its pool."""
+    config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(card())
+    made = Engine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
+    made.allocate_kv()
+    return made, pool
+
+
+def long(count=4, prompt=(3, 4, 5) * 9, tokens=40, **fields):
+    params = SamplingParams(max_tokens=tokens, stop_token_ids=())
+    return [Request(f"r{i}", prompt, params, "g", **fields) for i in range(count)]
+
+
+def steps(made, count):
+    return [output for _ in range(count) for output in made.step()]
+
+
+def resumed(wanted, outputs, had=None):
+    """The requests of what was suspended, to go on where they were left. ``had``: id → what came before, extended."""
+    by_name, had, again = {request.id: request for request in wanted}, {} if had is None else had, []
+    for output in outputs:
+        tokens, logprobs = had.setdefault(output.request_id, ([], []))
+        tokens.extend(output.tokens)
+        logprobs.extend(output.logprobs)
+        if output.finish_reason == "abort":
+            again.append(replace(by_name[output.request_id], response=tuple(tokens), kv_rank=output.kv_rank))
+    return again
+
+
+def suspend_and_return(made, new_version=False):
+    outputs = made.suspend()
+    made.release_kv()
+    if new_version:
+        made.policy_version += 1
+    made.allocate_kv()
+    made.go_on()
+    return outputs
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("new_version", [True, False])
+def test_with_the_same_weights_nothing_tells_that_it_was_away(prefix_cache, batch_invariant, new_version):
+    options = dict(prefix_cache=prefix_cache, batch_invariant=batch_invariant)
+    wanted, (made, _) = long(6) + requests(6, max_tokens=60), keeping(**options)
+    wanted = [replace(request, id=f"q{i}") for i, request in enumerate(wanted)]
+    whole = by_id(generate(keeping(**options)[0], wanted))
+    had, again, rounds = {}, wanted, 0
+    while again:
+        made.submit(again)
+        outputs = steps(made, 11)
+        again = resumed(wanted, outputs + suspend_and_return(made, new_version), had)
+        rounds += 1
+    assert {id: tokens for id, (tokens, _) in had.items()} == {id: tokens for id, (tokens, _) in whole.items()}
+    for id, (_, logprobs) in whole.items():  # without it, sums are in the order of the blocks' numbers
+        assert had[id][1] == (logprobs if batch_invariant else pytest.approx(logprobs, abs=1e-5))
+    assert rounds > 4
+    status = made.status()
+    assert status["recomputed_tokens"] == 0 and status["kv_restored_tokens"] > 1000
+    assert made.parked.host_bytes == 0 and made.scheduler.blocks.available == made.scheduler.blocks.count
+
+
+def test_without_keeping_the_same_tokens_are_computed_again():
+    made, wanted = keeping(suspended_kv="recompute")[0], long(2)
+    made.submit(wanted)
+    outputs = steps(made, 10)
+    outputs += suspend_and_return(made)
+    assert [output.kv_rank for output in outputs] == [None, None] and made.parked.host_bytes == 0
+    generate(made, resumed(wanted, outputs))
+    # 27 of the prompt and 9 of the response each; the second finds a block of its sibling
+    assert made.status()["recomputed_tokens"] == 36 + 36 - 16 and made.status()["kv_restored_tokens"] == 0
+
+
+def test_parked_kv_is_taken_once_and_its_host_memory_is_used_again():
+    made, pool = keeping()
+    wanted = long(4)
+    made.submit(wanted)
+    outputs, held = steps(made, 10), []
+    for _ in range(4):
+        outputs = suspend_and_return(made)
+        assert [output.kv_rank for output in outputs] == [0] * 4
+        wanted = [replace(r, response=(*r.response, *o.tokens)) for r, o in zip(wanted, outputs, strict=True)]
+        blocks = [-(-(len(request.prompt) + len(request.response) - 1) // 16) for request in wanted]
+        assert made.parked.host_bytes == sum(blocks) * made.cache.block_bytes == pool.nbytes - pool.free_bytes
+        held.append(pool.nbytes)
+        made.submit(wanted)
+        assert not steps(made, 3)
+        made.parked.settle()
+        assert made.parked.host_bytes == 0 and pool.free_bytes == pool.nbytes
+    assert len(set(held)) == 1
+
+
+def test_a_request_that_waits_again_before_it_had_a_turn_keeps_what_is_parked():
+    made, _ = keeping()
+    wanted = long(3)
+    whole = by_id(generate(keeping()[0], wanted))
+    made.submit(wanted)
+    had = {}
+    steps(made, 10)
+    again = resumed(wanted, suspend_and_return(made), had)
+    made.submit(again)
+    again = resumed(wanted, suspend_and_return(made), had)
+    assert [request.kv_rank for request in again] == [0, 0, 0]
+    assert not resumed(wanted, generate(made, again), had) and had == whole
+    assert made.status()["recomputed_tokens"] == 0
+
+
+def test_a_prompt_that_is_half_way_in_goes_on_behind_its_half():
+    wanted = [Request("r0", tuple(range(2, 30)) * 7, SamplingParams(max_tokens=9, stop_token_ids=()))]
+    options = dict(max_seqs=4, max_batch_tokens=64, batch_invariant=True)
+    made = keeping(**options)[0]
+    made.submit(wanted)
+    assert not steps(made, 2)
+    again = resumed(wanted, suspend_and_return(made))
+    assert again[0].response == () and again[0].kv_rank == 0
+    assert by_id(generate(made, again)) == by_id(generate(keeping(**options)[0], wanted))
+    assert made.status()["kv_restored_tokens"] == 128
+
+
+def test_what_ended_or_went_elsewhere_or_comes_with_other_tokens_is_freed():
+    made, pool = keeping()
+    wanted = long(4)
+    made.submit(wanted)
+    steps(made, 10)
+    r0, r1, r2, r3 = resumed(wanted, suspend_and_return(made))
+    other = replace(r2, response=(*r2.response[:-1], (r2.response[-1] + 1) % 30))
+    made.submit([r1, other, replace(r3, id="new")])
+    made.abort(["r1"])
+    made.step()
+    made.parked.settle()
+    assert made.parked.host_bytes == 0 and pool.free_bytes == pool.nbytes, "r0 and r3 have not come back"
+    assert made.status()["kv_restored_tokens"] == 0
+    made.run()
+    assert made.status()["recomputed_tokens"] > 0
+
+
+def test_beyond_the_limit_it_is_computed_again_and_the_first_are_kept():
+    block = keeping()[0].cache.block_bytes
+    wanted = long(10, prompt=tuple(range(2, 30)) * 8, tokens=30)
+    made, pool = keeping(max_parked_kv_mib=1)
+    each = -(-(len(wanted[0].prompt) + 9) // 16) * block
+    assert 1 << 20 < 10 * each, "they do not all fit"
+    whole = by_id(generate(keeping()[0], wanted))
+    made.submit(wanted)
+    had = {}
+    again = resumed(wanted, steps(made, 10) + suspend_and_return(made), had)
+    kept = (1 << 20) // each
+    assert [request.kv_rank for request in again] == [0] * kept + [None] * (10 - kept)
+    assert made.parked.host_bytes == kept * each <= 1 << 20
+    resumed(wanted, generate(made, again), had)
+    assert {id: tokens for id, (tokens, _) in had.items()} == {id: tokens for id, (tokens, _) in whole.items()}
+    assert made.status()["recomputed_tokens"] > 0 < made.status()["kv_restored_tokens"]
+
+
+def test_siblings_that_come_back_share_their_prompt_again():
+    made, _ = keeping()
+    wanted = long(4, prompt=(7, 8, 9) * 32)
+    made.submit(wanted)
+    steps(made, 5)
+    again = resumed(wanted, suspend_and_return(made, new_version=True))
+    made.submit(again)
+    made.step()
+    blocks = made.scheduler.blocks
+    assert blocks.count - blocks.available == 6 + 4
+
+
+def test_kv_of_older_weights_is_never_found_under_the_new_version():
+    prompt, params = (7, 8, 9) * 20, SamplingParams(max_tokens=40, stop_token_ids=())
+    for away in (True, False):
+        made, _ = keeping()
+        wanted = [Request("old", prompt, params)]
+        made.submit(wanted)
+        steps(made, 10)
+        if away:
+            made.submit(resumed(wanted, suspend_and_return(made, new_version=True)))
+        else:
+            made.policy_version = 1
+        made.step()
+        before = made.scheduler.prefix_hit_tokens
+        # The beginning of what the kept one holds, its new tokens included, as a prompt of their own
+        tokens = tuple(made.scheduler.running[0].tokens)
+        made.submit([Request("new", prompt, params), Request("behind", tokens, params)])
+        made.step()
+        assert made.scheduler.prefix_hit_tokens - before == 48, "only what the first of these two has computed"
+        outputs = {output.request_id: output for output in made.run()}
+        made.submit(
+            [Request("after", (*outputs["old"].prompt, *outputs["old"].before, *outputs["old"].tokens), params)]
+        )
+        made.step()
+        assert made.scheduler.prefix_hit_tokens - before == 48 + 64, "what `behind` has, and no more"
+
+
+def test_new_weights_between_two_steps_leave_kept_requests_where_they_are_and_mark_them_mixed():
+    made, wanted = keeping(prefix_cache=True)[0], long(2)
+    made.submit(wanted)
+    steps(made, 8)
+    blocks = [list(seq.blocks) for seq in made.scheduler.running]
+    try:
+        with torch.no_grad():
+            made.model.layers["0"].input_norm.neg_()
+        made.policy_version = 1
+        assert [seq.blocks for seq in made.scheduler.running] == blocks and made.scheduler.blocks.cached == 0
+        outputs = made.run()
+    finally:
+        with torch.no_grad():
+            made.model.layers["0"].input_norm.neg_()
+    assert made.status()["recomputed_tokens"] == 0
+    for output in outputs:
+        assert output.versions == [0] * 8 + [1] * 32
+
+
+def test_a_kept_sample_goes_on_under_new_weights_behind_old_kv():
+    """It differs from both: from what the old weights go on with, and from a prefill under the new ones."""
+    params = SamplingParams(max_tokens=40, stop_token_ids=())
+    wanted = [Request(f"r{i}", (5, 6, 7, 8 + i) * 8, params) for i in range(4)]
+    found = {}
+    for choice in ("keep", "recompute"):
+        made, _ = keeping(suspended_kv=choice)
+        made.submit(wanted)
+        had = {}
+        again = resumed(wanted, steps(made, 8) + suspend_and_return(made, new_version=True), had)
+        try:
+            with torch.no_grad():
+                made.model.layers["1"].input_norm.mul_(0.5)
+            made.submit(again)
+            outputs = made.run()
+        finally:
+            with torch.no_grad():
+                made.model.layers["1"].input_norm.mul_(2.0)
+        assert all(output.versions == [1] * 32 for output in outputs)
+        resumed(wanted, outputs, had)
+        found[choice] = had
+    assert all(found["keep"][id][1][:8] == found["recompute"][id][1][:8] for id in found["keep"])
+    assert all(found["keep"][id][1][8:] != found["recompute"][id][1][8:] for id in found["keep"])
+
+
+def test_requests_in_the_engine_when_its_memory_goes_find_their_kv_when_it_returns():
+    made, _ = keeping()
+    wanted = long(5)
+    whole = by_id(generate(keeping()[0], wanted))
+    made.submit(wanted)
+    outputs = steps(made, 10)
+    made.release_kv()
+    assert made.parked.host_bytes > 0
+    made.allocate_kv()
+    assert by_id(outputs + made.run()) == whole
+    assert made.status()["recomputed_tokens"] == 0 and made.parked.host_bytes == 0
+
+
+def test_little_kv_preempts_kept_requests_which_are_computed_again():
+    wanted = long(6, prompt=(3, 4, 5), tokens=80)
+    made, _ = keeping(max_kv_tokens=128)
+    whole = by_id(generate(keeping()[0], wanted))
+    had, again = {}, wanted
+    while again:
+        made.submit(again)
+        again = resumed(wanted, steps(made, 30) + suspend_and_return(made, new_version=True), had)
+    assert {id: tokens for id, (tokens, _) in had.items()} == {id: tokens for id, (tokens, _) in whole.items()}
+    status = made.status()
+    assert status["preemptions"] > 0 and status["recomputed_tokens"] > 0 and status["kv_restored_tokens"] > 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_routing_of_parked_blocks_comes_back_with_them(prefix_cache):
+    options = dict(dtype=torch.float64, routing=True, prefix_cache=prefix_cache)
+    wanted = long(4)
+    whole = {output.request_id: output for output in generate(keeping(**options)[0], wanted)}
+    made, _ = keeping(**options)
+    made.submit(wanted)
+    steps(made, 10)
+    outputs = generate(made, resumed(wanted, suspend_and_return(made)))
+    assert made.status()["kv_restored_tokens"] > 0
+    for output in outputs:
+        assert torch.equal(output.routing, whole[output.request_id].routing)
+
+
+def away_rank(rank, device, folder, parallel, rollout):
+    """The same requests without a break, then away and back twice: of each what ended here, the engine's figures, and
+    the bytes that were parked while it was away and at the end."""
+    found = []
+    for breaks in (0, 2):
+        mesh = Mesh.create(parallel)
+        config = RolloutConfig(**(LIMITS | dict(batch_invariant=True) | rollout))
+        loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=True)
+        load_weights(loaded, folder)
+        made = Engine(loaded, mesh, device, config, 5, memory=HostPool(device))
+        made.allocate_kv()
+        wanted, had, away = long(8), {}, []
+        again = wanted
+        for _ in range(breaks):
+            if rank == 0:
+                made.submit(again)
+            outputs = steps(made, 12) + made.suspend()
+            away.append(made.parked.host_bytes)
+            made.release_kv()
+            made.policy_version += 1
+            made.allocate_kv()
+            made.go_on()
+            everyone = [None] * parallel.world
+            torch.distributed.all_gather_object(everyone, outputs)
+            again = resumed(wanted, [output for mine in everyone for output in mine], had)
+        if rank == 0:
+            made.submit(again)
+        outputs = made.run()
+        resumed(wanted, outputs, had)
+        ended = {output.request_id: had[output.request_id] for output in outputs}
+        found.append((ended, made.status(), away, made.parked.host_bytes))
+        made.release_kv()
+    return found
+
+
+def check_worlds(results):
+    whole, broken = ({id: one for mine in results for id, one in mine[run][0].items()} for run in (0, 1))
+    assert whole == broken and len(whole) == 8
+    for _, (_, status, away, left) in results:
+        assert min(away) > 0 and not left, "every rank has its part, until it is back"
+        assert status["kv_restored_tokens"] > 0 == status["recomputed_tokens"]
+
+
+WORLDS = [Parallel(2, tp=2), Parallel(2, pp=2), Parallel(4, tp=2, ep=2), Parallel(4, ep=2, pp=2)]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("parallel", WORLDS, ids=str)
+def test_every_rank_parks_its_own_part_and_all_decide_alike(parallel, prefix_cache):
+    check_worlds(run_ranks(away_rank, parallel.world, checkpoint(), parallel, dict(prefix_cache=prefix_cache)))
+
+
+def copies_rank(rank, device, folder):
+    """Whether the copy was done before it was waited for, and whether host and card hold the same behind that."""
+    loaded = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
+    load_weights(loaded, folder)
+    made = Engine(loaded, loaded.mesh, device, RolloutConfig(**LIMITS), 5, memory=HostPool(device))
+    made.allocate_kv()
+    made.submit(long(1))
+    steps(made, 5)
+    (seq,) = made.scheduler.running
+    made.parked.park([seq])
+    entry = made.parked._entries["r0"]
+    early = entry.copied.query()
+    made.parked.settle()
+    rows = [*seq.blocks, *(block + made.cache.blocks for block in seq.blocks)]
+    pairs = zip(made.parked._on_host(entry), made.cache.pools, strict=True)
+    return early, all(torch.equal(layer, pool[rows].cpu()) for layer, pool in pairs)
+
+
+def test_kv_is_whole_on_the_host_once_that_was_waited_for():
+    assert run_ranks(copies_rank, 1, checkpoint(), device="adversarial") == [(False, True)]
+
+
+def test_every_copy_is_waited_for():
+    check_worlds(run_ranks(away_rank, 2, checkpoint(), Parallel(2, tp=2), {}, device="adversarial"))
