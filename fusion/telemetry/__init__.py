@@ -16,10 +16,12 @@ from fusion.telemetry.memory import MemoryLedger, human_bytes
 from fusion.telemetry.metrics import Metrics, merge_metrics, rule_of, throughput
 from fusion.telemetry.report import Answer, RunReport, compare
 from fusion.telemetry.run_folder import RunFolder, describe
-from fusion.telemetry.timeline import CardSummary, Span, Timeline, summarize, wall_ns
+from fusion.telemetry.timeline import WAIT_DATA, WAIT_WEIGHTS, CardSummary, Span, Timeline, summarize, wall_ns
 from fusion.telemetry.trace import TimelineFile, read_timeline
 
 __all__ = [
+    "WAIT_DATA",
+    "WAIT_WEIGHTS",
     "Answer",
     "Bar",
     "CardSummary",

@@ -1,7 +1,8 @@
 """What every card did, on one clock.
 
     worker, card 0:  timeline = Timeline("card 0")
-                     with timeline.span("decode", kind="gen"): ...
+                     with timeline.span("generate", kind="gen"):
+                         with timeline.laps() as lap: ...          each step: lap("decode"), inside the stage
                      spans = timeline.drain()                      plain tuples, travel to the controller
     controller:      file.append(spans)                            timeline.json, opens in Perfetto
                      summarize(spans)                              per card: seconds of each kind + idle = wall
@@ -21,14 +22,23 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from fusion.telemetry.laps import Laps
 
 _WALL_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
 
 WAITING = "wait"
-"""Kinds that start with this (`wait_data`, `wait_weights`) are time without work: shown by name, not busy."""
+"""Kinds that start with this are time without work: shown by name, not busy."""
+
+WAIT_DATA = "wait_data"
+"""For samples to be generated, scored or read, or, in an engine, for requests."""
+
+WAIT_WEIGHTS = "wait_weights"
+"""For weights that are still trained, or that other cards are not ready to exchange."""
 
 
 def wall_ns() -> int:
@@ -64,6 +74,19 @@ class Timeline:
         if end_ns < start_ns:
             raise ValueError(f"span {name}: end_ns={end_ns} is before start_ns={start_ns}")
         self._spans.append(Span(self.card, name, kind or name, start_ns, end_ns, lane))
+
+    @contextmanager
+    def laps(self, lane: str = "main") -> Iterator[Callable[[str], None]]:
+        """Yields ``lap(kind)``: since the last lap it was this kind. Recorded at the end of the block, also when it
+        raises, as few spans whose seconds by kind are exact (`Laps`); what follows the last lap is not recorded. Called
+        from one thread."""
+        clock_ns = self.clock_ns
+        laps = Laps(clock_ns())
+        try:
+            yield lambda kind: laps.lap(kind, clock_ns())
+        finally:
+            for kind, start_ns, end_ns in laps.runs():
+                self.add(kind.rpartition("/")[2], start_ns, end_ns, kind, lane)
 
     def drain(self) -> list[Span]:
         """Hand over what was recorded since the last call."""

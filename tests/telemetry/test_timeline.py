@@ -114,6 +114,13 @@ def test_the_trace_is_valid_json_after_every_append_and_reads_back(tmp_path):
     assert read_timeline(path) == written + written[:1] and json.loads(path.read_text())
 
 
+def test_what_is_inside_is_written_after_what_it_is_inside_of(tmp_path):
+    file = TimelineFile(tmp_path / "timeline.json", origin_ns=0)
+    inner, stage = Span("c", "prefill", "prefill", 5, 8), Span("c", "generate", "gen", 5, 20)
+    file.append([inner, Span("c", "decode", "decode", 8, 20), stage])
+    assert [span.name for span in read_timeline(file.path)] == ["generate", "prefill", "decode"]
+
+
 @pytest.mark.parametrize("cut", [1, 3, 4, 20, 60, 100, 200])
 def test_a_trace_cut_anywhere_is_mended(tmp_path, cut):
     path = tmp_path / "timeline.json"
