@@ -177,7 +177,7 @@ class Controller:
         while self.scorer.unscored:
             self._note(*self.scorer.news(LOOK_S))
         target = self.folder.checkpoints / f"step-{self.step}"
-        self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train)
+        self._take(self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train))
         savepoint.write(target, self)
         savepoint.prune(self.folder.checkpoints, self.config.run.keep)
 

@@ -3,19 +3,22 @@
 requests ─► engine ─ ended ─► merged with what was generated before ─► queue
               │
               └─ pause ─► suspended: parked in the queue (`partials`)
+
+Its time is told step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed nothing
+(no requests, or a step for the sake of other cards), `put` to the queue.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fusion.colocate.partials import Store, Suspended, forget, merge, park, restore
 from fusion.colocate.samples import pack_outputs
 from fusion.inference import Engine, Output, Request
-from fusion.telemetry import Metrics
+from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 
 PUT_EVERY = 64
 """Finished samples a card gathers before it puts them to the queue: one message for many short ones …"""
@@ -33,33 +36,28 @@ class Generating:
     def __init__(self, engine: Engine, queue: Store):
         self.engine, self._queue = engine, queue
 
-    def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics) -> list[Suspended]:
+    def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics, timeline: Timeline) -> list[Suspended]:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
         the first card's. Returns what was left unfinished."""
         engine, before = self.engine, self.engine.status()
         engine.go_on()
         if requests:
             engine.submit(restore(requests, self._queue))
-        pending: list[Output] = []
-        said_s = time.monotonic()
-        while not engine.paused:
-            pending += engine.step()
-            if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
-                break
-            if engine.idle and not pending:
-                time.sleep(IDLE_S)
-            elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
-                pending, said_s = self._put(pending), time.monotonic()
-        self._put(pending)
+        with timeline.laps() as lap:
+            self._step_on(stay, lap)
         suspended = park(engine.suspend(), self._queue)
         self._count(before, metrics)
         return suspended
 
-    def answer(self, requests: Sequence[Request]) -> list[Output]:
+    def answer(self, requests: Sequence[Request], timeline: Timeline) -> list[Output]:
         """Steps until all requests have ended, while nothing else is in the engine. Nothing enters the queue."""
         if requests:
             self.engine.submit(requests)
-        return [replace(output, routing=None) for output in self.engine.run()]  # nobody trains on them
+        with timeline.laps() as lap:
+            outputs = self._step(lap)
+            while not self.engine.idle:
+                outputs += self._step(lap)
+        return [replace(output, routing=None) for output in outputs]  # nobody trains on them
 
     def control(self, request: str, *args: Any) -> Any:
         """`submit` (requests), `abort` (request ids), `pause`."""
@@ -72,10 +70,30 @@ class Generating:
                 return self.engine.pause()
         raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
 
-    def _put(self, outputs: list[Output]) -> list[Output]:
+    def _step_on(self, stay: bool, lap: Callable[[str], None]) -> None:
+        """Until the engine is paused or, unless it is to ``stay``, idle."""
+        engine, pending, said_s = self.engine, list[Output](), time.monotonic()
+        while not engine.paused:
+            pending += self._step(lap)
+            if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
+                break
+            if engine.idle and not pending:
+                time.sleep(IDLE_S)
+                lap(WAIT_DATA)
+            elif engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S:
+                pending, said_s = self._put(pending, lap), time.monotonic()
+        self._put(pending, lap)
+
+    def _step(self, lap: Callable[[str], None]) -> list[Output]:
+        outputs = self.engine.step()
+        lap(self.engine.computed or WAIT_DATA)
+        return outputs
+
+    def _put(self, outputs: list[Output], lap: Callable[[str], None]) -> list[Output]:
         if outputs:
             self._queue.put(pack_outputs(merge(outputs, self._queue)))
             forget(outputs, self._queue)
+            lap("put")
         return []
 
     def _count(self, before: dict[str, float], metrics: Metrics) -> None:
