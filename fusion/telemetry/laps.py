@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST = 200
-"""Runs of a strip. One an engine step would be thousands a stage; a minute's stage is still seen in pieces of 0.3 s."""
+MOST = 100
+"""Runs of a strip. One an engine step would be thousands a stage; what lasts a twentieth of it stays where it was."""
 
 FIRST_WINDOW_NS = 1_000_000
 

@@ -5,7 +5,7 @@
                          with timeline.laps() as lap: ...          each step: lap("decode"), inside the stage
                      spans = timeline.drain()                      plain tuples, travel to the controller
     controller:      file.append(spans)                            timeline.json, opens in Perfetto
-                     summarize(spans)                              per card: seconds of each kind + idle = wall
+                     summarize_run(spans)                          per card: seconds of each kind + idle = wall
 
 One clock: the machine's monotonic clock, mapped once per process to wall time, so that spans of several processes and
 nodes lie on one axis and a stepped wall clock moves nothing. Times are integers (nanoseconds), so that parts add up
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +36,9 @@ WAITING = "wait"
 
 WAIT_DATA = "wait_data"
 """For samples to be generated, scored or read, or, in an engine, for requests."""
+
+PREPARE = "prepare"
+"""What a card does first and once, when the run is started or taken up again."""
 
 WAIT_WEIGHTS = "wait_weights"
 """For weights that are still trained, or that other cards are not ready to exchange."""
@@ -117,6 +120,13 @@ class CardSummary:
     by_kind_ns: dict[str, int]
     idle_ns: int
 
+    def __add__(self, other: CardSummary) -> CardSummary:
+        """Of this card, at another time too."""
+        both = Counter(self.by_kind_ns) + Counter(other.by_kind_ns)
+        return CardSummary(
+            self.card, self.wall_ns + other.wall_ns, dict(sorted(both.items())), self.idle_ns + other.idle_ns
+        )
+
     @property
     def busy_ns(self) -> int:
         """All kinds but those of waiting."""
@@ -148,7 +158,29 @@ def summarize(
     by_card: dict[str, list[Span]] = {card: [] for card in cards}
     for span in spans:
         by_card.setdefault(span.card, []).append(span)
-    return [_summary(card, by_card[card], start, max(start, end)) for card in sorted(by_card)]
+    return [_summary(card, by_card[card], start, max(start, end)) for card in sorted(by_card, key=natural)]
+
+
+def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
+    """`summarize` of a run that may have been stopped and taken up again: the time it did not run is nobody's. Every
+    start has its own wall clock, from the first `prepare`, begun when nothing else was under way, to the last span
+    before the next start."""
+    starts: list[list[Span]] = []
+    end = 0
+    for span in sorted((Span(*span) for span in spans), key=lambda span: span.start_ns):
+        if not starts or (span.kind == PREPARE and span.start_ns >= end):
+            starts.append([])
+        starts[-1].append(span)
+        end = max(end, span.end_ns)
+    cards: dict[str, CardSummary] = {}
+    for card in (card for start in starts for card in summarize(start)):
+        cards[card.card] = cards[card.card] + card if card.card in cards else card
+    return [cards[name] for name in sorted(cards, key=natural)]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort `card 2` before `card 10`."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split()]
 
 
 def _summary(card: str, spans: Sequence[Span], start: int, end: int) -> CardSummary:

@@ -66,7 +66,7 @@ def test_a_long_tail_stays_where_it_was_among_thousands_of_steps():
     steps = [("prefill" if step % 3 == 0 else "decode", 4_000_000) for step in range(15_000)]
     laps, _ = strip([*steps, ("wait_data", 10**10)], MOST)
     runs = laps.runs()
-    assert len(runs) <= MOST and laps.blur_ns <= 4e9
+    assert len(runs) <= MOST and laps.blur_ns < 5e9
     assert runs[-1] == Run("wait_data", START_NS + 60 * 10**9, START_NS + 70 * 10**9)
 
 
