@@ -1,7 +1,8 @@
 """What a card tells of the stages it runs: figures, spans, who held its memory, and who held it when it ran out.
 
 On the timeline a stage is a span, and what is told of its inside lies within it. Between two stages the card waits for
-the controller; the stage that ends the wait says for what (`awaited`).
+the controller; the stage that ends the wait says for what (`awaited`). What is nobody's stays idle, so that all kinds
+of a card add up to its wall clock.
 """
 
 from __future__ import annotations
