@@ -21,6 +21,7 @@ import ray
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.config import claim
+from fusion.telemetry import wall_ns
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Running:
     ranks: tuple[int, ...]
     pending: dict[Any, int]
     results: dict[int, Any] = field(default_factory=dict)
+    began_ns: int = field(default_factory=wall_ns)
     thread: int = field(default_factory=threading.get_ident)
     """Who takes its results: another thread may run other stages on other cards."""
 
@@ -169,6 +171,11 @@ class Cards:
                 self._running.remove(running)
                 self._fail(running.stage, running.pending, {running.pending[ref]: error})
             del running.pending[ref]
+
+    @property
+    def settled_ns(self) -> int:
+        """Up to when all stages have ended (`wall_ns`): now, or when the first of those under way began."""
+        return min([wall_ns(), *(running.began_ns for running in list(self._running))])
 
     def control(self, rank: int, request: str, *args: Any) -> Any:
         """A control call, answered while a stage runs.

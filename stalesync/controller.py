@@ -24,7 +24,7 @@ from typing import Any
 from distqueue import DistQueue
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.rewards import reward_metrics
-from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, compare, throughput
+from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, Usage, compare, throughput, wall_ns
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
 from stalesync.cards import Cards
@@ -82,6 +82,7 @@ class Controller:
         self.updater = Updater(spec, self.cards, self.queue, self.view, self.algorithm, self._take)
         self.metrics = Metrics()
         self.pace = PaceTally(spec.pace)
+        self.usage = Usage([f"card {rank}" for rank in range(spec.world)], wall_ns())
         self._kv_tokens: float | None = None
         self._ended_now: list[Scored] = []
         """Samples of groups that failed or were filtered in this step"""
@@ -95,6 +96,7 @@ class Controller:
         extra, before = self.evaluate(held_out, "before")
         after: list[dict[str, Any]] = []
         self.view.begin()
+        self.usage.count(wall_ns())  # what came before belongs to no step
         while self.step < last:
             metrics = self.train_step() | extra
             self.step += 1
@@ -127,6 +129,8 @@ class Controller:
         seconds = time.perf_counter() - start
         metrics.update(throughput(sum(sample.tokens for sample in batch), seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
+        self._take(self.scorer.reports())
+        metrics.update(self.usage.count(self.cards.settled_ns))
         metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
         self.metrics, self._ended_now, self._filtered_now = Metrics(), [], 0
         return self.pace.count(metrics.result())
@@ -144,6 +148,7 @@ class Controller:
             outputs = self.generation.answer(prompts, self.desk.share.engines)
             self._switch("train")
             outcomes = self.scorer.answers(prompts, outputs)
+            self._take(self.scorer.reports())
         rows = [
             {"prompt": prompt.text, "response": text, "reward": outcome.reward}
             for prompt, (text, outcome) in zip(prompts, outcomes, strict=True)
@@ -180,7 +185,7 @@ class Controller:
         while self.scorer.unscored:
             self._note(*self.scorer.news(LOOK_S))
         target = self.folder.checkpoints / f"step-{self.step}"
-        self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train)
+        self._take(self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train))
         savepoint.write(target, self)
         savepoint.prune(self.folder.checkpoints, self.config.run.keep)
 
@@ -338,6 +343,7 @@ class Controller:
             self.metrics.merge(report.metrics)
             self.memory.merge(report.memory)
             self.folder.log_spans(report.spans)
+            self.usage.add(report.spans)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -188,6 +188,10 @@ class Scorer:
             self.unscored -= len(waiting)
         return [one.scored(outcome) for one, outcome in zip(waiting, outcomes, strict=True)], self._judge.reports()
 
+    def reports(self) -> list[StageReport]:
+        """Of the cards that have scored since they were asked for last, here or by `judge`."""
+        return self._judge.reports()
+
     def answers(self, prompts: Sequence[Prompt], outputs: Mapping[str, Output]) -> list[tuple[str, RewardOutcome]]:
         """The text and the outcome of one answer a prompt, which the queue does not hold. In the TRAIN phase."""
         found = [outputs[prompt.id] for prompt in prompts]
@@ -197,7 +201,6 @@ class Scorer:
             for prompt, text, output in zip(prompts, texts, found, strict=True)
         ]
         outcomes = self._judge(samples)
-        self._judge.reports()
         return list(zip(texts, outcomes, strict=True))
 
     def text(self, tokens: Sequence[int]) -> str:

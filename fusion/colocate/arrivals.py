@@ -45,7 +45,7 @@ class Arrivals:
         self._device, self._engine, self._stream = device, engine, device.new_stream()
         self._metrics, self._timeline = Metrics(), Timeline(f"card {rank}")
         parts = spec, rank, device, phases, self.shadow, meshes, None, None, pool, self._metrics
-        self._switcher = switcher(*parts)
+        self._switcher = switcher(*parts, Timeline("nobody's: the card generates meanwhile"))
         self._so_far, self._adopted = so_far, threading.Event()
         engine.on_adopt = self._adopt
 

@@ -3,12 +3,15 @@
 requests ─► engine ─ ended ─► merged with what was generated before ─► queue
               │
               └─ pause ─► suspended: parked in the queue (`partials`)
+
+Its time is told step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed nothing
+(no requests, or a step for the sake of other cards), `put` to the queue.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from fusion.colocate.partials import Store, Suspended, forget, merge, park, restore
 from fusion.colocate.samples import pack_outputs
 from fusion.inference import Engine, Output, Request
-from fusion.telemetry import Metrics
+from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB
 
 TOTALS = (
@@ -48,30 +51,15 @@ class Generating:
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts what has ended to the queue while the engine goes on"""
 
-    def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics) -> list[Suspended]:
+    def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics, timeline: Timeline) -> list[Suspended]:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
         the first card's. Returns what was left unfinished."""
         engine, self._counted = self.engine, self.engine.status()
         engine.go_on()
         if requests:
             engine.submit(restore(requests, self._queue))
-        pending: list[Output] = []
-        sent: Future[None] | None = None
-        said_s = time.monotonic()
-        while not engine.paused:
-            pending += engine.step()
-            if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
-                break
-            if sent is not None and sent.done():
-                sent = sent.result()  # raises what it raised
-            due = engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S
-            if pending and due and sent is None:
-                sent, pending, said_s = self._sender.submit(self._put, pending), [], time.monotonic()
-            elif engine.idle:
-                time.sleep(IDLE_S)
-        if sent is not None:
-            sent.result()
-        self._put(pending)
+        with timeline.laps() as lap:
+            self._step_on(stay, lap)
         suspended = park(engine.suspend(), self._queue)
         self.count(metrics)
         return suspended
@@ -86,11 +74,15 @@ class Generating:
             metrics.add(f"rollout/{name}", self._counted[name] - before[name], rule="sum")
         metrics.add("rollout/kv_tokens_min", self._counted["kv_tokens"])
 
-    def answer(self, requests: Sequence[Request]) -> list[Output]:
+    def answer(self, requests: Sequence[Request], timeline: Timeline) -> list[Output]:
         """Steps until all requests have ended, while nothing else is in the engine. Nothing enters the queue."""
         if requests:
             self.engine.submit(requests)
-        return [replace(output, routing=None) for output in self.engine.run()]  # nobody trains on them
+        with timeline.laps() as lap:
+            outputs = self._step(lap)
+            while not self.engine.idle:
+                outputs += self._step(lap)
+        return [replace(output, routing=None) for output in outputs]  # nobody trains on them
 
     def control(self, request: str, *args: Any) -> Any:
         """`submit` (requests), `abort` (request ids), `pause`."""
@@ -102,6 +94,32 @@ class Generating:
             case "pause":
                 return self.engine.pause()
         raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
+
+    def _step_on(self, stay: bool, lap: Callable[[str], None]) -> None:
+        """Until the engine is paused or, unless it is to ``stay``, idle."""
+        engine, pending, said_s = self.engine, list[Output](), time.monotonic()
+        sent: Future[None] | None = None
+        while not engine.paused:
+            pending += self._step(lap)
+            if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
+                break
+            if sent is not None and sent.done():
+                sent = sent.result()  # raises what it raised
+            due = engine.idle or len(pending) >= PUT_EVERY or time.monotonic() - said_s > PUT_EVERY_S
+            if pending and due and sent is None:
+                sent, pending, said_s = self._sender.submit(self._put, pending), [], time.monotonic()
+            elif engine.idle:
+                time.sleep(IDLE_S)
+                lap(WAIT_DATA)
+        if sent is not None:
+            sent.result()
+        self._put(pending)
+        lap("put")
+
+    def _step(self, lap: Callable[[str], None]) -> list[Output]:
+        outputs = self.engine.step()
+        lap(self.engine.computed or WAIT_DATA)
+        return outputs
 
     def _put(self, outputs: list[Output]) -> None:
         if outputs:

@@ -11,14 +11,15 @@ from fusion.colocate.partials import Store
 from fusion.colocate.samples import LOSS, REFERENCE, ROUTING, needed, nothing, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
+from fusion.telemetry import WAIT_DATA, Timeline
 from fusion.training import Sequences, TrainEngine
 
 
 class Reading:
-    """Collective over a replica of the stage's mesh, which asks the queue once."""
+    """Collective over a replica of the stage's mesh, which asks the queue once. ``timeline``: is told of the wait."""
 
-    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: Store):
-        self.spec, self._meshes, self._queue = spec, meshes, queue
+    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: Store, timeline: Timeline):
+        self.spec, self._meshes, self._queue, self._timeline = spec, meshes, queue, timeline
         self._readers: dict[str, GroupReader] = {}
         """By stage, from its first batch on"""
 
@@ -32,7 +33,8 @@ class Reading:
         if stage not in self._readers:
             group = self._meshes.replica if mesh is self._meshes.train else mesh.tp_group
             self._readers[stage] = GroupReader(self._queue, group, columns)
-        return self._readers[stage].read(ids)
+        with self._timeline.span("read", WAIT_DATA):
+            return self._readers[stage].read(ids)
 
     def minibatches(
         self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], weigh: Callable[[Sequences], Sequences]

@@ -1,4 +1,9 @@
-"""What a card tells of the stages it runs: figures, spans, who held its memory, and who held it when it ran out."""
+"""What a card tells of the stages it runs: figures, spans, who held its memory, and who held it when it ran out.
+
+On the timeline a stage is a span, and what is told of its inside lies within it. Between two stages the card waits for
+the controller; the stage that ends the wait says for what (`awaited`). What is nobody's stays idle, so that all kinds
+of a card add up to its wall clock.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,14 @@ from typing import Any
 import torch
 
 from fusion.colocate.partials import Suspended
+from fusion.colocate.phases import Phase
 from fusion.colocate.together import BrokenOff
 from fusion.ep_switch import SwitchError
 from fusion.inference import Output
 from fusion.npu import Device
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
-from fusion.telemetry import MemoryLedger, Metrics, Span, Timeline
+from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Span, Timeline
 from fusion.telemetry.memory import human_bytes
 
 
@@ -37,6 +43,22 @@ class StageReport:
     """Log-ratio of behaviour to reference summed over the response, by sample id, where rewards are made of it."""
 
 
+def awaited(stage: str, phase: Phase, trains: bool) -> str:
+    """The kind of the time that a card has waited for a stage, "" (idle) where it lacked nothing but the order.
+
+    Args:
+        phase: in which it waited.
+        trains: whether it is a card that trains.
+    """
+    if stage in ("train", "reference", "score"):
+        return WAIT_DATA
+    if stage == "switch to train":  # who did not generate waited for those that did
+        return WAIT_DATA if phase is not Phase.INFER else ""
+    if stage in ("switch to infer", "generate", "answer"):
+        return WAIT_WEIGHTS if not trains else ""
+    return ""
+
+
 class OutOfMemory(RuntimeError):
     """A card ran out of memory; the message says in which stage, and who held what."""
 
@@ -49,20 +71,32 @@ class StageLog:
         self.rank, self.device, self.pacer = rank, device, pacer
         self.stage_name = "start"
         self.metrics = Metrics()
-        self._timeline, self._ledger = Timeline(f"card {rank}"), MemoryLedger()
+        self.timeline, self._ledger = Timeline(f"card {rank}"), MemoryLedger()
+        self._left_ns: int | None = None
+        """When the last stage ended"""
 
     @contextmanager
-    def stage(self, name: str, kind: str) -> Iterator[None]:
-        """The block is a stage; it ends when the card has done its work."""
+    def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
+        """The block is a stage; it ends when the card has done its work. ``waited``: the kind of the time since the
+        stage before."""
+        if waited and self._left_ns is not None:
+            self.timeline.add(waited, self._left_ns, self.timeline.clock_ns())
         self.stage_name, self._kind, self._ledger = name, kind, MemoryLedger()
         self.device.reset_peak()
         paced = self.pacer.stage() if self.pacer else nullcontext()
-        with self._timeline.span(name, kind=kind), self.told(name), paced:
+        with self.work(name, kind), paced:
             yield
             self.device.synchronize()
         if self.pacer:
             self.pacer.tell(self.metrics, kind)
         self.stage_name = "idle"
+
+    @contextmanager
+    def work(self, name: str, kind: str = "") -> Iterator[None]:
+        """The block is on the timeline (``kind``: default the name), and says so if it runs out of memory."""
+        with self.timeline.span(name, kind), self.told(name):
+            yield
+        self._left_ns = self.timeline.clock_ns()
 
     def remember(self, phase: str) -> None:
         """Records who holds the memory now, and the stage's peak, as those of a phase."""
@@ -77,13 +111,14 @@ class StageLog:
     ) -> StageReport:
         """The last stage's."""
         told = list(outputs), dict(scores or {}), list(suspended), dict(reference_kl or {})
-        return StageReport(self.metrics.take(), self._timeline.drain(), self._ledger, *told)
+        return StageReport(self.metrics.take(), self.timeline.drain(), self._ledger, *told)
 
     def so_far(self) -> StageReport:
         """Of the stage that runs, what was not reported yet. Called by who runs it."""
         if self.pacer:
             self.pacer.tell(self.metrics, self._kind)
-        return StageReport(self.metrics.take(), self._timeline.drain(), MemoryLedger())
+        self.timeline.cut()
+        return StageReport(self.metrics.take(), self.timeline.drain(), MemoryLedger())
 
     @contextmanager
     def told(self, stage: str) -> Iterator[None]:

@@ -11,14 +11,16 @@ and keeps what it has. Every part ends on all cards before the next begins on an
 the card is then BROKEN (`PhaseMachine.begin`), so no half-switched model ever serves.
 
 Copies to and from the host run beside the rest, so `timing_s/switch/offload` and `…/onload` count what the host, or
-training, really waited for them.
+training, really waited for them. On the timeline a part is this card's own work; that it waits for other cards, which
+begin the switch or end a part later, is `wait_weights`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,9 +37,11 @@ from fusion.ep_switch import SwitchReport
 from fusion.inference import Engine
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
-from fusion.telemetry import Metrics
+from fusion.telemetry import WAIT_WEIGHTS, Metrics, Timeline
 from fusion.telemetry.memory import MIB
 from fusion.training import TrainEngine
+
+T = TypeVar("T")
 
 
 class PhaseSwitcher:
@@ -56,9 +60,11 @@ class PhaseSwitcher:
         engine: Engine | None,
         pool: HostPool,
         metrics: Metrics,
+        timeline: Timeline,
     ):
         self.spec, self.rank, self.phases, self.weights, self.meshes = spec, rank, phases, weights, meshes
         self.device, self.trainer, self.engine, self.metrics = device, trainer, engine, metrics
+        self.timeline = timeline
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
         self.shadow: Shadow | None = None
         """Of a card that only generates; it is there before the KV cache"""
@@ -82,12 +88,12 @@ class PhaseSwitcher:
                 phase, all stay where they were.
         """
         actor = self.meshes.actor
-        target = together(actor, self.rank, "phase", lambda: self._plan(share))
+        target = self._part(actor, "phase", lambda: self._plan(share))
         self.phases.begin(target)
         self._part(actor, "offload", self._clear_for_infer)
         engine = self.engine if target is Phase.INFER else None
         self._part(actor, "settings", lambda: self._configure(engine, version, share))
-        with self._clock("reshard"):
+        with self._clock("reshard"), self._span("reshard"):
             self._tell(self.weights.to_infer(self._planned, beside))
         self._part(actor, "offload", self.offloader.wait)
         self._part(actor, "kv", lambda: self._allocate_kv(engine))
@@ -99,10 +105,10 @@ class PhaseSwitcher:
         Raises:
             BrokenOff, SwitchError: as `to_infer`.
         """
-        together(self.meshes.trainers, self.rank, "phase", lambda: self.phases.check(Phase.TRAIN))
+        self._part(self.meshes.trainers, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
         self._part(self.meshes.trainers, "kv", self._drop_kv)
-        with self._clock("reshard"):
+        with self._clock("reshard"), self._span("reshard"):
             self._tell(self.weights.to_train(self._planned, self._masters))
         self.phases.arrive(Phase.TRAIN)
 
@@ -119,7 +125,7 @@ class PhaseSwitcher:
         """What is queued from now on may use the optimizer's state."""
         stream = self.device.current_stream()
         stream.synchronize()
-        with self._clock("onload"):
+        with self._clock("onload"), self._span("onload"):
             self.offloader.wait()
             stream.synchronize()
 
@@ -194,9 +200,20 @@ class PhaseSwitcher:
         if self.engine is not None:
             self.engine.release_kv()
 
-    def _part(self, group: dist.ProcessGroup | None, name: str, work: Callable[[], None]) -> None:
-        with self._clock(name):
-            together(group, self.rank, name, work)
+    def _part(self, group: dist.ProcessGroup | None, name: str, work: Callable[[], T]) -> T:
+        with self._clock(name), self.timeline.laps() as lap:
+
+            def own() -> T:
+                result = work()
+                lap(f"switch/{name}")
+                return result
+
+            result = together(group, self.rank, name, own)
+            lap(WAIT_WEIGHTS if group is not None else f"switch/{name}")
+        return result
+
+    def _span(self, part: str) -> AbstractContextManager[None]:
+        return self.timeline.span(part, f"switch/{part}")
 
     def _tell(self, report: SwitchReport | None) -> None:
         if report is None:

@@ -37,7 +37,7 @@ from fusion.colocate.samples import (
 )
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.stages import StageLog, StageReport
+from fusion.colocate.stages import StageLog, StageReport, awaited
 from fusion.colocate.together import together
 from fusion.colocate.weights import PolicyWeights
 from fusion.inference import Engine, Request
@@ -81,7 +81,7 @@ class Worker:
         if spec.world > 1 and not dist.is_initialized():
             backend = self.device.process_group_backend
             dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=spec.world)
-        with self.log.told("prepare"):
+        with self.log.work("prepare"):
             self._load()
         self.phases.arrive(home)
         return self.device.describe()
@@ -90,7 +90,7 @@ class Worker:
         spec, device, pool = self.spec, self.device, HostPool(self.device)
         config = ModelConfig.from_hf(spec.model.path)
         self.meshes = meshes = Meshes.create(spec, self.rank)
-        self.reading = Reading(spec, meshes, self.queue)
+        self.reading = Reading(spec, meshes, self.queue, self.log.timeline)
         self.weights = PolicyWeights(spec, config, self.rank, device, meshes)
         self.roles = self.parts.roles(spec, self.rank, device, meshes, self.weights, pool)
         if self.weights.train is not None:
@@ -114,7 +114,8 @@ class Worker:
             self.engine = self.parts.engine(*given)
             self.generating = Generating(self.engine, self.queue)
         models = self.weights, meshes, self.trainer, self.engine
-        self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, self.log.metrics)
+        told = self.log.metrics, self.log.timeline
+        self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, *told)
         if spec.ahead and self.engine is not None and self.trainer is None:
             policy = self.weights, meshes, self.engine
             self.arrivals = Arrivals(spec, self.rank, device, *policy, self.parts.beside, self._so_far)
@@ -128,7 +129,7 @@ class Worker:
         `receive`."""
         target = Phase(phase)
         name = f"switch to {phase}"
-        with self.log.stage(name, "switch"):
+        with self._stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
                 self.switcher.to_infer(version, share, beside)
@@ -151,8 +152,8 @@ class Worker:
         Every card of an engine calls it; the requests are the first one's. Finished samples go to the queue as they
         come; what is unfinished at the end is suspended."""
         self.phases.require("generate")
-        with self.log.stage("generate", "gen"):
-            suspended = self.generating.run(requests, stay, self.log.metrics)
+        with self._stage("generate", "gen"):
+            suspended = self.generating.run(requests, stay, self.log.metrics, self.log.timeline)
             self.log.remember("infer")
         return self.log.report(suspended=suspended)
 
@@ -160,8 +161,8 @@ class Worker:
         """Runs this card's engine until all requests have ended; their outputs are in the report, not in the queue.
         Called as `generate`, while nothing else is in the engine."""
         self.phases.require("generate")
-        with self.log.stage("answer", "gen"):
-            outputs = self.generating.answer(requests)
+        with self._stage("answer", "gen"):
+            outputs = self.generating.answer(requests, self.log.timeline)
             self.log.remember("infer")
         return self.log.report(outputs)
 
@@ -170,7 +171,7 @@ class Worker:
         algorithm.kl_in=reward the samples' `reference_kl` come back, from one card of each replica."""
         mesh = self.meshes.reference or self.meshes.train
         assert mesh is not None
-        with self.log.stage("reference", "ref"), self._as(Phase.REFERENCE, mesh, self.roles.reference_in_hbm()):
+        with self._stage("reference", "reference"), self._as(Phase.REFERENCE, mesh, self.roles.reference_in_hbm()):
             self.phases.require("reference")
             ids = shares[mesh.dp_rank]
             in_reward = self.spec.algorithm.kl_in == "reward"
@@ -192,7 +193,7 @@ class Worker:
         reports them. Samples that are not in the queue come along as ``kept``: id → (prompt, response)."""
         mesh = self.meshes.reward_model
         assert mesh is not None
-        with self.log.stage("score", "score"), self._as(Phase.REWARD, mesh, self.roles.reward_model_in_hbm()):
+        with self._stage("score", "reward_model"), self._as(Phase.REWARD, mesh, self.roles.reward_model_in_hbm()):
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
             if kept is None:
@@ -211,29 +212,32 @@ class Worker:
         self.phases.require("train")
         trainer, mesh = self.trainer, self.meshes.train
         assert trainer is not None and mesh is not None
-        with self.log.stage("train", "train"):
+        with self._stage("train", "train"):
             self.switcher.load_optimizer()
             if not trainer.accumulating:
                 together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
             mine = [shares[mesh.dp_rank] for shares in minibatches]
             weigh = partial(self._weigh, version)
             for number, batch in enumerate(self.reading.minibatches(trainer, mine, weigh)):
-                self.log.metrics.update(trainer.forward_backward(batch, self.algorithm.loss))
+                with self.log.timeline.span("forward_backward", "train"):
+                    self.log.metrics.update(trainer.forward_backward(batch, self.algorithm.loss))
                 arrived = self.switcher.await_optimizer if number == 0 else None
-                self.log.metrics.update(trainer.optimizer_step(arrived))
+                with self.log.timeline.span("optimizer_step", "optimizer"):
+                    self.log.metrics.update(trainer.optimizer_step(arrived))
             self.log.remember("train")
         self.switcher.unload_optimizer()
         return self.log.report()
 
-    def save(self, checkpoint: str, export: str) -> None:
+    def save(self, checkpoint: str, export: str) -> StageReport:
         """Writes the trainer's state and, as a Hugging Face folder, the weights."""
-        with self.log.told("save"):
+        with self.log.work("save"):
             trainer = self._resident_trainer()
             save_checkpoint(trainer, checkpoint)
             save_folder(trainer.model, export, tokenizer_from=self.spec.model.path)
+        return self.log.report()
 
     def restore(self, checkpoint: str) -> None:
-        with self.log.told("restore"):
+        with self.log.work("restore"):
             load_checkpoint(self._resident_trainer(), checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
@@ -244,6 +248,10 @@ class Worker:
             return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
         assert self.engine is not None, f"rank {self.rank} generates nothing"
         return self.generating.control(request, *args)
+
+    def _stage(self, name: str, kind: str) -> AbstractContextManager[None]:
+        trains = self.rank in self.spec.deployment.train
+        return self.log.stage(name, kind, awaited(name, self.phases.phase, trains))
 
     def _resident_trainer(self) -> TrainEngine:
         self.phases.require("save")
@@ -260,6 +268,7 @@ class Worker:
         return int(least)
 
     def _so_far(self) -> StageReport:
+        self.log.timeline.lap("switch/adopt")
         self.generating.count(self.log.metrics)
         return self.log.so_far()
 

@@ -96,6 +96,8 @@ class Engine:
         self._idle = True
         self.paused = False
         """Whether `pause` was asked for since `go_on`; the same on every rank"""
+        self.computed = ""
+        """`Step.kind` of what this rank computed in the last step"""
         self._dummy_steps = 0
         self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
@@ -231,11 +233,12 @@ class Engine:
             what ended, on the first TP rank and stage of the attention rank that owns it; elsewhere nothing.
         """
         began = time.perf_counter()
-        outputs = self._take_orders()
+        outputs, self.computed = self._take_orders(), ""
         if not self._idle:
             assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
             step = self.scheduler.schedule()
             assert step or not self.scheduler.unfinished
+            self.computed = step.kind
             if step or self.mesh.ep_group is not None:
                 outputs += self._compute(step)
             self._busy_s += time.perf_counter() - began

@@ -100,6 +100,11 @@ class Step:
     def __bool__(self) -> bool:
         return bool(self.sampled or self.chunks)
 
+    @property
+    def kind(self) -> str:
+        """`prefill`, with or without decodes beside; `decode` alone; or "", if it computes nothing."""
+        return "prefill" if self.chunks else "decode" if self.sampled else ""
+
 
 class Scheduler:
     """All requests of one attention rank."""

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fusion.telemetry.by_card import card_rows, read_cards
 from fusion.telemetry.columns import duration, seconds
 from fusion.telemetry.files import read_jsonl
 from fusion.telemetry.memory import MemoryLedger
@@ -56,7 +57,7 @@ class RunReport:
     """Seconds of each part of the switch in one step, of the slowest card, over the whole run; `a/b` is part of `a`."""
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     cards: Sequence[CardSummary] = ()
-    """Of `summarize(spans)`."""
+    """Of `summarize_run(spans)`."""
     notes: Sequence[str] = ()
     """Counts worth saying: rewards that failed, prompts that were skipped."""
     next_steps: Sequence[str] = ()
@@ -71,6 +72,8 @@ class RunReport:
         told["switch_s"] = _parts(rows, "switch")
         told["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
         told["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
+        told["cards"], left_out = read_cards(Path(path) / "timeline.json")
+        told["folder"] += left_out
         told["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
         return cls(**(told | given))
 
@@ -80,7 +83,7 @@ class RunReport:
         tables += [_phase_table(self.phase_s)] if self.phase_s else []
         tables += [_part_table(self.switch_s, self.steps)] if self.switch_s and self.steps else []
         tables += [_table(self.ledger.rows())] if self.ledger.phases else []
-        tables += [_table(_card_rows(self.cards))] if self.cards else []
+        tables += [_table(card_rows(self.cards))] if self.cards else []
         parts: list[RenderableType] = [Text(self._headline(), style="bold", overflow="ignore", no_wrap=True)]
         for table in tables:
             parts += ["", table]
@@ -199,16 +202,6 @@ def _part_table(part_s: Mapping[str, float], steps: int) -> Table:
         above, _, name = part.rpartition("/")
         rows.append([f"  {name}" if above else name, f"{1000 * part_s[part] / steps:.2f}"])
     return _table(rows)
-
-
-def _card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:
-    kinds = list(dict.fromkeys(kind for card in cards for kind in card.by_kind_ns))
-    rows = [["seconds by card", *kinds, "idle", "wall", "busy"]]
-    for card in cards:
-        parts = card.seconds()
-        figures = [seconds(parts.get(kind, 0.0)) for kind in (*kinds, "idle", "wall")]
-        rows.append([card.card, *figures, f"{card.utilisation:.0%}"])
-    return rows
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Table:

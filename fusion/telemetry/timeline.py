@@ -1,10 +1,11 @@
 """What every card did, on one clock.
 
     worker, card 0:  timeline = Timeline("card 0")
-                     with timeline.span("decode", kind="gen"): ...
+                     with timeline.span("generate", kind="gen"):
+                         with timeline.laps() as lap: ...          each step: lap("decode"), inside the stage
                      spans = timeline.drain()                      plain tuples, travel to the controller
     controller:      file.append(spans)                            timeline.json, opens in Perfetto
-                     summarize(spans)                              per card: seconds of each kind + idle = wall
+                     summarize_run(spans)                          per card: seconds of each kind + idle = wall
 
 One clock: the machine's monotonic clock, mapped once per process to wall time, so that spans of several processes and
 nodes lie on one axis and a stepped wall clock moves nothing. Times are integers (nanoseconds), so that parts add up
@@ -20,15 +21,31 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from fusion.telemetry.laps import Laps
 
 _WALL_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
 
 WAITING = "wait"
-"""Kinds that start with this (`wait_data`, `wait_weights`) are time without work: shown by name, not busy."""
+"""Kinds that start with this are time without work: shown by name, not busy."""
+
+WAIT_DATA = "wait_data"
+"""For samples to be generated, scored or read, or, in an engine, for requests."""
+
+PREPARE = "prepare"
+"""What a card does first and once, when the run is started or taken up again."""
+
+WAIT_WEIGHTS = "wait_weights"
+"""For weights that are still trained, or that other cards are not ready to exchange."""
+
+
+MAIN = "main"
+"""The lane that counts"""
 
 
 def wall_ns() -> int:
@@ -37,14 +54,15 @@ def wall_ns() -> int:
 
 
 class Span(NamedTuple):
-    """One thing one card did. `lane` tells apart what runs at the same time on it (compute, copies)."""
+    """One thing one card did. What goes on beside it, in another thread, is on a `lane` of its own: shown, and no part
+    of where the card's time went."""
 
     card: str
     name: str
     kind: str
     start_ns: int
     end_ns: int
-    lane: str = "main"
+    lane: str = MAIN
 
 
 class Timeline:
@@ -54,21 +72,64 @@ class Timeline:
         self.card = card
         self.clock_ns = clock_ns
         self._spans: deque[Span] = deque()
+        self._strip: _Strip | None = None
 
-    def span(self, name: str, kind: str = "", lane: str = "main") -> _Open:
+    def span(self, name: str, kind: str = "", lane: str = MAIN) -> _Open:
         """Context manager: records the block as one span, also when it raises. `kind` defaults to the name."""
         return _Open(self, name, kind or name, lane)
 
-    def add(self, name: str, start_ns: int, end_ns: int, kind: str = "", lane: str = "main") -> None:
+    def add(self, name: str, start_ns: int, end_ns: int, kind: str = "", lane: str = MAIN) -> None:
         """Record a span whose times are known."""
         if end_ns < start_ns:
             raise ValueError(f"span {name}: end_ns={end_ns} is before start_ns={start_ns}")
         self._spans.append(Span(self.card, name, kind or name, start_ns, end_ns, lane))
 
+    @contextmanager
+    def laps(self, lane: str = MAIN) -> Iterator[Callable[[str], None]]:
+        """Yields ``lap(kind)``: since the last lap it was this kind. Recorded at the end of the block, also when it
+        raises, as few spans whose seconds by kind are exact (`Laps`); what follows the last lap is not recorded. Called
+        from one thread."""
+        assert self._strip is None, "laps within laps"
+        self._strip = strip = _Strip(self, lane)
+        try:
+            yield strip.lap
+        finally:
+            self.cut()
+            self._strip = None
+
+    def lap(self, kind: str) -> None:
+        """Of the `laps` under way. Called from their thread."""
+        if self._strip is not None:
+            self._strip.lap(kind)
+
+    def cut(self) -> None:
+        """Records the `laps` under way up to the last one, as if their block ended there and another began. Called from
+        their thread."""
+        if self._strip is not None:
+            self._strip.cut()
+
     def drain(self) -> list[Span]:
         """Hand over what was recorded since the last call."""
         # One pop at a time: a thread that records meanwhile loses nothing, its span comes with this call or the next.
         return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
+class _Strip:
+    """The laps of a block."""
+
+    def __init__(self, timeline: Timeline, lane: str):
+        self._timeline, self._lane, self._clock_ns = timeline, lane, timeline.clock_ns
+        self._laps = Laps(self._clock_ns())
+
+    def lap(self, kind: str) -> None:
+        self._laps.lap(kind, self._clock_ns())
+
+    def cut(self) -> None:
+        runs = self._laps.runs()
+        for kind, start_ns, end_ns in runs:
+            self._timeline.add(kind.rpartition("/")[2], start_ns, end_ns, kind, self._lane)
+        if runs:
+            self._laps = Laps(runs[-1].end_ns)
 
 
 class _Open:
@@ -93,6 +154,13 @@ class CardSummary:
     wall_ns: int
     by_kind_ns: dict[str, int]
     idle_ns: int
+
+    def __add__(self, other: CardSummary) -> CardSummary:
+        """Of this card, at another time too."""
+        both = Counter(self.by_kind_ns) + Counter(other.by_kind_ns)
+        return CardSummary(
+            self.card, self.wall_ns + other.wall_ns, dict(sorted(both.items())), self.idle_ns + other.idle_ns
+        )
 
     @property
     def busy_ns(self) -> int:
@@ -125,14 +193,36 @@ def summarize(
     by_card: dict[str, list[Span]] = {card: [] for card in cards}
     for span in spans:
         by_card.setdefault(span.card, []).append(span)
-    return [_summary(card, by_card[card], start, max(start, end)) for card in sorted(by_card)]
+    return [_summary(card, by_card[card], start, max(start, end)) for card in sorted(by_card, key=natural)]
+
+
+def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
+    """`summarize` of a run that may have been stopped and taken up again: the time it did not run is nobody's. Every
+    start has its own wall clock, from the first `prepare`, begun when nothing else was under way, to the last span
+    before the next start."""
+    starts: list[list[Span]] = []
+    end = 0
+    for span in sorted((Span(*span) for span in spans), key=lambda span: span.start_ns):
+        if not starts or (span.kind == PREPARE and span.start_ns >= end):
+            starts.append([])
+        starts[-1].append(span)
+        end = max(end, span.end_ns)
+    cards: dict[str, CardSummary] = {}
+    for card in (card for start in starts for card in summarize(start)):
+        cards[card.card] = cards[card.card] + card if card.card in cards else card
+    return [cards[name] for name in sorted(cards, key=natural)]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort `card 2` before `card 10`."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split()]
 
 
 def _summary(card: str, spans: Sequence[Span], start: int, end: int) -> CardSummary:
     ordered = sorted(
         (max(span.start_ns, start), -span.start_ns, span.end_ns, span.kind)
         for span in spans
-        if span.end_ns > start and span.start_ns < end
+        if span.lane == MAIN and span.end_ns > start and span.start_ns < end
     )
     instants = sorted({start, end, *(begin for begin, *_ in ordered), *(min(stop, end) for _, _, stop, _ in ordered)})
     by_kind: dict[str, int] = {}

@@ -23,7 +23,8 @@ class TimelineFile:
     """Appends spans to a trace; an existing file is continued on its own time axis.
 
     `ts` of an event is microseconds since `otherData.origin_ns` (nanoseconds since the epoch); a card is a process of
-    the trace, a lane a thread of it.
+    the trace, a lane a thread of it. Spans of an append that begin together are written the longest first, as viewers
+    nest them.
     """
 
     def __init__(self, path: Path | str, origin_ns: int | None = None) -> None:
@@ -45,8 +46,7 @@ class TimelineFile:
     def append(self, spans: Iterable[Span]) -> None:
         """Write the spans and everything needed to read them."""
         events: list[dict[str, Any]] = []
-        for span in spans:
-            span = Span(*span)
+        for span in sorted((Span(*span) for span in spans), key=lambda span: (span.start_ns, -span.end_ns)):
             pid, tid = self._ids_of(span, events)
             ts, dur = (span.start_ns - self.origin_ns) / 1000, (span.end_ns - span.start_ns) / 1000
             events.append(

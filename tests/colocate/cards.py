@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from distqueue import LocalQueue, PackedBatch
-from fusion.colocate import InferenceShare, RewardModelSpec, Worker, WorkerSpec, deploy
+from fusion.colocate import InferenceShare, RewardModelSpec, StageReport, Worker, WorkerSpec, deploy
 from fusion.ep_switch import FusionConfig, weights_checksum
 from fusion.inference import Request, RolloutConfig
 from fusion.model import Parallel
 from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig
+from fusion.telemetry import Span
 from fusion.training import AlgorithmConfig, TrainingConfig, split_over_ranks
 from tests.helpers import TINY, TINY_EXPERTS
 
@@ -98,37 +99,39 @@ class Card:
         self.spec, self.rank, self.deployment = spec, rank, spec.deployment
         self.worker = Worker(spec, rank, Mirror())
         self.worker.prepare("", device)
+        self.spans: list[Span] = []
+        """Of all stages so far"""
 
     def step(self, version: int, share: InferenceShare | None = None) -> dict[str, Any]:
         """Generate, score, reference, train; what is returned is the same on every rank but for `memory`."""
         worker, deployment, memory = self.worker, self.deployment, {}
         engines = [self.spec.engines[i] for i in (share.engines if share else range(len(self.spec.engines)))]
         if self.rank in deployment.actor:
-            worker.switch("infer", version, share)
+            self.told(worker.switch("infer", version, share))
             memory["infer"] = worker.device.memory_by_owner()
         mine = [engine for engine in engines if self.rank in engine]
         if mine:
             requests = self.requests(version, engines.index(mine[0]), len(engines))
-            worker.generate(requests if self.rank == mine[0][0] else [], stay=False)
+            self.told(worker.generate(requests if self.rank == mine[0][0] else [], stay=False))
         self.meet()
         ids = [f"{version}-{g}/{k}" for g in range(GROUPS) for k in range(GROUP)]
         if self.rank in deployment.train:
-            worker.switch("train", version)
+            self.told(worker.switch("train", version))
             memory["switched"] = worker.device.memory_by_owner()
         scores = {}
         if self.rank in deployment.reward_model:
-            scores = worker.score(self.deal(ids, self.spec.reward_model.layout.dp)).scores
+            scores = self.told(worker.score(self.deal(ids, self.spec.reward_model.layout.dp))).scores
         shares = self.deal(ids, self.spec.train.dp)
         if self.rank in deployment.reference:
             own = self.spec.reference
-            report = worker.reference(self.deal(ids, own.dp) if own else shares)
+            report = self.told(worker.reference(self.deal(ids, own.dp) if own else shares))
             memory["reference"] = report.memory.by_owner["reference"]
         self.meet()
         samples = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs"])
         advantages = torch.linspace(-1, 1, len(ids))
         LocalQueue.put(worker.queue, PackedBatch.from_samples(ids, {"advantage": advantages}))
         if self.rank in deployment.train:
-            memory["train"] = worker.train([shares]).memory.by_owner["train"]
+            memory["train"] = self.told(worker.train([shares])).memory.by_owner["train"]
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, {id: outcome.reward for id, outcome in scores.items()})
         return {
@@ -156,6 +159,10 @@ class Card:
         """Of the policy as it is trained, on the cards that train."""
         weights = self.worker.weights.train
         return weights_checksum(weights) if weights is not None and weights.weights.resident else None
+
+    def told(self, report: StageReport) -> StageReport:
+        self.spans += report.spans
+        return report
 
     def meet(self) -> None:
         self.worker.queue.meet()

@@ -19,6 +19,7 @@ from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig, open_device
 from fusion.npu.pacer import CATCH_UP_S, Pacer
+from fusion.telemetry import summarize
 from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
 from tests.inference.engines import generate, requests, tokens
@@ -135,7 +136,7 @@ def _worker(path, speed):
 
 
 def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
-    worker, kinds, stages = _worker(tiny_checkpoint(tmp_path), speed=4.0), {}, {}
+    worker, kinds, stages, shown = _worker(tiny_checkpoint(tmp_path), speed=4.0), {}, {}, {}
 
     def staged(name, *args):
         start = time.perf_counter()
@@ -145,6 +146,8 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
         assert took == pytest.approx(sum(v for n, v in parts.items() if "/ideal_s/" not in n), rel=0.05, abs=0.05)
         stages[name] = {n.removeprefix("pace/modelled_s/") for n in parts if n.startswith("pace/modelled_s/")}
         kinds.update(parts)
+        for card in summarize(report.spans):
+            shown.update(card.seconds())
 
     ids = [f"0/{n}" for n in range(4)]
     params = worker.spec.rollout.sampling()
@@ -161,6 +164,10 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
         "train": {"train", "optimizer", "onload"},
     }
     assert kinds["pace/ideal_s/decode"] < kinds["pace/modelled_s/decode"]
+    modelled = {n.removeprefix("pace/modelled_s/"): v for n, v in kinds.items() if "/modelled_s/" in n}
+    generating = modelled["decode"] + modelled["prefill"]
+    assert shown["decode"] + shown["prefill"] == pytest.approx(generating, rel=0.05, abs=0.05), "sleep is of its step"
+    assert shown["train"] + shown["optimizer"] >= 0.95 * (modelled["train"] + modelled["optimizer"])
 
 
 def test_a_sleep_does_not_hold_up_the_control_channel(tmp_path):

@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fusion.npu import open_device
+from fusion.telemetry import read_timeline, summarize_run
 from stalesync.base_model import make_base_model
 from stalesync.config import load
 from tests.colocate.cards import tiny_reward_model
@@ -33,7 +34,8 @@ SMALL = [
 FOUR = ["cluster=four", "parallel=tp2ep2_ep4"]
 
 PROMISED = """critic/rewards/mean actor/pg_loss actor/kl_loss actor/grad_norm response_length/mean timing_s/gen
-timing_s/switch perf/throughput memory/infer/kv_mib memory/train/optimizer_mib""".split()
+timing_s/switch timing_s/card/decode perf/throughput perf/utilisation memory/infer/kv_mib
+memory/train/optimizer_mib""".split()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,10 @@ def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
         "pp": 1,
         "etp": 1,
     }
-    assert json.loads((run / "timeline.json").read_text())
+    cards = summarize_run(read_timeline(run / "timeline.json"))
+    assert len(cards) == 4 and {"prefill", "decode", "train", "save", "wait_data"} <= set(cards[0].by_kind_ns)
+    assert "seconds by card   card 0   card 1   card 2   card 3   share" in done.stdout
+    assert all(0 < row["perf/utilisation"] < 1 for row in rows)
     assert {"prompt", "response", "reward"} <= set(json.loads((run / "samples.jsonl").read_text().splitlines()[0]))
     _, info = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -181,7 +186,8 @@ def test_reference_and_reward_model_score_on_a_card_of_their_own(base, tmp_path)
     assert 0 < failed < 64 and failed == sum(row["reward/failed"] for row in rows), "counted by name, not trained"
     spans = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     stages = [{span["name"] for span in spans if span["pid"] == pid and "dur" in span} for pid in (1, 2)]
-    assert {"generate", "train"} <= stages[0] - stages[1] and stages[1] == {"score", "reference"}
+    assert {"generate", "train"} <= stages[0] - stages[1]
+    assert stages[1] == {"prepare", "wait_data", "read", "score", "reference"}
     assert rows[0]["critic/rewards/std"] > 0 and rows[0]["actor/kl_loss"] < 1e-6
 
 

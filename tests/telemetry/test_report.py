@@ -14,13 +14,15 @@ def leave_a_run(root) -> RunFolder:
             run.log(step, {"critic/rewards/mean": step / 20, **timing, **ledger.metrics()})
             samples = [{"prompt": f"{i}+1=", "response": "9" if step == 1 else str(i + 1)} for i in range(4)]
             run.log_samples(step, [sample | {"reward": float(step > 1)} for sample in samples])
+        for kind, start, end in (("gen", 0, 10), ("switch/kv", 10, 15), ("switch", 10, 20), ("train", 30, 40)):
+            run.log_spans([Span("card 0", kind, kind, start * 10**8, end * 10**8)])
+        run.log_spans([Span("card 1", "wait_data", "wait_data", 0, 3 * 10**9)])
     return run
 
 
 def test_the_report_tells_what_the_folder_holds(tmp_path):
     run = leave_a_run(tmp_path)
-    cards = summarize([Span("card 0", "gen", "gen", 0, 10**9), Span("card 0", "train", "train", 3 * 10**9, 4 * 10**9)])
-    given = {"next_steps": ["bash recipes/other.sh"], "notes": ["2 rewards failed"], "cards": cards}
+    given = {"next_steps": ["bash recipes/other.sh"], "notes": ["2 rewards failed"]}
     report = RunReport.from_folder(run.path, **given)
     text = report.text()
     assert text.splitlines()[0] == "finished: 20 steps in 1m30s, reward 0.075 → 0.975 (means of 2 steps)"
@@ -33,9 +35,19 @@ def test_the_report_tells_what_the_folder_holds(tmp_path):
         "peak                      4.00M",
         "bash recipes/other.sh",
         "2 rewards failed",
-        "card 0            1.00    1.00   2.00   4.00    50%",
+        "seconds by card   card 0   card 1   share",
+        "switch              1.00     0.00   12.5%",
+        "wait_data           0.00     3.00   37.5%\nidle                1.00     1.00   25.0%",
+        "wall                4.00     4.00\nbusy                 75%       0%   37.5%",
     ):
         assert expected in text, f"{expected!r} not in\n{text}"
+
+
+def test_of_many_cards_the_least_and_the_most_busy_are_shown():
+    cards = summarize([Span(f"card {rank}", "gen", "gen", 0, 10**9 * (rank + 1)) for rank in range(12)])
+    text = RunReport(cards=cards).text()
+    assert "seconds, 6 of 12 cards   card 0   card 1   card 2   card 9   card 10   card 11   share" in text
+    assert "54.2%" in text, "of all twelve"
 
 
 def test_an_empty_run_is_reported_too(tmp_path):

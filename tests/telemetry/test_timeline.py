@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.telemetry import Span, Timeline, TimelineFile, read_timeline, summarize, wall_ns
+from fusion.telemetry import Span, Timeline, TimelineFile, read_timeline, summarize, summarize_run, wall_ns
 
 spans = st.lists(
     st.builds(
@@ -51,6 +51,24 @@ def test_nested_spans_count_once_and_the_rest_is_idle():
     assert card.utilisation == pytest.approx(110 / 120)
     assert list(card.seconds())[-2:] == ["idle", "wall"]
     assert summarize([]) == []
+
+
+def test_the_time_between_two_starts_of_a_run_is_nobodys():
+    def start(at: int, *more: Span) -> list[Span]:
+        there = [
+            Span("card 10", "prepare", "prepare", at, at + 5),
+            Span("card 2", "prepare", "prepare", at + 1, at + 6),
+        ]
+        return [*there, *more]
+
+    first = start(0, Span("card 10", "train", "train", 8, 20), Span("card 2", "x", "x", 6, 12))
+    second = start(1000, Span("card 10", "train", "train", 1006, 1010))
+    two, ten = summarize_run(second + first)
+    assert (two.card, ten.card) == ("card 2", "card 10")
+    assert two.wall_ns == ten.wall_ns == 20 + 10
+    assert ten.by_kind_ns == {"prepare": 10, "train": 16} and ten.idle_ns == 4
+    assert two.by_kind_ns == {"prepare": 10, "x": 6} and two.idle_ns == 14
+    assert summarize_run(first) == summarize(first) and summarize_run([]) == []
 
 
 def record(card: str, pipe) -> None:
@@ -112,6 +130,13 @@ def test_the_trace_is_valid_json_after_every_append_and_reads_back(tmp_path):
     assert again.origin_ns == file.origin_ns
     again.append(written[:1])
     assert read_timeline(path) == written + written[:1] and json.loads(path.read_text())
+
+
+def test_what_is_inside_is_written_after_what_it_is_inside_of(tmp_path):
+    file = TimelineFile(tmp_path / "timeline.json", origin_ns=0)
+    inner, stage = Span("c", "prefill", "prefill", 5, 8), Span("c", "generate", "gen", 5, 20)
+    file.append([inner, Span("c", "decode", "decode", 8, 20), stage])
+    assert [span.name for span in read_timeline(file.path)] == ["generate", "prefill", "decode"]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 20, 60, 100, 200])

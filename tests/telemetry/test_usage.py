@@ -1,0 +1,47 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.telemetry import Span, Usage, summarize
+
+CARDS = ["card 0", "card 1"]
+kinds = st.sampled_from(["decode", "switch", "switch/kv", "wait_data"])
+spans = st.lists(
+    st.builds(
+        lambda card, kind, start, length: Span(card, kind, kind, start, start + length),
+        st.sampled_from(CARDS),
+        kinds,
+        st.integers(0, 900),
+        st.integers(1, 300),
+    ),
+    max_size=20,
+)
+
+
+@given(spans, st.lists(st.integers(1, 1200), min_size=1, max_size=4, unique=True))
+def test_counts_follow_each_other_and_add_up(recorded, ends):
+    usage, ends = Usage(CARDS, 0), [0, *sorted(ends)]
+    usage.add(recorded)
+    for start, end in pairwise(ends):
+        figures = usage.count(end)
+        cards = summarize(recorded, start, end, CARDS)
+        assert figures.pop("perf/utilisation") == pytest.approx(sum(card.utilisation for card in cards) / 2)
+        assert sum(figures.values()) == pytest.approx((end - start) / 1e9), "the wall clock of the mean card"
+    assert usage.count(ends[-1]) == {}
+
+
+def test_a_switch_is_counted_whole_and_waiting_is_no_work():
+    usage = Usage(CARDS, 0)
+    usage.add([Span("card 0", "switch", "switch", 0, 400), Span("card 0", "kv", "switch/kv", 100, 200)])
+    usage.add([Span("card 1", "wait_weights", "wait_weights", 0, 600), Span("card 1", "decode", "decode", 600, 2000)])
+    assert usage.count(1000) == pytest.approx(
+        {
+            "perf/utilisation": 0.4,
+            "timing_s/card/decode": 200e-9,
+            "timing_s/card/idle": 600e-9,
+            "timing_s/card/switch": 200e-9,
+        }
+    )
+    assert usage.count(2000)["perf/utilisation"] == 0.5, "the rest of a span counts later"
