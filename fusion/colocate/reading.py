@@ -20,7 +20,7 @@ class Reading:
 
     def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: Store, timeline: Timeline):
         self.spec, self._meshes, self._queue, self._timeline = spec, meshes, queue, timeline
-        self._readers: dict[str, GroupReader] = {}
+        self.readers: dict[str, GroupReader] = {}
         """By stage, from its first batch on"""
 
     def __call__(
@@ -30,11 +30,11 @@ class Reading:
         columns = needed(mesh, of_loss, of_experts)
         if not ids:
             return nothing(columns)
-        if stage not in self._readers:
+        if stage not in self.readers:
             group = self._meshes.replica if mesh is self._meshes.train else mesh.tp_group
-            self._readers[stage] = GroupReader(self._queue, group, columns)
+            self.readers[stage] = GroupReader(self._queue, group, columns)
         with self._timeline.span("read", WAIT_DATA):
-            return self._readers[stage].read(ids)
+            return self.readers[stage].read(ids)
 
     def minibatches(
         self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], weigh: Callable[[Sequences], Sequences]
