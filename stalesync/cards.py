@@ -12,7 +12,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 SAY_EVERY_S = 30.0
 """A stage that is not done is spoken of after this long, and again."""
+
+ATTEND_S = 0.2
+"""While a stage is waited for, what is to be done meanwhile is done as often as this"""
 
 CONTROL_S = 30.0
 """A control call is answered within this, whatever the card is at"""
@@ -84,6 +88,7 @@ class Cards:
     def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
         self._running: list[Running] = []
+        self._meanwhile: tuple[Callable[[], None] | None, int] = None, 0
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
@@ -139,7 +144,10 @@ class Cards:
         """
         start = said = time.monotonic()
         while running.pending:
-            self.check(1.0)
+            attend, thread = self._meanwhile
+            self.check(ATTEND_S if attend else 1.0)
+            if attend and thread == threading.get_ident():
+                attend()
             now, left = time.monotonic(), sorted(running.pending.values())
             if left and now - start > self.timeout_s:
                 raise CardFailed(
@@ -151,6 +159,15 @@ class Cards:
                 log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, left, now - start)
         self._running.remove(running)
         return [running.results[rank] for rank in running.ranks]
+
+    @contextmanager
+    def meanwhile(self, attend: Callable[[], None]) -> Iterator[None]:
+        """Inside, this thread calls that again and again while it waits for a stage."""
+        self._meanwhile = attend, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._meanwhile = None, 0
 
     def check(self, patience_s: float = 0.0) -> None:
         """Takes what cards have to tell of the stages that this thread has begun; waits at most so long for the first.

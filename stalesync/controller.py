@@ -119,8 +119,10 @@ class Controller:
         trained = self.ledger.ready()
         groups = {group: self.scored.pop(group) for group in trained}
         batch = sorted([s for members in groups.values() for s in members] + self._ended_now, key=lambda one: one.id)
+        self._ended_now, self._filtered_now = [], 0
         self._say(batch)
-        self.updater.train(groups, self.ledger.version, metrics)
+        with self.cards.meanwhile(self._attend):
+            self.updater.train(groups, self.ledger.version, metrics)
         for group in trained:
             self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
         self.ledger.train(trained)
@@ -132,7 +134,7 @@ class Controller:
         self._take(self.scorer.reports())
         metrics.update(self.usage.count(self.cards.settled_ns))
         metrics.update(self.ledger.metrics() | self.source.metrics() | self.memory.metrics() | self.queue.stats())
-        self.metrics, self._ended_now, self._filtered_now = Metrics(), [], 0
+        self.metrics = Metrics()
         return self.pace.count(metrics.result())
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -250,6 +252,7 @@ class Controller:
             tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
             self._note(arrived, scored)
+            self.generation.top_up()
             self.cards.check()
             heard_s = time.perf_counter() if arrived or scored else heard_s
             self.generation.check_alive(time.perf_counter() - heard_s)
@@ -258,6 +261,11 @@ class Controller:
                 self.generation.hand_over()
             for name, holds in (("wait_older", waits), ("gen_tail", tail)):
                 self.metrics.add(f"timing_s/{name}", (time.perf_counter() - began_s) * holds)
+
+    def _attend(self) -> None:
+        """While some cards train, others generate."""
+        self._note(*self.scorer.news(0.0))
+        self.generation.top_up()
 
     def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
         """Takes notice of samples that are generated, and of others that are scored."""

@@ -21,6 +21,11 @@ from stalesync.prompts.lengths import ForcedLengths
 
 log = logging.getLogger(__name__)
 
+AHEAD = 1.25, 1.5
+"""Requests that an engine has, by those it decodes at a time: below the first it gets more, up to the second. What it
+has not may go where there is room, or to who comes back. At staleness 0 engines have everything from the start: which
+request is decoded beside which then does not depend on the clock."""
+
 
 class Generation:
     """``take``: is given the reports of the cards. Engines are numbered as in ``spec.engines``."""
@@ -31,6 +36,9 @@ class Generation:
         self._lengths = None
         if spec.rollout.forced_median is not None:
             self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
+        slots = spec.rollout.max_seqs * spec.infer_of_one_engine.dp
+        self._most = round(AHEAD[1] * slots) if spec.ahead else None
+        self._low = round(AHEAD[0] * slots)
         self.buffer = RequestBuffer()
         self.prompts: dict[str, Prompt] = {}
         """Of the groups in the buffer"""
@@ -48,7 +56,7 @@ class Generation:
 
     def resume(self, engines: Sequence[int]) -> None:
         """Sets these engines to work on what waits; those that run get their share of it too."""
-        for engine, entries in self.buffer.dispatch(engines).items():
+        for engine, entries in self.buffer.dispatch(engines, self._most).items():
             ranks, requests = self._spec.engines[engine], [self._request(entry) for entry in entries]
             if engine not in self._running:
                 each: list[tuple] = [([],)] * self._spec.world
@@ -61,6 +69,13 @@ class Generation:
         """Gives what waits to the engines that run."""
         if self._running:
             self.resume(sorted(self._running))
+
+    def top_up(self) -> None:
+        """Gives engines that run, if one of them soon has too little to do, more of what waits."""
+        if self._most is None or not self.buffer.of("waiting"):
+            return
+        if any(self.buffer.count(engine) <= self._low for engine in self._running):
+            self.hand_over()
 
     def go_on_beside(self, engines: Sequence[int]) -> list[int]:
         """The cards of engines that run, where these and no others of the cards that only generate are to run next:

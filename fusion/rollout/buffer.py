@@ -61,9 +61,39 @@ class RequestBuffer:
         """Requests in this state, oldest group first."""
         return [entry for entry in self.entries.values() if entry.state == state]
 
-    def dispatch(self, engines: Sequence[int]) -> dict[int, list[Entry]]:
-        """Gives every waiting request to an engine: those with parked KV to the one that has it as far as loads stay
-        even, the others of a group together, the least loaded engine first. Returns those of each engine."""
+    def dispatch(self, engines: Sequence[int], most: int | None = None) -> dict[int, list[Entry]]:
+        """Gives waiting requests to engines; returns those of each. Without ``most`` all of them: those with parked KV
+        to the engine that has it as far as loads stay even, the others of a group together, the least loaded engine
+        first. With it, oldest first until every engine has so many: what waits here may still go anywhere."""
+        chosen = self._deal(engines) if most is None else self._fill({n: most - self.count(n) for n in engines})
+        found: dict[int, list[Entry]] = {engine: [] for engine in engines}
+        for id, engine in chosen.items():
+            entry = self.entries[id]
+            found[engine].append(entry)
+            entry.state, entry.engine = "running", engine
+            entry.kv = entry.kv if entry.kv and entry.kv[0] == engine else None
+        return found
+
+    def count(self, engine: int) -> int:
+        """Requests that an engine has."""
+        return sum(entry.engine == engine for entry in self.of("running"))
+
+    def _fill(self, room: dict[int, int]) -> dict[str, int]:
+        """Waiting request → engine, as far as there is ``room`` by engine: where its KV is, else where its sibling has
+        just gone, else where most is."""
+        chosen: dict[str, int] = {}
+        before: dict[str, int] = {}
+        for entry in self.of("waiting"):
+            widest = max(room, key=lambda engine: room[engine])
+            if room[widest] <= 0:
+                break
+            wish = entry.kv[0] if entry.kv else before.get(entry.group, widest)
+            engine = wish if room.get(wish, 0) > 0 else widest
+            chosen[entry.id] = before[entry.group] = engine
+            room[engine] -= 1
+        return chosen
+
+    def _deal(self, engines: Sequence[int]) -> dict[str, int]:
         loads = {engine: 0 for engine in engines}
         for entry in self.of("running"):
             if entry.engine in loads:
@@ -77,13 +107,7 @@ class RequestBuffer:
         dealt = assign_groups(load_by_group, list(loads.values()))
         for engine, groups in zip(engines, dealt, strict=True):
             chosen |= {entry.id: engine for group in groups for entry in waiting[group]}
-        found: dict[int, list[Entry]] = {engine: [] for engine in engines}
-        for entry in self.of("waiting"):
-            engine = chosen[entry.id]
-            found[engine].append(entry)
-            entry.state, entry.engine = "running", engine
-            entry.kv = entry.kv if entry.kv and entry.kv[0] == engine else None
-        return found
+        return {entry.id: chosen[entry.id] for entry in self.of("waiting")}
 
     def _go_back(self, loads: dict[int, int]) -> dict[str, int]:
         """The engine of each waiting request that returns to its KV; adds them to ``loads`` by engine."""

@@ -21,10 +21,15 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                 waiting = {entry.id: entry.kv for entry in buffer.of("waiting")}
                 running = sorted(random.sample(range(engines), random.randint(1, engines)))
                 loads = {engine: _load(buffer, engine) for engine in running}
-                found = buffer.dispatch(running)
+                most, had = random.choice([None, random.randint(1, 6)]), {n: buffer.count(n) for n in running}
+                found = buffer.dispatch(running, most)
                 given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
-                assert set(given_) == set(waiting) and not set(given_) & set(held)
-                _check_ways_back(buffer, loads, waiting, given_)
+                assert not set(given_) & set(held)
+                if most is None:
+                    assert set(given_) == set(waiting)
+                    _check_ways_back(buffer, loads, waiting, given_)
+                else:
+                    _check_filled(buffer, list(waiting), given_, had, most)
                 for entries in found.values():
                     for first, second in zip(entries, entries[1:], strict=False):
                         assert int(first.group[1:]) <= int(second.group[1:]), "the oldest group first"
@@ -54,6 +59,28 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))
     assert all(states.get(id, "finished") == "finished" for id in finished)
+
+
+def _check_filled(buffer, waiting, given_, had, most):
+    assert sorted(given_) == sorted(waiting[: len(given_)]), "the oldest first"
+    assert all(buffer.count(engine) <= max(most, before) for engine, before in had.items())
+    if len(given_) < len(waiting):
+        assert all(buffer.count(engine) >= most for engine in had), "what waits finds no room"
+
+
+def test_what_finds_no_room_waits_and_goes_where_there_is_some():
+    buffer = RequestBuffer()
+    buffer.add("a", ["a/0", "a/1"], 5, 10)
+    buffer.add("b", ["b/0", "b/1"], 5, 10)
+    found = buffer.dispatch([0, 1], most=1)
+    assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["a/0"], ["a/1"]]
+    buffer.finish("a/1", 3)
+    found = buffer.dispatch([0, 1], most=2)
+    assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [[], ["b/0", "b/1"]]
+    buffer.suspend(1, "b/1", 2, "b/1~2", (0, 0), kv_rank=0)
+    buffer.suspend(1, "b/0", 2, "b/0~2", (0, 0), kv_rank=0)
+    found = buffer.dispatch([0, 1], most=2)
+    assert len(found[1]) == 2, "to where its KV is, though another has room"
 
 
 def _load(buffer, engine):
