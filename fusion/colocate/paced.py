@@ -59,7 +59,7 @@ def paced_parts(spec: WorkerSpec) -> tuple[Parts, Pacer]:
 
 
 class PacedEngine(Engine):
-    def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float, **options: Any):
+    def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float = 0.0, **options: Any):
         super().__init__(*args, **options)
         self.pacer, self.cost, self.adopt_s = pacer, cost, adopt_s
 
