@@ -1,7 +1,7 @@
 """Whether a lag costs what is learned: the long-answer task at staleness 0, 1 and 2, on the same seeds.
 
-    python benchmarks/learning.py --json learning.json --svg benchmarks/learning.svg      (about 40 minutes on two cores)
-    python benchmarks/learning.py --from learning.json --svg benchmarks/learning.svg      only the picture
+    python benchmarks/learning.py --json learning.json --svg benchmarks/learning.svg
+    python benchmarks/learning.py --from learning.json --svg benchmarks/learning.svg       (only the picture)
 
 One base model for all; a seed decides prompts, samples and so the whole run. The pool is filled as far ahead as the
 bound allows, so nearly every sample is as old as it may be. The final reward of a run is that of its last policy on

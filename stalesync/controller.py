@@ -201,7 +201,7 @@ class Controller:
         cards that train have them back, and everything that is finished is scored."""
         with self.metrics.timer("switch"):
             self._publish()
-        self._admit()
+        self._admit(self.desk.share.engines)
         self.generation.resume(self.desk.share.engines)
         with self.metrics.timer("gen"):
             self._generate()
@@ -227,11 +227,14 @@ class Controller:
             self._suspend()
             self._switch("infer")
 
-    def _admit(self) -> None:
-        """Takes up as many groups as the ledger allows and the run has steps left for."""
+    def _admit(self, engines: Sequence[int] | None = None) -> None:
+        """Takes up as many groups as the ledger allows, the run has steps left for, and these engines (None: those that
+        run) can begin with."""
         untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
         wanted = (self.config.run.steps - self.step) * self.config.data.prompts_per_step - untrained
-        prompts = self.source.next(min(self.ledger.may_admit(), wanted)) if wanted > 0 else []
+        most, begun = self.ledger.may_admit(), self.generation.groups_wanted(engines)
+        wanted = min(wanted, most, most if begun is None else begun)
+        prompts = self.source.next(wanted) if wanted > 0 else []
         self.ledger.admit([prompt.id for prompt in prompts])
         self.scorer.expect(prompts)
         self.generation.admit(prompts)
@@ -252,7 +255,7 @@ class Controller:
             tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
             self._note(arrived, scored)
-            self.generation.top_up()
+            self._feed()
             self.cards.check()
             heard_s = time.perf_counter() if arrived or scored else heard_s
             self.generation.check_alive(time.perf_counter() - heard_s)
@@ -265,7 +268,12 @@ class Controller:
     def _attend(self) -> None:
         """While some cards train, others generate."""
         self._note(*self.scorer.news(0.0))
-        self.generation.top_up()
+        self._feed()
+
+    def _feed(self) -> None:
+        if self.generation.hungry:
+            self._admit()
+            self.generation.hand_over()
 
     def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
         """Takes notice of samples that are generated, and of others that are scored."""

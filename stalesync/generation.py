@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 AHEAD = 1.25, 1.5
 """Requests that an engine has, by those it decodes at a time: below the first it gets more, up to the second. What it
-has not may go where there is room, or to who comes back. At staleness 0 engines have everything from the start: which
-request is decoded beside which then does not depend on the clock."""
+has not may go where there is room, or is not begun yet and so no older than it must be. At staleness 0 engines have
+everything from the start: which request is decoded beside which then does not depend on the clock."""
 
 
 class Generation:
@@ -70,12 +70,18 @@ class Generation:
         if self._running:
             self.resume(sorted(self._running))
 
-    def top_up(self) -> None:
-        """Gives engines that run, if one of them soon has too little to do, more of what waits."""
-        if self._most is None or not self.buffer.of("waiting"):
-            return
-        if any(self.buffer.count(engine) <= self._low for engine in self._running):
-            self.hand_over()
+    @property
+    def hungry(self) -> bool:
+        """Whether an engine that runs soon has too little to do, and could get more."""
+        return self._most is not None and any(self.buffer.count(engine) <= self._low for engine in self._running)
+
+    def groups_wanted(self, engines: Iterable[int] | None = None) -> int | None:
+        """Groups that these engines (None: those that run) could begin with now; None: any number."""
+        if self._most is None:
+            return None
+        engines = self._running if engines is None else engines
+        held = len(self.buffer.of("waiting")) + sum(self.buffer.count(engine) for engine in engines)
+        return max(0, -(-(self._most * len(list(engines)) - held) // self._group_size))
 
     def go_on_beside(self, engines: Sequence[int]) -> list[int]:
         """The cards of engines that run, where these and no others of the cards that only generate are to run next:
