@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from fusion.colocate import Deployment
 from fusion.inference.config import RolloutConfig
+from fusion.model import Parallel
 from stalesync.cards import CardFailed, Running
 from stalesync.generation import Generation
 from stalesync.prompts import Prompt
@@ -22,9 +24,20 @@ class Calls:
         self.begun.append((stage, {rank: [request.id for request in each[rank][0]] for rank in ranks}))
         return Running(stage, ranks, {})
 
+    def control(self, rank, request, requests):
+        self.begun.append((request, {rank: [request.id for request in requests]}))
 
-def _generation():
-    spec = SimpleNamespace(rollout=RolloutConfig(forced_median=4), seed=0, engines=[(0, 1), (2, 3)], world=4)
+
+def _generation(ahead=False, **rollout):
+    spec = SimpleNamespace(
+        rollout=RolloutConfig(forced_median=4, **rollout),
+        seed=0,
+        engines=[(0, 1), (2, 3)],
+        world=4,
+        infer_of_one_engine=Parallel(2, ep=2),
+        ahead=ahead,
+        deployment=Deployment((0, 1), (0, 1, 2, 3), (), ()),
+    )
     cards = Calls()
     made = Generation(spec, cards, 2, lambda reports: None)
     made.admit([Prompt("a", (1, 2, 3), "", ""), Prompt("b", (4,), "", "")])
@@ -36,6 +49,28 @@ def test_an_engines_first_card_gets_its_requests():
     made, cards = _generation()
     assert cards.begun == [("generate", {0: ["a/0", "a/1"], 1: []}), ("generate", {2: ["b/0", "b/1"], 3: []})]
     assert made.of_cards([3]) == [1] and made.of_cards([]) == []
+
+
+def test_an_engine_that_runs_ahead_gets_what_it_can_begin_with_and_more_when_it_runs_low():
+    made, cards = _generation(ahead=True, max_seqs=2)  # two ranks of two each: 6 at most, more at 5
+    assert made.groups_wanted([0, 1]) == 4, "12 requests, of which it has 4"
+    made.admit([Prompt(name, (1,), "", "") for name in "cdefg"])
+    assert made.groups_wanted([0, 1]) == 0 and made.hungry
+    made.hand_over()
+    assert [made.buffer.count(engine) for engine in (0, 1)] == [6, 6] and len(made.buffer.of("waiting")) == 2
+    assert not made.hungry and {name for name, _ in cards.begun} == {"generate", "submit"}
+    made.buffer.finish("a/0", 3)
+    assert made.hungry
+    made.hand_over()
+    assert made.buffer.count(0) == 6 and len(made.buffer.of("waiting")) == 1
+
+
+def test_engines_go_on_beside_where_all_that_only_generate_run_and_no_others():
+    made, _ = _generation()
+    assert made.go_on_beside([0, 1]) == [], "an engine of cards that train runs too"
+    del made._running[0]
+    assert made.go_on_beside([0, 1]) == [2, 3]
+    assert made.go_on_beside([0]) == [], "this one is to be laid off"
 
 
 def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
