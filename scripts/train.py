@@ -29,12 +29,13 @@ def main() -> None:
     def run(composed) -> None:
         from stalesync.cards import CardFailed
         from stalesync.launch import launch
+        from stalesync.saving import SaveFailed
 
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
         try:
             launch(config)
-        except (ValueError, CardFailed) as error:
+        except (ValueError, CardFailed, SaveFailed) as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             sys.exit(130)

@@ -1,9 +1,9 @@
 """The workers of a run as Ray actors, one a card, called stage by stage.
 
 A stage is one method of the worker, called on every card at once; some cards may be at one while others are at another.
-Nothing hangs without a message and nothing fails
-without one: a card that raises or dies ends the stage, and the error names its rank and the stage; the others, which
-may wait for it in a collective, are ended with it.
+Nothing hangs without a message and nothing fails without one: a card that raises or dies ends the stage, and the error
+names its rank and the stage; the others, which may wait for it in a collective, are ended with it. What goes wrong
+beside the stages (``heed``) ends whatever is waited for, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,8 +52,8 @@ class Running:
 
 
 class Card(Worker):
-    """`Worker` as an actor: stages run one after the other, control calls are answered meanwhile. It gets its rank once
-    Ray has placed it."""
+    """`Worker` as an actor: stages run one after the other; control calls are answered, and a checkpoint is written,
+    meanwhile. It gets its rank once Ray has placed it."""
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue):
         self._given = spec, queue
@@ -71,6 +71,10 @@ class Card(Worker):
     def control(self, request: str, *args: Any) -> Any:
         return super().control(request, *args)
 
+    @ray.method(concurrency_group="save")
+    def save(self, *args: Any) -> None:
+        super().save(*args)
+
 
 class Cards:
     """All workers of a run. Use it as a context manager: however the block ends, the workers end with it."""
@@ -78,11 +82,13 @@ class Cards:
     def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
         self._running: list[Running] = []
+        self.heed: list[Callable[[], None]] = []
+        """Asked at every look at the cards: what one raises ends the run."""
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 2}, **resources)(Card)
+        actor = remote(concurrency_groups={"control": 2, "save": 1}, **resources)(Card)
         self.actors = [actor.remote(spec, queue) for _ in range(spec.world)]
         try:
             order = order_by_place(self.call("place"))
@@ -150,8 +156,10 @@ class Cards:
         """Takes what cards have to tell of the stages that this thread has begun; waits at most so long for the first.
 
         Raises:
-            CardFailed: as `call`.
+            CardFailed: as `call`; and what those in ``heed`` raise.
         """
+        for raise_what_went_wrong in self.heed:
+            raise_what_went_wrong()
         mine = [running for running in list(self._running) if running.thread == threading.get_ident()]
         of = {ref: running for running in mine for ref in running.pending}
         if not of:

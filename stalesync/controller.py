@@ -33,6 +33,7 @@ from stalesync.control import ControlDesk
 from stalesync.generation import Generation
 from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.saving import Saver
 from stalesync.scoring import Finished, Scored, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.update import Updater
@@ -77,6 +78,8 @@ class Controller:
         self.generation = Generation(spec, self.cards, self.group_size, self._take)
         self.algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
         self.updater = Updater(spec, self.cards, self.queue, self.view, self.algorithm, self._take)
+        self.saver = Saver()
+        self.cards.heed.append(self.saver.check)
         self.metrics = Metrics()
         self.pace = PaceTally(spec.pace)
         self._kv_tokens: float | None = None
@@ -87,7 +90,7 @@ class Controller:
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
         phase at both ends."""
-        last, every = self.config.run.steps, self.config.run.save_every
+        last, every = self.config.run.steps, self.config.run.save_every or self.config.run.steps
         held_out = self.source.evaluation(self.config.run.eval_prompts) if self.config.run.eval_prompts else []
         extra, before = self.evaluate(held_out, "before")
         after: list[dict[str, Any]] = []
@@ -98,10 +101,12 @@ class Controller:
             extra = {}
             if self.step == last:
                 extra, after = self.evaluate(held_out, "after")
-            self.folder.log(self.step, metrics | extra)
+            cut = self.cut() if self.step == last or self.step % every == 0 else None
+            self.folder.log(self.step, metrics | extra | self.saver.metrics())
             self.view.update(self.step, metrics)
-            if self.step == last or (every and self.step % every == 0):
-                self.save()
+            if cut is not None:
+                self.save(cut)
+        self.saver.finish()
         return compare(before, after)
 
     def train_step(self) -> dict[str, float]:
@@ -164,10 +169,36 @@ class Controller:
         skipped = self.source.metrics().get("data/skipped_prompts", 0)
         return lines + ([f"{skipped:.0f} prompts were longer than data.max_prompt_length"] if skipped else [])
 
-    def save(self) -> None:
-        """A checkpoint from which a run of the same name goes on, and the Hugging Face export beside it. It is one cut
-        through weights, queue, and what is under way."""
+    def cut(self) -> str:
+        """One cut through weights, queue, and what is under way, for `save`. The cards' part is copied and the queue's
+        written; the controller's is returned."""
         self.view.phase("save")
+        with self.saver.pause():
+            self._settle()
+            snapshot = self.cards.begin("snapshot", ranks=self.spec.deployment.train)
+            state = savepoint.begin(self.checkpoint, self)
+            self.cards.wait(snapshot)
+        return state
+
+    def save(self, cut: str) -> None:
+        """Has a checkpoint written from which a run of the same name goes on, and the Hugging Face export beside it.
+        Steps go on meanwhile."""
+        target, export, ranks = self.checkpoint, str(self.folder.hf), self.spec.deployment.train
+
+        def write() -> None:
+            self.cards.call("save", str(target / savepoint.TRAINER), export, ranks=ranks)
+            savepoint.finish(target, cut)
+            savepoint.prune(target.parent, self.config.run.keep)
+
+        self.saver.begin(write)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the present step's."""
+        return self.folder.checkpoints / f"step-{self.step}"
+
+    def _settle(self) -> None:
+        """Nothing is on an engine, and what was on its way through the queue has arrived and is scored."""
         self._suspend()
         while self.generation.buffer.of("running"):  # finished, and on their way through the queue
             self._note(*self.scorer.news(LOOK_S))
@@ -176,15 +207,11 @@ class Controller:
         self._note([], scored)
         while self.scorer.unscored:
             self._note(*self.scorer.news(LOOK_S))
-        target = self.folder.checkpoints / f"step-{self.step}"
-        self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train)
-        savepoint.write(target, self)
-        savepoint.prune(self.folder.checkpoints, self.config.run.keep)
 
     def restore(self, checkpoint: Path) -> None:
         savepoint.read(checkpoint, self)
         self.folder.rewind(self.step)
-        self.cards.call("restore", str(checkpoint), ranks=self.spec.deployment.train)
+        self.cards.call("restore", str(checkpoint / savepoint.TRAINER), ranks=self.spec.deployment.train)
 
     def _collect(self) -> None:
         """The weights of the present version go to the engines, which go on until a step's groups are there; then the

@@ -32,6 +32,7 @@ def launch(config: Config) -> Path:
     Raises:
         ValueError: the config is wrong; no worker was started.
         CardFailed: a worker failed. Every process of the run has ended and its folder is readable.
+        SaveFailed: a checkpoint could not be written; likewise.
         KeyboardInterrupt: Ctrl-C or SIGTERM; likewise.
     """
     model = config.validate()
