@@ -2,8 +2,9 @@
 
 A stage is one method of the worker, called on every card at once; some cards may be at one while others are at another.
 Nothing hangs without a message and nothing fails without one: a card that raises or dies ends the stage, and the error
-names its rank and the stage; the others, which may wait for it in a collective, are ended with it. What goes wrong
-beside the stages (``heed``) ends whatever is waited for, too.
+names its rank and the stage; the others, which may wait for it in a collective, are ended with it. Of those that are
+not done in time, the one that answers nothing is named. What goes wrong beside the stages (``heed``) ends whatever is
+waited for, too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from distqueue import DistQueue
+from distqueue import DistQueue, QueueClosed
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.config import claim
 
@@ -28,15 +29,29 @@ SAY_EVERY_S = 30.0
 """A stage that is not done is spoken of after this long, and again."""
 
 CONTROL_S = 30.0
-"""A control call is answered within this, whatever the card is at"""
+"""A control call is answered within this (and `cluster.stage_timeout_s`), whatever the card is at"""
+
+ANSWER_S = 5.0
+"""A card that says within this what it is at, when others are late, is taken to wait for somebody else."""
 
 GATHER_FAILURES_S = 1.5
 """After a first failure the others' are awaited this long: the card that broke off a collective is not always the first
 to report, and the one that died is the one to name."""
 
 
-class CardFailed(RuntimeError):
+class RunFailed(RuntimeError):
+    """The run ends; the message names what has failed, and at what."""
+
+
+class CardFailed(RunFailed):
     """A worker raised, died or did not answer; the message names its rank and the stage."""
+
+
+class QueueFailed(RunFailed):
+    """The queue has ended under the run."""
+
+    def __init__(self, told: object):
+        super().__init__(f"the queue has failed: {told}; with queue.durability=journal it goes on if it is killed")
 
 
 @dataclass
@@ -144,7 +159,7 @@ class Cards:
             if left and now - start > self.timeout_s:
                 raise CardFailed(
                     f"stage {running.stage!r}: ranks {left} were not done after {self.timeout_s:.0f} s "
-                    "(cluster.stage_timeout_s)"
+                    f"(cluster.stage_timeout_s){self.silent(left)}"
                 )
             if left and now - said > SAY_EVERY_S:
                 said = now
@@ -180,12 +195,20 @@ class Cards:
         Raises:
             CardFailed: the card is dead, or does not answer.
         """
+        patience_s = min(CONTROL_S, self.timeout_s)
         try:
-            return ray.get(self.actors[rank].control.remote(request, *args), timeout=CONTROL_S)
+            return ray.get(self.actors[rank].control.remote(request, *args), timeout=patience_s)
         except ray.exceptions.GetTimeoutError:
-            raise CardFailed(f"rank {rank} did not answer {request!r} in {CONTROL_S:.0f} s") from None
+            raise CardFailed(f"rank {rank} did not answer {request!r} in {patience_s:.0f} s: it hangs") from None
         except ray.exceptions.RayActorError as error:
             raise CardFailed(_say(rank, request, error)) from None
+
+    def silent(self, ranks: Iterable[int]) -> str:
+        """Says for an error which of these ranks answer nothing; empty where all of them do."""
+        asked = {self.actors[rank].control.remote("status"): rank for rank in ranks}
+        _, unheard = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        names = " and ".join(f"rank {rank}" for rank in sorted(asked[ref] for ref in unheard))
+        return f"; {names} did not answer when asked what it is at: it hangs" if names else ""
 
     def close(self) -> None:
         for actor in self.actors:
@@ -203,6 +226,8 @@ class Cards:
                     failures[left[ref]] = error
                 del left[ref]
         rank = min(failures, key=lambda rank: (_consequence(rank, failures[rank]), rank))
+        if isinstance(ended := getattr(failures[rank], "cause", None), QueueClosed):
+            raise QueueFailed(f"{ended}, as rank {rank} was told in stage {stage!r}") from None
         raise CardFailed(_say(rank, stage, failures[rank])) from None
 
 

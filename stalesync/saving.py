@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from stalesync.cards import CardFailed
+from stalesync.cards import RunFailed
 
 
-class SaveFailed(RuntimeError):
+class SaveFailed(RunFailed):
     """The controller's part of a checkpoint could not be written."""
 
 
@@ -39,7 +39,7 @@ class Saver:
         """The block is a cut: the run stands still. It begins when the last checkpoint is written.
 
         Raises:
-            CardFailed, SaveFailed: that could not be written.
+            RunFailed: that could not be written.
         """
         start = time.perf_counter()
         self.finish()
@@ -58,7 +58,7 @@ class Saver:
 
     def check(self) -> None:
         """Raises:
-        CardFailed, SaveFailed: what was to be written could not be.
+        RunFailed: what was to be written could not be.
         """
         if self._error is not None:
             raise self._error
@@ -67,7 +67,7 @@ class Saver:
         """Waits until nothing is being written.
 
         Raises:
-            CardFailed, SaveFailed: as `check`.
+            RunFailed: as `check`.
         """
         if self._thread is not None:
             self._thread.join()
@@ -85,7 +85,7 @@ class Saver:
         start = time.perf_counter()
         try:
             write()
-        except CardFailed as error:
+        except RunFailed as error:
             self._error = error
         except Exception as error:
             self._error = SaveFailed(_say(error))

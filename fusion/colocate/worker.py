@@ -11,6 +11,7 @@ from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen m
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -233,7 +234,7 @@ class Worker:
         if request == "status":
             stage = self.log.stage_name if hasattr(self, "log") else "start"
             figures = self.engine.status() if self.engine is not None else {}
-            return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
+            return {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value, "stage": stage} | figures
         assert self.engine is not None, f"rank {self.rank} generates nothing"
         return self.generating.control(request, *args)
 

@@ -22,6 +22,9 @@ class Calls:
         self.begun.append((stage, {rank: [request.id for request in each[rank][0]] for rank in ranks}))
         return Running(stage, ranks, {})
 
+    def silent(self, ranks):
+        return f"; of {list(ranks)} none answered"
+
 
 def _generation():
     spec = SimpleNamespace(rollout=RolloutConfig(forced_median=4), seed=0, engines=[(0, 1), (2, 3)], world=4)
@@ -50,6 +53,7 @@ def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
         "no sample has come for 31 s",
     ]
     with pytest.raises(
-        CardFailed, match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam"
+        CardFailed,
+        match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam.*of \[0, 1, 2, 3\]",
     ):
         made.check_alive(101.0)
