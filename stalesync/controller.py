@@ -72,7 +72,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.spec
-        self.ledger = StalenessLedger(config.stalesync.max_staleness, config.data.prompts_per_step)
+        stale = config.stalesync
+        self.ledger = StalenessLedger(stale.max_staleness, config.data.prompts_per_step, stale.train_tokens)
         self.desk = ControlDesk(self.folder.path, config)
         self.group_size = config.algorithm.group_size
         self.generation = Generation(spec, self.cards, self.group_size, self._take)
@@ -116,7 +117,7 @@ class Controller:
         self._collect()
         while self._refill():  # groups were filtered after the engines had stopped
             self._collect()
-        trained = self.ledger.ready()
+        trained = self.ledger.enough() or self.ledger.ready()
         groups = {group: self.scored.pop(group) for group in trained}
         batch = sorted([s for members in groups.values() for s in members] + self._ended_now, key=lambda one: one.id)
         self._say(batch)
@@ -235,7 +236,7 @@ class Controller:
     def _admit(self) -> None:
         """Takes up as many groups as the ledger allows and the run has steps left for."""
         untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
-        wanted = (self.config.run.steps - self.step) * self.config.data.prompts_per_step - untrained
+        wanted = (self.config.run.steps - self.step) * self.ledger.expected_groups - untrained
         prompts = self.source.next(min(self.ledger.may_admit(), wanted)) if wanted > 0 else []
         self.ledger.admit([prompt.id for prompt in prompts])
         self.scorer.expect(prompts)
@@ -244,14 +245,15 @@ class Controller:
     def _refill(self) -> bool:
         """Whether a step that lacks groups because some were filtered is to go on for others in their place."""
         batch = self.config.data.prompts_per_step
-        wanted = 0 < self._filtered_now <= MOST_REFILLS * batch and len(self.ledger.ready()) < batch
+        wanted = 0 < self._filtered_now <= MOST_REFILLS * batch and not self.ledger.enough()
         return wanted and bool(self.ledger.in_flight or self.ledger.may_admit())
 
     def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
-        wanted, heard_s = self.config.data.prompts_per_step, time.perf_counter()
-        while self.ledger.in_flight and len(ready := self.ledger.ready()) < wanted:
-            self.view.phase("generate", len(ready) * self.group_size, wanted * self.group_size)
+        heard_s = time.perf_counter()
+        while not self.ledger.enough() and (self.ledger.in_flight or self._more_tokens()):
+            sizes = len(self.ledger.ready()), self.ledger.expected_groups
+            self.view.phase("generate", *(groups * self.group_size for groups in sizes))
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
             arrived, scored = self.scorer.news(LOOK_S)
             self._note(arrived, scored)
@@ -264,15 +266,23 @@ class Controller:
             if waits:
                 self.metrics.add("timing_s/wait_older", time.perf_counter() - began_s)
 
+    def _more_tokens(self) -> bool:
+        """Whether groups that were shorter than others before them have left a step short of tokens, and further ones
+        have been admitted."""
+        if self.config.stalesync.train_tokens is not None:
+            self._admit()
+            self.generation.hand_over()
+        return bool(self.ledger.in_flight)
+
     def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
         """Takes notice of samples that are generated, and of others that are scored."""
         for sample in arrived:
             self.generation.buffer.finish(sample.id, sample.response_tokens)
             group = sample.prompt.id
             if self.generation.buffer.is_finished(group):
-                self.generation.leave(group)
+                left = self.generation.leave(group)
                 if not self.scorer.beside:
-                    self.ledger.finish(group)
+                    self.ledger.finish(group, sum(one.prompt_tokens + one.generated for one in left))
         for one in scored:
             group = one.prompt.id
             members = self.scored.setdefault(group, [])
@@ -293,7 +303,7 @@ class Controller:
             self._let_go(group, f"filtered:{rule}", rule)
             self._filtered_now += 1
         elif self.scorer.beside:
-            self.ledger.finish(group)
+            self.ledger.finish(group, sum(member.tokens for member in members if member.outcome.error is None))
 
     def _let_go(self, group: str, ended: str, reason: str) -> None:
         """A group that will not be trained leaves the queue."""
