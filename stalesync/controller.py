@@ -87,6 +87,8 @@ class Controller:
         self._ended_now: list[Scored] = []
         """Samples of groups that failed or were filtered in this step"""
         self._filtered_now = 0
+        self._row = 1
+        """The step in whose record a group ends: the present one's, or in a cut the one's before, which it holds"""
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -112,6 +114,7 @@ class Controller:
 
     def train_step(self) -> dict[str, float]:
         metrics, start = self.metrics, time.perf_counter()
+        self._row = self.step + 1
         if told := self.desk.read(self.step + 1, self._kv_tokens):
             self.view.note(told)
         self._collect()
@@ -307,7 +310,7 @@ class Controller:
 
     def _let_go(self, group: str, ended: str, reason: str) -> None:
         """A group that will not be trained leaves the queue."""
-        self.folder.log_groups(self.step + 1, [group], ended)
+        self.folder.log_groups(self._row, [group], ended)
         members = self.scored.pop(group)
         self.queue.drop([member.id for member in members], reason)
         self._ended_now += members

@@ -1,10 +1,12 @@
 """Whoever fails or hangs while training and generation run ahead of each other is named, or the run goes on without it:
 whole runs, real Ray, real workers, emulated cards."""
 
+import json
 import os
 import re
 import signal
 import time
+from collections import Counter
 
 import pytest
 
@@ -28,6 +30,16 @@ STALE = [
     "rollout.forced_median=8",
     "run.eval_prompts=0",
 ]
+
+
+HALF = """
+import zlib
+
+def score(prompt, response, answer, **fields):
+    if zlib.crc32(prompt.encode()) % 2:
+        raise RuntimeError("no such judge")
+    return float(len(response) % 3)
+"""
 
 
 def _processes(run, name):
@@ -68,6 +80,18 @@ def test_rewards_that_raise_or_hang_are_counted_and_the_run_keeps_its_bound(base
     assert min(failed.values()) > 0 and sum(failed.values()) == sum(row["reward/failed"] for row in rows), failed
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr
     assert max(row["staleness/max"] for row in rows) <= 1
+
+
+def test_the_record_up_to_a_checkpoint_holds_every_group_that_has_ended_in_it(base, tmp_path):  # noqa: F811
+    (tmp_path / "judge.py").write_text(HALF)
+    judge = ["rollout.forced_median=20", f"reward.path={tmp_path / 'judge.py'}:score"]
+    done = _train(base, tmp_path, *STALE, *judge, "run.save_every=1", "run.keep=0", "run.steps=12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "groups.jsonl").read_text().splitlines()]
+    assert any(row["ended"] == "failed:reward_raised" for row in rows)
+    for step in range(1, 13):
+        state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step}" / "controller.json").read_text())
+        assert Counter(row["ended"] for row in rows if row["step"] <= step) == state["ledger"]["ended"], step
 
 
 def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost(start, tmp_path):  # noqa: F811
