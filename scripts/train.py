@@ -27,14 +27,14 @@ def main() -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(composed) -> None:
-        from stalesync.cards import CardFailed
+        from stalesync.cards import RunFailed
         from stalesync.launch import launch
 
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)
         try:
             launch(config)
-        except (ValueError, CardFailed) as error:
+        except (ValueError, RunFailed) as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             sys.exit(130)

@@ -8,6 +8,7 @@ generation   the engines: which requests run where, suspended and resumed
 scoring      from finished samples to rewards: by a rule, or by the reward model on its cards
 update       from scored groups to an optimizer step: advantages, reference, minibatches
 savepoint    what of a run a checkpoint holds beside weights and optimizer
+saving       a checkpoint is written while the run goes on
 pacing       whether a run of modelled cards kept its pace
 control      a run is told to generate otherwise while it goes on
 cards        the workers as Ray actors, called stage by stage

@@ -1,9 +1,10 @@
 """The workers of a run as Ray actors, one a card, called stage by stage.
 
 A stage is one method of the worker, called on every card at once; some cards may be at one while others are at another.
-Nothing hangs without a message and nothing fails
-without one: a card that raises or dies ends the stage, and the error names its rank and the stage; the others, which
-may wait for it in a collective, are ended with it.
+Nothing hangs without a message and nothing fails without one: a card that raises or dies ends the stage, and the error
+names its rank and the stage; the others, which may wait for it in a collective, are ended with it. Of those that are
+not done in time, the one that answers nothing is named. What goes wrong beside the stages (``heed``) ends whatever is
+waited for, too.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from distqueue import DistQueue
+from distqueue import DistQueue, QueueClosed
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.config import claim
 from fusion.telemetry import wall_ns
@@ -33,15 +34,29 @@ ATTEND_S = 0.2
 """While a stage is waited for, what is to be done meanwhile is done as often as this"""
 
 CONTROL_S = 30.0
-"""A control call is answered within this, whatever the card is at"""
+"""A control call is answered within this (and `cluster.stage_timeout_s`), whatever the card is at"""
+
+ANSWER_S = 5.0
+"""A card that says within this what it is at, when others are late, is taken to wait for somebody else."""
 
 GATHER_FAILURES_S = 1.5
 """After a first failure the others' are awaited this long: the card that broke off a collective is not always the first
 to report, and the one that died is the one to name."""
 
 
-class CardFailed(RuntimeError):
+class RunFailed(RuntimeError):
+    """The run ends; the message names what has failed, and at what."""
+
+
+class CardFailed(RunFailed):
     """A worker raised, died or did not answer; the message names its rank and the stage."""
+
+
+class QueueFailed(RunFailed):
+    """The queue has ended under the run."""
+
+    def __init__(self, told: object):
+        super().__init__(f"the queue has failed: {told}; with queue.durability=journal it goes on if it is killed")
 
 
 @dataclass
@@ -58,8 +73,8 @@ class Running:
 
 
 class Card(Worker):
-    """`Worker` as an actor: stages run one after the other, control calls are answered meanwhile. It gets its rank once
-    Ray has placed it."""
+    """`Worker` as an actor: stages run one after the other; control calls are answered, and a checkpoint is written,
+    meanwhile. It gets its rank once Ray has placed it."""
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue):
         self._given = spec, queue
@@ -81,6 +96,10 @@ class Card(Worker):
     def control(self, request: str, *args: Any) -> Any:
         return super().control(request, *args)
 
+    @ray.method(concurrency_group="save")
+    def save(self, *args: Any) -> None:
+        super().save(*args)
+
 
 class Cards:
     """All workers of a run. Use it as a context manager: however the block ends, the workers end with it."""
@@ -89,11 +108,13 @@ class Cards:
         self.world, self.timeout_s = spec.world, timeout_s
         self._running: list[Running] = []
         self._meanwhile: tuple[Callable[[], None] | None, int] = None, 0
+        self.heed: list[Callable[[], None]] = []
+        """Asked at every look at the cards: what one raises ends the run."""
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 2, "weights": 1}, **resources)(Card)
+        actor = remote(concurrency_groups={"control": 2, "weights": 1, "save": 1}, **resources)(Card)
         self.actors = [actor.remote(spec, queue) for _ in range(spec.world)]
         try:
             order = order_by_place(self.call("place"))
@@ -152,7 +173,7 @@ class Cards:
             if left and now - start > self.timeout_s:
                 raise CardFailed(
                     f"stage {running.stage!r}: ranks {left} were not done after {self.timeout_s:.0f} s "
-                    "(cluster.stage_timeout_s)"
+                    f"(cluster.stage_timeout_s){self.silent(left)}"
                 )
             if left and now - said > SAY_EVERY_S:
                 said = now
@@ -173,8 +194,10 @@ class Cards:
         """Takes what cards have to tell of the stages that this thread has begun; waits at most so long for the first.
 
         Raises:
-            CardFailed: as `call`.
+            CardFailed: as `call`; and what those in ``heed`` raise.
         """
+        for raise_what_went_wrong in self.heed:
+            raise_what_went_wrong()
         mine = [running for running in list(self._running) if running.thread == threading.get_ident()]
         of = {ref: running for running in mine for ref in running.pending}
         if not of:
@@ -200,12 +223,20 @@ class Cards:
         Raises:
             CardFailed: the card is dead, or does not answer.
         """
+        patience_s = min(CONTROL_S, self.timeout_s)
         try:
-            return ray.get(self.actors[rank].control.remote(request, *args), timeout=CONTROL_S)
+            return ray.get(self.actors[rank].control.remote(request, *args), timeout=patience_s)
         except ray.exceptions.GetTimeoutError:
-            raise CardFailed(f"rank {rank} did not answer {request!r} in {CONTROL_S:.0f} s") from None
+            raise CardFailed(f"rank {rank} did not answer {request!r} in {patience_s:.0f} s: it hangs") from None
         except ray.exceptions.RayActorError as error:
             raise CardFailed(_say(rank, request, error)) from None
+
+    def silent(self, ranks: Iterable[int]) -> str:
+        """Says for an error which of these ranks answer nothing; empty where all of them do."""
+        asked = {self.actors[rank].control.remote("status"): rank for rank in ranks}
+        _, unheard = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        names = " and ".join(f"rank {rank}" for rank in sorted(asked[ref] for ref in unheard))
+        return f"; {names} did not answer when asked what it is at: it hangs" if names else ""
 
     def close(self) -> None:
         for actor in self.actors:
@@ -223,6 +254,8 @@ class Cards:
                     failures[left[ref]] = error
                 del left[ref]
         rank = min(failures, key=lambda rank: (_consequence(rank, failures[rank]), rank))
+        if isinstance(ended := getattr(failures[rank], "cause", None), QueueClosed):
+            raise QueueFailed(f"{ended}, as rank {rank} was told in stage {stage!r}") from None
         raise CardFailed(_say(rank, stage, failures[rank])) from None
 
 

@@ -52,10 +52,22 @@ class ClusterConfig:
 class StaleSyncConfig:
     max_staleness: int = 0
     """Policy versions a trained sample's oldest token may lag behind; 0 is the synchronous loop."""
+    train_tokens: int | None = None
+    """A step begins as soon as finished groups hold so many tokens, prompts and responses; `data.prompts_per_step` is
+    then the most groups it takes, and older groups may make it larger. null: it takes all `data.prompts_per_step`."""
 
     def validate(self) -> None:
         if self.max_staleness < 0:
             raise ValueError(f"stalesync.max_staleness={self.max_staleness}: expected at least 0")
+        if self.train_tokens is None:
+            return
+        if self.train_tokens < 1:
+            raise ValueError(f"stalesync.train_tokens={self.train_tokens}: expected at least 1, or null")
+        if not self.max_staleness:
+            raise ValueError(
+                f"stalesync.train_tokens={self.train_tokens}: expected null at stalesync.max_staleness=0, where a step "
+                "trains its whole batch of data.prompts_per_step groups"
+            )
 
 
 @dataclass

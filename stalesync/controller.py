@@ -33,6 +33,7 @@ from stalesync.control import ControlDesk
 from stalesync.generation import Generation
 from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.saving import Saver
 from stalesync.scoring import Finished, Scored, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.update import Updater
@@ -74,12 +75,15 @@ class Controller:
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.spec
-        self.ledger = StalenessLedger(config.stalesync.max_staleness, config.data.prompts_per_step)
+        stale = config.stalesync
+        self.ledger = StalenessLedger(stale.max_staleness, config.data.prompts_per_step, stale.train_tokens)
         self.desk = ControlDesk(self.folder.path, config)
         self.group_size = config.algorithm.group_size
         self.generation = Generation(spec, self.cards, self.group_size, self._take)
         self.algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
         self.updater = Updater(spec, self.cards, self.queue, self.view, self.algorithm, self._take)
+        self.saver = Saver()
+        self.cards.heed.append(self.saver.check)
         self.metrics = Metrics()
         self.pace = PaceTally(spec.pace)
         self.usage = Usage([f"card {rank}" for rank in range(spec.world)], wall_ns())
@@ -87,11 +91,13 @@ class Controller:
         self._ended_now: list[Scored] = []
         """Samples of groups that failed or were filtered in this step"""
         self._filtered_now = 0
+        self._row = 1
+        """The step in whose record a group ends: the present one's, or in a cut the one's before, which it holds"""
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
         phase at both ends."""
-        last, every = self.config.run.steps, self.config.run.save_every
+        last, every = self.config.run.steps, self.config.run.save_every or self.config.run.steps
         held_out = self.source.evaluation(self.config.run.eval_prompts) if self.config.run.eval_prompts else []
         extra, before = self.evaluate(held_out, "before")
         after: list[dict[str, Any]] = []
@@ -103,20 +109,23 @@ class Controller:
             extra = {}
             if self.step == last:
                 extra, after = self.evaluate(held_out, "after")
-            self.folder.log(self.step, metrics | extra)
+            cut = self.cut() if self.step == last or self.step % every == 0 else None
+            self.folder.log(self.step, metrics | extra | self.saver.metrics())
             self.view.update(self.step, metrics)
-            if self.step == last or (every and self.step % every == 0):
-                self.save()
+            if cut is not None:
+                self.save(cut)
+        self.saver.finish()
         return compare(before, after)
 
     def train_step(self) -> dict[str, float]:
         metrics, start = self.metrics, time.perf_counter()
+        self._row = self.step + 1
         if told := self.desk.read(self.step + 1, self._kv_tokens):
             self.view.note(told)
         self._collect()
         while self._refill():  # groups were filtered after the engines had stopped
             self._collect()
-        trained = self.ledger.ready()
+        trained = self.ledger.enough() or self.ledger.ready()
         groups = {group: self.scored.pop(group) for group in trained}
         batch = sorted([s for members in groups.values() for s in members] + self._ended_now, key=lambda one: one.id)
         self._ended_now, self._filtered_now = [], 0
@@ -174,10 +183,36 @@ class Controller:
         skipped = self.source.metrics().get("data/skipped_prompts", 0)
         return lines + ([f"{skipped:.0f} prompts were longer than data.max_prompt_length"] if skipped else [])
 
-    def save(self) -> None:
-        """A checkpoint from which a run of the same name goes on, and the Hugging Face export beside it. It is one cut
-        through weights, queue, and what is under way."""
+    def cut(self) -> str:
+        """One cut through weights, queue, and what is under way, for `save`. The cards' part is copied and the queue's
+        written; the controller's is returned."""
         self.view.phase("save")
+        with self.saver.pause():
+            self._settle()
+            snapshot = self.cards.begin("snapshot", ranks=self.spec.deployment.train)
+            state = savepoint.begin(self.checkpoint, self)
+            self.cards.wait(snapshot)
+        return state
+
+    def save(self, cut: str) -> None:
+        """Has a checkpoint written from which a run of the same name goes on, and the Hugging Face export beside it.
+        Steps go on meanwhile."""
+        target, export, ranks = self.checkpoint, str(self.folder.hf), self.spec.deployment.train
+
+        def write() -> None:
+            self.cards.call("save", str(target / savepoint.TRAINER), export, ranks=ranks)
+            savepoint.finish(target, cut)
+            savepoint.prune(target.parent, self.config.run.keep)
+
+        self.saver.begin(write)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the present step's."""
+        return self.folder.checkpoints / f"step-{self.step}"
+
+    def _settle(self) -> None:
+        """Nothing is on an engine, and what was on its way through the queue has arrived and is scored."""
         self._suspend()
         while self.generation.buffer.of("running"):  # finished, and on their way through the queue
             self._note(*self.scorer.news(LOOK_S))
@@ -186,15 +221,11 @@ class Controller:
         self._note([], scored)
         while self.scorer.unscored:
             self._note(*self.scorer.news(LOOK_S))
-        target = self.folder.checkpoints / f"step-{self.step}"
-        self._take(self.cards.call("save", str(target), str(self.folder.hf), ranks=self.spec.deployment.train))
-        savepoint.write(target, self)
-        savepoint.prune(self.folder.checkpoints, self.config.run.keep)
 
     def restore(self, checkpoint: Path) -> None:
         savepoint.read(checkpoint, self)
         self.folder.rewind(self.step)
-        self.cards.call("restore", str(checkpoint), ranks=self.spec.deployment.train)
+        self.cards.call("restore", str(checkpoint / savepoint.TRAINER), ranks=self.spec.deployment.train)
 
     def _collect(self) -> None:
         """The weights of the present version go to the engines, which go on until a step's groups are there; then the
@@ -231,7 +262,7 @@ class Controller:
         """Takes up as many groups as the ledger allows, the run has steps left for, and these engines (None: those that
         run) can begin with."""
         untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
-        wanted = (self.config.run.steps - self.step) * self.config.data.prompts_per_step - untrained
+        wanted = (self.config.run.steps - self.step) * self.ledger.expected_groups - untrained
         most, begun = self.ledger.may_admit(), self.generation.groups_wanted(engines)
         wanted = min(wanted, most, most if begun is None else begun)
         prompts = self.source.next(wanted) if wanted > 0 else []
@@ -242,15 +273,15 @@ class Controller:
     def _refill(self) -> bool:
         """Whether a step that lacks groups because some were filtered is to go on for others in their place."""
         batch = self.config.data.prompts_per_step
-        wanted = 0 < self._filtered_now <= MOST_REFILLS * batch and len(self.ledger.ready()) < batch
+        wanted = 0 < self._filtered_now <= MOST_REFILLS * batch and not self.ledger.enough()
         return wanted and bool(self.ledger.in_flight or self.ledger.may_admit())
 
     def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
-        wanted, heard_s = self.config.data.prompts_per_step, time.perf_counter()
-        few = TAIL * wanted * self.group_size
-        while self.ledger.in_flight and len(ready := self.ledger.ready()) < wanted:
-            self.view.phase("generate", len(ready) * self.group_size, wanted * self.group_size)
+        heard_s, few = time.perf_counter(), TAIL * self.ledger.expected_groups * self.group_size
+        while not self.ledger.enough() and (self.ledger.in_flight or self._more_tokens()):
+            sizes = len(self.ledger.ready()), self.ledger.expected_groups
+            self.view.phase("generate", *(groups * self.group_size for groups in sizes))
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
             tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
@@ -275,15 +306,23 @@ class Controller:
             self._admit()
             self.generation.hand_over()
 
+    def _more_tokens(self) -> bool:
+        """Whether groups that were shorter than others before them have left a step short of tokens, and further ones
+        have been admitted."""
+        if self.config.stalesync.train_tokens is not None:
+            self._admit()
+            self.generation.hand_over()
+        return bool(self.ledger.in_flight)
+
     def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
         """Takes notice of samples that are generated, and of others that are scored."""
         for sample in arrived:
             self.generation.buffer.finish(sample.id, sample.response_tokens)
             group = sample.prompt.id
             if self.generation.buffer.is_finished(group):
-                self.generation.leave(group)
+                left = self.generation.leave(group)
                 if not self.scorer.beside:
-                    self.ledger.finish(group)
+                    self.ledger.finish(group, sum(one.prompt_tokens + one.generated for one in left))
         for one in scored:
             group = one.prompt.id
             members = self.scored.setdefault(group, [])
@@ -304,11 +343,11 @@ class Controller:
             self._let_go(group, f"filtered:{rule}", rule)
             self._filtered_now += 1
         elif self.scorer.beside:
-            self.ledger.finish(group)
+            self.ledger.finish(group, sum(member.tokens for member in members if member.outcome.error is None))
 
     def _let_go(self, group: str, ended: str, reason: str) -> None:
         """A group that will not be trained leaves the queue."""
-        self.folder.log_groups(self.step + 1, [group], ended)
+        self.folder.log_groups(self._row, [group], ended)
         members = self.scored.pop(group)
         self.queue.drop([member.id for member in members], reason)
         self._ended_now += members

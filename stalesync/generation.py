@@ -113,14 +113,15 @@ class Generation:
         Raises:
             CardFailed: names the engines that run, and what they have.
         """
-        if silent_s < self._said_s + SAY_EVERY_S:
+        if silent_s < min(self._said_s + SAY_EVERY_S, self._cards.timeout_s):
             self._said_s = min(self._said_s, silent_s)
             return
         self._said_s = silent_s
         held = {engine: sum(one.engine == engine for one in self.buffer.of("running")) for engine in self._running}
         told = ", ".join(f"engine {n} (ranks {list(self._spec.engines[n])}) has {held[n]} samples" for n in held)
         if silent_s > self._cards.timeout_s:
-            raise CardFailed(f"no sample has come for {silent_s:.0f} s (cluster.stage_timeout_s): {told}")
+            hangs = self._cards.silent(rank for n in held for rank in self._spec.engines[n])
+            raise CardFailed(f"no sample has come for {silent_s:.0f} s (cluster.stage_timeout_s): {told}{hangs}")
         log.warning("no sample has come for %.0f s: %s", silent_s, told)
 
     def of_cards(self, ranks: Iterable[int]) -> list[int]:

@@ -31,7 +31,8 @@ def launch(config: Config) -> Path:
 
     Raises:
         ValueError: the config is wrong; no worker was started.
-        CardFailed: a worker failed. Every process of the run has ended and its folder is readable.
+        RunFailed: a worker or the queue failed, or a checkpoint could not be written. Every process of the run has
+            ended and its folder is readable.
         KeyboardInterrupt: Ctrl-C or SIGTERM; likewise.
     """
     model = config.validate()
@@ -66,8 +67,8 @@ def _run(
     folder: RunFolder,
     report: dict[str, Any],
 ) -> None:
-    from distqueue import DistQueue
-    from stalesync.cards import Cards
+    from distqueue import DistQueue, QueueClosed
+    from stalesync.cards import Cards, QueueFailed
     from stalesync.controller import TASKS, Controller
     from stalesync.scoring import ModelJudge, RuleJudge, Scorer
 
@@ -92,7 +93,10 @@ def _run(
         else:
             controller.restore(checkpoint)
             view.note(f"going on from {checkpoint}, step {controller.step}")
-        report["answers"] = controller.run()
+        try:
+            report["answers"] = controller.run()
+        except QueueClosed as error:
+            raise QueueFailed(error) from error
         report["notes"] = controller.notes()
         report["next_steps"] = next_steps(config, folder)
 

@@ -1,6 +1,6 @@
 """What the controller writes into a checkpoint beside what the cards do: one cut, taken while nothing runs.
 
-    checkpoints/step-N/   …weights, optimizer, …     by the cards
+    checkpoints/step-N/   trainer/                   weights, optimizer, step: by the cards
                           queue/                     samples that are under way, those suspended included
                           controller.json            last: a checkpoint without it was not written to its end
 
@@ -11,6 +11,7 @@ twice.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -26,11 +27,15 @@ if TYPE_CHECKING:
 
 NAME = "controller.json"
 QUEUE = "queue"
+TRAINER = "trainer"
 
 
-def write(target: Path, controller: Controller) -> None:
-    """Nothing is on an engine, and no sample is between the queue and the controller."""
+def begin(target: Path, controller: Controller) -> str:
+    """Writes the queue's part, and returns the controller's for `finish`. Nothing is on an engine, and no sample is
+    between the queue and the controller. What an earlier run has left there unfinished goes."""
     ledger, generation = controller.ledger, controller.generation
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     if ledger.in_flight or ledger.finished:
         controller.queue.checkpoint(str((target / QUEUE).resolve()))
     prompts = {sample.prompt.id: sample.prompt for members in controller.scored.values() for sample in members}
@@ -46,7 +51,14 @@ def write(target: Path, controller: Controller) -> None:
         "scored": [_plain(sample) for members in controller.scored.values() for sample in members],
         "failed_rewards": controller.failed_rewards,
     }
-    write_atomic(target / NAME, json.dumps(state))
+    return json.dumps(state)
+
+
+def finish(target: Path, state: str) -> None:
+    """Everything else of the checkpoint is on disk: from now on it counts."""
+    write_atomic(target / NAME, state)
+    for path in (target / NAME, target, target.parent):
+        _sync(path)
 
 
 def read(checkpoint: Path, controller: Controller) -> None:
@@ -81,12 +93,21 @@ def newest(folder: Path) -> Path | None:
 
 def prune(folder: Path, keep: int) -> None:
     """Removes whole checkpoints but the last ``keep`` (0: none is removed), and what is left of ones older than those
-    that were not written to their end."""
+    that were not written to their end. What is removed ceases to count first."""
     steps = {path: int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
     whole = sorted((path for path in steps if (path / NAME).is_file()), key=lambda path: steps[path])
     if keep and len(whole) >= keep:
         for path in [path for path in steps if steps[path] < steps[whole[-keep]]]:
+            (path / NAME).unlink(missing_ok=True)
             shutil.rmtree(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _plain(sample: Scored) -> dict[str, Any]:

@@ -11,6 +11,7 @@
     partials           samples that were suspended, in the queue until an engine goes on with them
     pace, paced        what an emulated card stands for; trainer, engine and switch that take its time
     generating, reading    the engine at work; what a card reads from the queue
+    saving             a checkpoint is copied in a pause and written beside what follows
     worker, stages     Worker: switch, generate, reference, score, train, save; what a card tells of each
 
 A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls it in its own process.

@@ -16,7 +16,7 @@ class Meshes:
     """A mesh is None where the card has no part in it, a group where it has one member.
 
     ``actor`` and ``trainers``: the cards of a switch to INFER, and to TRAIN. ``replica``: the cards that train on the
-    same samples.
+    same samples. ``savers``: those of ``trainers`` again, over the host, for what they write beside all else.
     """
 
     train: Mesh | None
@@ -26,6 +26,7 @@ class Meshes:
     actor: dist.ProcessGroup | None
     trainers: dist.ProcessGroup | None
     replica: dist.ProcessGroup | None
+    savers: dist.ProcessGroup | None
 
     @classmethod
     def create(cls, spec: WorkerSpec, rank: int) -> Meshes:
@@ -47,14 +48,15 @@ class Meshes:
             group_of(deployment.actor, rank),
             group_of(deployment.train, rank),
             _replicas(spec, rank) if spec.train.pp > 1 else train.tp_group if train else None,
+            group_of(deployment.train, rank, "gloo"),
         )
 
 
-def group_of(ranks: Sequence[int], rank: int) -> dist.ProcessGroup | None:
+def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
     """The process group of these ranks, None for one alone or a rank that is not in it. Collective over the world."""
     if len(ranks) == 1:
         return None
-    group = dist.new_group(list(ranks))
+    group = dist.new_group(list(ranks), backend=backend)
     return group if rank in ranks else None
 
 

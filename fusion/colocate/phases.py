@@ -69,7 +69,8 @@ SERVES = {
     "reference": {Phase.REFERENCE},
     "score": {Phase.REWARD},
     "train": {Phase.TRAIN},
-    "save": {Phase.TRAIN},
+    "snapshot": {Phase.TRAIN},
+    "restore": {Phase.TRAIN},
 }
 
 

@@ -133,6 +133,15 @@ class PhaseSwitcher:
         """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
         self._send_out(self.optimizer)
 
+    def training_state(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer by name, each where it is now: on the card, or on the host. To be read only, by what is
+        queued before the card is given other work."""
+        assert self.trainer is not None
+        self.offloader.wait()
+        found = self.trainer.state_dict()["tensors"]
+        away = self._away(found)
+        return found | {name: self.offloader.host(name).view(found[name].dtype) for name in away}
+
     def _load(self) -> None:
         gradients = self._away(self.trainer.gradients() if self.trainer is not None else {})
         self.offloader.back(gradients)

@@ -3,7 +3,7 @@
     prepare ─► TRAIN ──switch──► INFER ──switch──► TRAIN …          cards that only generate or score: STANDBY ─► …
                 │                  │
                 reference, score   generate (control: status, submit, abort meanwhile)
-                train, save, export
+                train, snapshot    (save, in a thread of its own, whatever the phase: what the snapshot has copied)
 
 A stage is a method that all cards concerned run at once; between two stages a card only copies (the optimizer, to and
 from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen models say `FrozenRoles`'.
@@ -11,6 +11,7 @@ from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen m
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,22 +30,18 @@ from fusion.colocate.paced import Parts, paced_parts
 from fusion.colocate.partials import Store
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.reading import Reading
-from fusion.colocate.samples import (
-    REFERENCE,
-    split_responses,
-    summed_log_ratios,
-    to_sequences,
-)
+from fusion.colocate.samples import REFERENCE, split_responses, summed_log_ratios, to_sequences
+from fusion.colocate.saving import Saving
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport, awaited
 from fusion.colocate.together import together
 from fusion.colocate.weights import PolicyWeights
 from fusion.inference import Engine, Request
-from fusion.model import Mesh, ModelConfig, save_folder
+from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
-from fusion.training import Sequences, TrainEngine, load_checkpoint, save_checkpoint
+from fusion.training import Sequences, TrainEngine, load_checkpoint
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
 
@@ -105,6 +102,7 @@ class Worker:
                 total_steps=spec.steps,
                 states=streamed if spec.fusion.offload == "stream" else ResidentStates,
             )
+            self.saving = Saving(self.trainer, device, pool, meshes.savers, spec.model.path)
             self.algorithm = make_algorithm(spec.algorithm, spec.rollout.max_response_length)
             self.roles.settle(self._least(device.memory().free))
         if self.weights.infer is not None:
@@ -228,37 +226,38 @@ class Worker:
         self.switcher.unload_optimizer()
         return self.log.report()
 
-    def save(self, checkpoint: str, export: str) -> StageReport:
-        """Writes the trainer's state and, as a Hugging Face folder, the weights."""
-        with self.log.work("save"):
-            trainer = self._resident_trainer()
-            save_checkpoint(trainer, checkpoint)
-            save_folder(trainer.model, export, tokenizer_from=self.spec.model.path)
-        return self.log.report()
+    def snapshot(self) -> None:
+        """Copies the trainer's state within the host, or to it, for `save` to write. Whatever `save` was at has
+        ended."""
+        self.phases.require("snapshot")
+        with self.log.work("snapshot", "save"):
+            self.saving.copy(self.switcher.training_state())
+
+    def save(self, checkpoint: str, export: str) -> None:
+        """Writes what the last `snapshot` has copied: the trainer's state and, as a Hugging Face folder, the weights.
+        Other stages may run meanwhile. Returns when all of it is on disk, that of the other cards, too."""
+        self.saving.write(checkpoint, export)
 
     def restore(self, checkpoint: str) -> None:
+        self.phases.require("restore")
+        assert self.trainer is not None
         with self.log.work("restore"):
-            load_checkpoint(self._resident_trainer(), checkpoint)
+            self.switcher.load_optimizer()
+            self.switcher.await_optimizer()
+            load_checkpoint(self.trainer, checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
         """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids), ``pause``."""
         if request == "status":
             stage = self.log.stage_name if hasattr(self, "log") else "start"
             figures = self.engine.status() if self.engine is not None else {}
-            return {"rank": self.rank, "phase": self.phases.phase.value, "stage": stage} | figures
+            return {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value, "stage": stage} | figures
         assert self.engine is not None, f"rank {self.rank} generates nothing"
         return self.generating.control(request, *args)
 
     def _stage(self, name: str, kind: str) -> AbstractContextManager[None]:
         trains = self.rank in self.spec.deployment.train
         return self.log.stage(name, kind, awaited(name, self.phases.phase, trains))
-
-    def _resident_trainer(self) -> TrainEngine:
-        self.phases.require("save")
-        assert self.trainer is not None
-        self.switcher.load_optimizer()
-        self.switcher.await_optimizer()
-        return self.trainer
 
     def _least(self, nbytes: int) -> int:
         """The smallest of a number of all cards that train, so that they decide alike."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -73,13 +73,22 @@ def check_folder(folder: str | Path, config: ModelConfig) -> None:
 
 
 def save_folder(
-    model: Transformer, folder: str | Path, tokenizer_from: str | Path | None = None, shard_bytes: int = 4 << 30
+    model: Transformer,
+    folder: str | Path,
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = 4 << 30,
+    views: Mapping[str, torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes config.json, safetensors shards and, from ``tokenizer_from``, the tokenizer's files.
 
     Collective over the model's mesh; rank 0 writes. What it writes, `transformers.AutoModelForCausalLM` loads.
+
+    Args:
+        views, group: as of `gather_tensors`.
     """
     folder = Path(folder)
+    group = group if group is not None else model.mesh.world_group
     if model.mesh.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         dtype = str(model.weights.dtype).removeprefix("torch.")
@@ -89,19 +98,28 @@ def save_folder(
                 if (Path(tokenizer_from) / name).is_file():
                     shutil.copy(Path(tokenizer_from) / name, folder / name)
     writer = _ShardWriter(folder, shard_bytes) if model.mesh.rank == 0 else None
-    for name, tensor in gather_tensors(model):
+    for name, tensor in gather_tensors(model, views, group):
         if writer is not None:
             assert tensor is not None
             writer.add(name, tensor)
     if writer is not None:
         writer.close()
-    if model.mesh.world_group is not None:
-        dist.barrier(group=model.mesh.world_group)
+    if group is not None:
+        dist.barrier(group=group)
 
 
-def gather_tensors(model: Transformer) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yields (name, whole CPU tensor) of every global tensor on rank 0, (name, None) elsewhere. Collective."""
+def gather_tensors(
+    model: Transformer, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yields (name, whole CPU tensor) of every global tensor on rank 0, (name, None) elsewhere. Collective.
+
+    Args:
+        views: the parameters of this rank by local name, where they are not to be the model's own: a copy, say.
+        group: over the ranks of the mesh, in their order, used by nobody else meanwhile. None: the mesh's own.
+    """
     mesh = model.mesh
+    views = model.weights.views if views is None else views
+    group = group if group is not None else mesh.world_group
     tables = [
         local_params(model.config, mesh.parallel, rank, model.placement, model.max_numel)
         for rank in range(mesh.parallel.world)
@@ -113,14 +131,14 @@ def gather_tensors(model: Transformer) -> Iterator[tuple[str, torch.Tensor | Non
             whole = torch.empty(shape, dtype=model.weights.dtype)
         for rank, param, part in holders:
             if rank == mesh.rank:
-                piece = part.view(model.weights.views[param.name]).cpu().contiguous()
+                piece = part.view(views[param.name]).cpu().contiguous()
                 if whole is None:
-                    dist.send(piece, group_dst=0, group=mesh.world_group)
+                    dist.send(piece, group_dst=0, group=group)
                 else:
                     whole[tuple(slice(*span) for span in part.region)] = piece
             elif whole is not None:
                 piece = torch.empty(part.shape, dtype=whole.dtype)
-                dist.recv(piece, group_src=rank, group=mesh.world_group)
+                dist.recv(piece, group_src=rank, group=group)
                 whole[tuple(slice(*span) for span in part.region)] = piece
         yield name, whole
 

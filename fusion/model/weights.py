@@ -51,6 +51,10 @@ class BucketPlan:
     numel: int
     entries: tuple[tuple[LocalParam, int], ...]
 
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters, by name, in a piece of this plan."""
+        return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
+
 
 def plan_units(params: Iterable[LocalParam], itemsize: int, most_bytes: int) -> tuple[BucketPlan, ...]:
     """Packs parameters into units of at most ``most_bytes``, in the order in which a forward pass needs them."""
@@ -136,8 +140,7 @@ class Buckets:
                     continue
                 flat = torch.zeros(plan.numel, dtype=dtype, device=device.torch_device)
                 self.flats.append(flat)
-                for param, offset in plan.entries:
-                    self.views[param.name] = flat[offset : offset + param.numel].view(param.shape)
+                self.views |= plan.views(flat)
                 if not resident:
                     flat.untyped_storage().resize_(0)
 

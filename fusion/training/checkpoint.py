@@ -1,14 +1,20 @@
 """The trainer's state on disk: one file a rank, and a bitwise resume in the layout it was saved in.
 
 A checkpoint appears whole or not at all: all ranks write into a folder beside it, which takes its name when the last
-has finished. (Weights for other layouts and other programs are what `fusion.model.save_folder` exports.)
+has synced its file. (Weights for other layouts and other programs are what `fusion.model.save_folder` exports.)
+
+To train on meanwhile, copy the state and write the copy in another thread, over a process group of its own.
+`torch.distributed.checkpoint.async_save` does not fit: it takes tensors of one name on several ranks for replicas, and
+ours are flat pieces of each rank; it copies by itself, and knows nothing of states that are on the host already.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,27 +24,45 @@ from fusion.training.engine import TrainEngine
 MANIFEST = "trainer.json"
 
 
-def save_checkpoint(engine: TrainEngine, folder: str | Path) -> None:
-    """Writes weights, optimizer and step. Collective over the mesh; all ranks see the same file system.
+def save_checkpoint(
+    engine: TrainEngine,
+    folder: str | Path,
+    state: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes weights, optimizer and step. Collective over the mesh; all ranks see the same file system. Returns when
+    everything is on disk.
 
     An older checkpoint of that name stays until the new one is whole.
+
+    Args:
+        state: a copy of the engine's `state_dict` on the host that nobody changes, each tensor in storage of its own;
+            then any thread may write it. None: as the engine is now.
+        group: over the ranks of the mesh, in their order, used by nobody else meanwhile. None: the mesh's own.
+
+    Raises:
+        OSError: this rank could not write. The others wait for it until their group's timeout.
     """
     folder, mesh = Path(folder), engine.mesh
+    group = group if group is not None else mesh.world_group
     aside = folder.with_name(folder.name + ".partial")
     if mesh.rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-    _barrier(engine)
-    state = engine.state_dict()
-    # Whole copies: a state that lives on the host is a slice of a larger region, all of which would be written.
-    state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
+    _barrier(group)
+    if state is None:
+        state = engine.state_dict()
+        # Whole copies: a state that lives on the host is a slice of a larger region, all of which would be written.
+        state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
     torch.save(state, aside / _file(mesh.rank))
+    _sync(aside / _file(mesh.rank))
     if mesh.rank == 0:
         (aside / MANIFEST).write_text(json.dumps({"layout": _layout(engine), "steps": state["steps"]}) + "\n")
-    _barrier(engine)
+        _sync(aside / MANIFEST)
+    _barrier(group)
     if mesh.rank == 0:
-        _replace(aside, folder)
-    _barrier(engine)
+        replace_folder(aside, folder)
+    _barrier(group)
 
 
 def load_checkpoint(engine: TrainEngine, folder: str | Path) -> None:
@@ -68,15 +92,27 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _replace(aside: Path, folder: Path) -> None:
+def replace_folder(aside: Path, folder: Path) -> None:
+    """``aside`` takes the name of ``folder``, on disk when it returns; what had that name is gone."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
+    _sync(aside)
     aside.rename(folder)
+    _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _barrier(engine: TrainEngine) -> None:
-    if engine.mesh.world_group is not None:
-        dist.barrier(group=engine.mesh.world_group)
+def _sync(path: Path) -> None:
+    """Returns when a file's content, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _barrier(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.barrier(group=group)

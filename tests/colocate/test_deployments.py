@@ -138,6 +138,7 @@ def said_by_both(rank, device, spec, folder):
     card = Card(rank, device, spec)
     worker = card.worker
     card.step(0)
+    worker.snapshot()
     worker.save(f"{folder}/checkpoint", f"{folder}/hf")
     worker.switch("infer", 1)
     params = replace(spec.rollout.sampling(), temperature=0.0)

@@ -124,16 +124,32 @@ def test_the_divergence_of_every_sample_comes_back_for_its_reward(tmp_path):
     assert "actor/kl_loss" not in worker.train([[ids]]).metrics, "no column of the reference is needed to train"
 
 
-def test_a_checkpoint_brings_back_weights_and_optimizer(worker, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "offload"), [("float32", "switch"), ("bfloat16", "switch"), ("bfloat16", "stream"), ("float32", "none")]
+)
+def test_what_was_copied_is_written_whatever_training_does_meanwhile_and_brought_back(tmp_path, dtype, offload):
+    worker = _worker(tiny_checkpoint(tmp_path), dtype, offload=offload)
     _one_step(worker, 0)
+    held = worker.device.memory().allocated
+    worker.snapshot()
+    assert worker.device.memory().allocated <= held, "the copy is the host's"
+    saved = {name: tensor.cpu().clone() for name, tensor in worker.switcher.training_state().items()}
+    steps = worker.trainer.optimizer.steps
+    with pytest.raises(AssertionError, match="not written yet"):
+        worker.snapshot()
+    _one_step(worker, 1)
+    changed = worker.switcher.training_state()
+    assert not any(torch.equal(changed[name].cpu(), saved[name]) for name in saved if name.startswith("exp_avg"))
     worker.save(str(tmp_path / "checkpoint"), str(tmp_path / "hf"))
-    saved = {name: tensor.cpu().clone() for name, tensor in worker.trainer.state_dict()["tensors"].items()}
-    with torch.no_grad():
-        for flat in worker.weights.train.weights.flats:
-            flat.add_(1)
+    nbytes = sum(tensor.nbytes for tensor in saved.values())
+    assert nbytes < (tmp_path / "checkpoint" / "rank-00000.pt").stat().st_size < 1.5 * nbytes + 50_000
     worker.restore(str(tmp_path / "checkpoint"))
-    for name, tensor in worker.trainer.state_dict()["tensors"].items():
+    assert worker.trainer.optimizer.steps == steps
+    for name, tensor in worker.switcher.training_state().items():
         assert torch.equal(tensor.cpu(), saved[name]), name
+    again = _worker(str(tmp_path / "hf"), dtype, offload=offload)
+    for theirs, ours in zip(again.weights.train.weights.flats, worker.weights.train.weights.flats, strict=True):
+        assert torch.equal(theirs.cpu(), ours.cpu()), "the export is of the same instant"
 
 
 def test_work_in_the_wrong_phase_is_refused(worker):

@@ -1,5 +1,7 @@
 """Workers behind Ray: calls by stage, control while a stage runs, failures that name rank and stage."""
 
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -94,6 +96,20 @@ def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
         assert cards.control(rank, "status")["phase"] == "broken", "no half-switched model serves"
     with pytest.raises(CardFailed, match="in phase broken and was asked to generate"):
         cards.call("generate", [])
+
+
+def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards):
+    with Cards(spec, queue, timeout_s=60) as others:
+        others.prepare()
+        others.timeout_s = 2
+        hangs = others.control(1, "status")["pid"]
+        os.kill(hangs, signal.SIGSTOP)
+        with pytest.raises(
+            CardFailed, match=r"'switch': ranks \[0, 1\] were not done after 2 s .*; rank 1 did not answ"
+        ):
+            others.call("switch", "infer", 0)
+        with pytest.raises(CardFailed, match="rank 1 did not answer 'pause' in 2 s: it hangs"):
+            others.control(1, "pause")
 
 
 @pytest.mark.parametrize(

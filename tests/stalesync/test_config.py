@@ -80,6 +80,8 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
         ({"stalesync__max_staleness": -1}, "stalesync.max_staleness=-1"),
+        ({"stalesync__train_tokens": 100}, "stalesync.train_tokens=100: expected null at stalesync.max_staleness=0"),
+        ({"stalesync__max_staleness": 1, "stalesync__train_tokens": 0}, "stalesync.train_tokens=0: expected at least"),
         ({"device__kind": "tpu"}, "device.kind=.*tpu.*: expected one of"),
         ({"reward__name": "vibes"}, "reward.name='vibes'"),
         ({"cluster__npus": 0}, "cluster.npus=0: expected at least 1"),

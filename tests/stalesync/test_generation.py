@@ -27,6 +27,10 @@ class Calls:
     def control(self, rank, request, requests):
         self.begun.append((request, {rank: [request.id for request in requests]}))
 
+    def silent(self, ranks):
+        return f"; of {list(ranks)} none answered"
+
+
 
 def _generation(ahead=False, **rollout):
     spec = SimpleNamespace(
@@ -85,6 +89,7 @@ def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
         "no sample has come for 31 s",
     ]
     with pytest.raises(
-        CardFailed, match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam"
+        CardFailed,
+        match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam.*of \[0, 1, 2, 3\]",
     ):
         made.check_alive(101.0)

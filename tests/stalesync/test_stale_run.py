@@ -57,6 +57,21 @@ def test_suspended_samples_go_on_behind_the_kv_they_had(base, tmp_path):  # noqa
     assert kept["recomputed_tokens"] < kept["kv_restored_tokens"], "what moved to the other engine, and no more"
 
 
+@pytest.mark.parametrize("deployment", ["colocated", "separate"])
+def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base, tmp_path, deployment):  # noqa: F811
+    steps, threshold = 8, 150
+    tokens = [f"stalesync.train_tokens={threshold}", "stalesync.max_staleness=1"]
+    done = _train(base, tmp_path, *STALE, *TWO, *tokens, f"run.steps={steps}", f"fusion={deployment}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, groups = _rows(tmp_path / "run"), _groups(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert len({row["group"] for row in groups}) == len(groups) and max(row["lag"] for row in groups) <= 1
+    sizes = [sum(row["step"] == step for row in groups) for step in range(1, steps + 1)]
+    assert 0 < max(sizes) <= 8 and sum(sizes[2:]) < 8 * (steps - 2), sizes
+    held = [row["perf/total_num_tokens"] for row in rows]
+    assert all(tokens >= threshold for tokens in held[:-2]), held
+
+
 def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):  # noqa: F811
     options = [*STALE, *TWO, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1"]
     run, steps = start(*options, "run.steps=1000"), 0

@@ -1,5 +1,8 @@
 """The invariants of `stalesync.staleness`, under a random scheduler."""
 
+import copy
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +42,78 @@ def test_a_random_schedule_keeps_the_bound_and_loses_nothing(max_staleness, grou
                 ledger.advance()
         assert max(ledger.ages, default=0) <= max_staleness
         assert sum(ledger.ended.values()) + len(ledger.in_flight) + len(ledger.finished) == admitted
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 40), st.randoms(use_true_random=False))
+def test_steps_of_so_many_tokens_keep_the_bound_and_are_no_larger_than_they_must_be(bound, most, threshold, random):
+    ledger = StalenessLedger(bound, most, threshold)
+    admitted, sizes = 0, []
+    longest = random.choice([2, 10, 60])
+    for _ in range(150):
+        assert (ledger.may_admit() > 0) or ledger.in_flight or ledger.finished, "deadlock"
+        if (count := ledger.may_admit()) and random.random() < 0.6:
+            groups = [f"g{admitted + k}" for k in range(random.randint(1, count))]
+            ledger.admit(groups)
+            admitted += len(groups)
+        elif chosen := ledger.enough():
+            _check_minimal(ledger, chosen)
+            ledger.train(chosen)
+            sizes.append(len(chosen))
+            ledger.advance()
+        elif ledger.in_flight:
+            group = random.choice(list(ledger.in_flight))
+            ledger.fail(group, "raised") if random.random() < 0.1 else ledger.finish(group, random.randint(1, longest))
+        elif ready := ledger.ready():  # the run has no more prompts: what is there is trained
+            ledger.train(ready)
+            ledger.advance()
+        ledger = _through_json(ledger)
+        assert max(ledger.ages, default=0) <= bound and max(sizes, default=0) <= most
+        assert sum(ledger.ended.values()) + len(ledger.in_flight) + len(ledger.finished) == admitted
+        assert ledger.tokens.keys() == ledger.finished.keys()
+
+
+def _check_minimal(ledger, chosen):
+    assert chosen == ledger.ready()[: len(chosen)], "the oldest first"
+    held = sum(ledger.tokens[group] for group in chosen)
+    assert held >= ledger.tokens_per_step or len(chosen) == ledger.groups_per_step
+    fewer = copy.deepcopy(ledger)
+    fewer.train(chosen[:-1])
+    lacks = held - ledger.tokens[chosen[-1]] < ledger.tokens_per_step
+    assert lacks or not fewer.may_advance(), "smaller would have done"
+    fewer.train(chosen[-1:])
+    assert fewer.may_advance()
+
+
+def _through_json(ledger):
+    again = StalenessLedger(ledger.max_staleness, ledger.groups_per_step, ledger.tokens_per_step)
+    again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    return again
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_where_groups_hold_what_a_quarter_of_a_step_needs_steps_are_of_four(bound):
+    ledger, sizes = StalenessLedger(bound, 16, 100), []
+    for version in range(8):
+        ledger.admit([f"{version}-{k}" for k in range(ledger.may_admit())])
+        while not (chosen := ledger.enough()):
+            ledger.finish(next(iter(ledger.in_flight)), 25)
+        sizes.append(len(chosen))
+        ledger.train(chosen)
+        ledger.advance()
+    assert sizes[0] == 16, "of whose lengths nothing is known yet"
+    assert sizes[-4:] == [4] * 4 and ledger.expected_groups == 4
+
+
+def test_older_groups_make_a_step_larger_than_its_tokens_ask_for():
+    ledger = StalenessLedger(1, 3, 10)
+    ledger.admit([f"g{k}" for k in range(6)])
+    ledger.finish("g0", 10)
+    assert ledger.enough() == [] and ledger.waits_for_older, "five would be left for three places"
+    ledger.finish("g1", 10)
+    assert ledger.enough() == []
+    ledger.finish("g2", 10)
+    assert ledger.enough() == ["g0", "g1", "g2"] and not ledger.waits_for_older
 
 
 def test_at_zero_a_version_admits_its_own_batch_and_waits_for_all_of_it():

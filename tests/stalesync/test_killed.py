@@ -1,0 +1,58 @@
+"""A synchronous run that is killed, whatever it is at, and goes on is to the bit the one that was never killed."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from tests.stalesync.test_run import _await, _rows, _train, _weights, base, start  # noqa: F401
+from tests.stalesync.test_saving import _kill, _whole
+
+STEPS = 14
+OPTIONS = [
+    "cluster.npus=2",
+    "parallel=single",
+    f"run.steps={STEPS}",
+    "run.save_every=1",
+    "run.eval_prompts=0",
+    "training.lr=1e-3",
+    "algorithm.kl_coef=0.01",
+]
+SPENT = "timing_s/", "perf/", "save/", "memory/", "distqueue/"
+"""Of this start of the run, not of what it computes"""
+
+
+def _newest(folder):
+    """The step of the last checkpoint that counts; 0: there is none."""
+    return max((int(name.removeprefix("step-")) for name in _whole(folder)), default=0)
+
+
+def _figures(folder):
+    return [{name: value for name, value in row.items() if not name.startswith(SPENT)} for row in _rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("whole")
+    done = _train(base, folder, *OPTIONS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(base, whole, start, tmp_path, seed):  # noqa: F811
+    moment, folder, saved = random.Random(seed), tmp_path / "run", 0
+    for resumed in ([], ["run.resume=true"]):
+        run = start(*OPTIONS, *resumed)
+        _await(run, 60, lambda: _newest(folder) > saved)  # noqa: B023
+        time.sleep(moment.uniform(0, 0.6))
+        _kill(run)
+        saved = _newest(folder)
+        assert 0 < saved < STEPS, "it was killed under way"
+    done = _train(base, tmp_path, *OPTIONS, "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from" in done.stdout
+    assert _figures(folder) == _figures(whole) and len(_figures(whole)) == STEPS
+    ours, theirs = _weights(folder / "hf"), _weights(whole / "hf")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,120 @@
+"""Checkpoints are written while the run goes on: whole runs on a slow or a full disk, and the thread that writes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stalesync.cards import CardFailed
+from stalesync.saving import SaveFailed, Saver
+from tests.stalesync.test_run import _await, _descendants, _rows, _train, base, start  # noqa: F401
+
+TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0"]
+
+
+@pytest.fixture
+def gate(tmp_path, tmp_path_factory, monkeypatch):
+    """While this file exists, nothing of a trainer's checkpoint gets to disk; see disk.c."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler: the disk is played by a library that is preloaded")
+    disk = tmp_path_factory.mktemp("disk") / "disk.so"
+    source = str(Path(__file__).with_name("disk.c"))
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(disk), source, "-ldl"], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(disk))
+    monkeypatch.setenv("DISK_GATE", str(tmp_path / "gate"))
+    return tmp_path / "gate"
+
+
+def _whole(folder):
+    return sorted(path.parent.name for path in folder.glob("checkpoints/*/controller.json"))
+
+
+def _kill(run):
+    for pid in (run.pid, *_descendants(run.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    run.communicate()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_the_next_waits_and_a_killed_one_does_not_count(
+    base,  # noqa: F811
+    start,  # noqa: F811
+    gate,
+    tmp_path,
+):
+    folder, options = tmp_path / "run", [*TWO, "run.save_every=3", "run.keep=1"]
+    gate.touch()
+    run = start(*options, "run.steps=1000")
+    _await(run, 60, lambda: len(_rows(folder)) == 5)
+    assert (folder / "checkpoints" / "step-3" / "trainer.partial").is_dir() and not _whole(folder)
+    time.sleep(1)
+    assert len(_rows(folder)) == 5, "the cut after step 6 waits"
+    gate.unlink()
+    _await(run, 60, lambda: _whole(folder))
+    gate.touch()
+    # One that is being written when the run is killed, behind one that counts.
+    _await(run, 60, lambda: list(folder.glob("checkpoints/*/trainer.partial")))
+    _kill(run)
+    gate.unlink()
+    (kept,) = _whole(folder)
+    rows, going_on = _rows(folder), int(kept.removeprefix("step-"))
+    assert rows[5]["timing_s/save/wait"] > 0.5 > rows[2]["timing_s/save"] > 0 and rows[5]["save/write_s"] > 1
+    assert "timing_s/save" not in rows[3]
+    done = _train(base, tmp_path, *options, f"run.steps={going_on + 3}", "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"step {going_on}" in done.stdout and _whole(folder) == [f"step-{going_on + 3}"]
+    assert [path.name for path in folder.glob("checkpoints/*")] == _whole(folder)
+    assert [row["step"] for row in _rows(folder)] == list(range(1, going_on + 4))
+    assert not list(folder.glob("*.partial")) and (folder / "hf" / "config.json").is_file()
+
+
+def test_a_full_disk_ends_the_run_and_is_told_with_rank_and_stage(start, gate, tmp_path):  # noqa: F811
+    run = start(*TWO, "run.steps=1000", "run.save_every=1")
+    _await(run, 60, lambda: _whole(tmp_path / "run"))
+    full = time.monotonic()
+    gate.with_name("gate.full").touch()
+    out, err = run.communicate(timeout=60)
+    assert time.monotonic() - full < 30 and run.returncode == 1
+    assert "error: rank 1 failed in stage 'save': " in err and "No space left on device" in err, err
+    kept = _whole(tmp_path / "run")
+    assert kept and json.loads((tmp_path / "run" / "checkpoints" / kept[-1] / "controller.json").read_text())
+
+
+def test_what_goes_wrong_in_the_thread_that_writes_is_raised_at_the_next_look():
+    saver, told = Saver(), threading.Event()
+
+    def fail():
+        told.wait()
+        raise PermissionError(13, "Permission denied", "checkpoints/step-1")
+
+    with saver.pause():
+        pass
+    saver.begin(fail)
+    saver.check()
+    told.set()
+    with pytest.raises(SaveFailed, match="stage 'save': PermissionError: .*Permission denied: 'checkpoints/step-1'"):
+        saver.finish()
+    with pytest.raises(SaveFailed):
+        saver.check()
+
+
+def test_a_cards_failure_is_told_as_it_is_and_a_cut_that_cannot_be_written_by_its_stage():
+    saver = Saver()
+
+    def fail():
+        raise CardFailed("rank 1 failed in stage 'save': no space")
+
+    saver.begin(fail)
+    with pytest.raises(CardFailed, match="rank 1 failed in stage 'save'"), saver.pause():
+        raise AssertionError("the last one was not written")
+    with pytest.raises(SaveFailed, match="the controller failed in stage 'save'"), Saver().pause():
+        raise NotADirectoryError("checkpoints")
