@@ -88,7 +88,7 @@ class Generation:
         they can take new weights while they do."""
         sharing = self.of_cards(self._spec.deployment.train)
         alone = [number for number in range(len(self._spec.engines)) if number not in sharing]
-        if sorted(self._running) != alone or not {*alone} <= {*engines}:
+        if not self._spec.ahead or sorted(self._running) != alone or not {*alone} <= {*engines}:
             return []
         return [rank for number in alone for rank in self._spec.engines[number]]
 

@@ -31,7 +31,6 @@ class Calls:
         return f"; of {list(ranks)} none answered"
 
 
-
 def _generation(ahead=False, **rollout):
     spec = SimpleNamespace(
         rollout=RolloutConfig(forced_median=4, **rollout),
@@ -70,7 +69,7 @@ def test_an_engine_that_runs_ahead_gets_what_it_can_begin_with_and_more_when_it_
 
 
 def test_engines_go_on_beside_where_all_that_only_generate_run_and_no_others():
-    made, _ = _generation()
+    made, _ = _generation(ahead=True)
     assert made.go_on_beside([0, 1]) == [], "an engine of cards that train runs too"
     del made._running[0]
     assert made.go_on_beside([0, 1]) == [2, 3]
