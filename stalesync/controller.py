@@ -23,18 +23,19 @@ from typing import Any
 
 from distqueue import DistQueue
 from fusion.colocate import StageReport, WorkerSpec
-from fusion.rewards import reward_metrics
 from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, Usage, compare, throughput, wall_ns
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
 from stalesync.cards import Cards
 from stalesync.config import Config
 from stalesync.control import ControlDesk
+from stalesync.figures import tell_ages, tell_samples
 from stalesync.generation import Generation
+from stalesync.groups import Groups
 from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
 from stalesync.saving import Saver
-from stalesync.scoring import Finished, Scored, Scorer
+from stalesync.scoring import Scored, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.update import Updater
 
@@ -66,12 +67,9 @@ class Controller:
     folder: RunFolder
     view: LiveView
     step: int = 0
-    failed_rewards: int = 0
     held_out: dict[str, float] = field(default_factory=dict)
     """Mean reward on the held-out prompts, before and after."""
     memory: MemoryLedger = field(default_factory=MemoryLedger)
-    scored: dict[str, list[Scored]] = field(default_factory=dict)
-    """Of groups that are admitted and not trained: what is scored of them"""
 
     def __post_init__(self) -> None:
         config, spec = self.config, self.spec
@@ -80,19 +78,16 @@ class Controller:
         self.desk = ControlDesk(self.folder.path, config)
         self.group_size = config.algorithm.group_size
         self.generation = Generation(spec, self.cards, self.group_size, self._take)
-        self.algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
-        self.updater = Updater(spec, self.cards, self.queue, self.view, self.algorithm, self._take)
+        algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
+        parts = self.ledger, self.generation, self.scorer, algorithm, self.queue, self.folder
+        self.groups = Groups(self.group_size, *parts)
+        self.updater = Updater(spec, self.cards, self.queue, self.view, algorithm, self._take)
         self.saver = Saver()
         self.cards.heed.append(self.saver.check)
         self.metrics = Metrics()
         self.pace = PaceTally(spec.pace)
         self.usage = Usage([f"card {rank}" for rank in range(spec.world)], wall_ns())
         self._kv_tokens: float | None = None
-        self._ended_now: list[Scored] = []
-        """Samples of groups that failed or were filtered in this step"""
-        self._filtered_now = 0
-        self._row = 1
-        """The step in whose record a group ends: the present one's, or in a cut the one's before, which it holds"""
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -119,23 +114,21 @@ class Controller:
 
     def train_step(self) -> dict[str, float]:
         metrics, start = self.metrics, time.perf_counter()
-        self._row = self.step + 1
+        self.groups.row = self.step + 1
         if told := self.desk.read(self.step + 1, self._kv_tokens):
             self.view.note(told)
         self._collect()
         while self._refill():  # groups were filtered after the engines had stopped
             self._collect()
         trained = self.ledger.enough() or self.ledger.ready()
-        groups = {group: self.scored.pop(group) for group in trained}
-        batch = sorted([s for members in groups.values() for s in members] + self._ended_now, key=lambda one: one.id)
-        self._ended_now, self._filtered_now = [], 0
+        groups, batch = self.groups.take(trained)
         self._say(batch)
         with self.cards.meanwhile(self._attend):
             self.updater.train(groups, self.ledger.version, metrics)
         for group in trained:
             self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
         self.ledger.train(trained)
-        self._say_ages(groups)
+        tell_ages(metrics, groups, self.ledger.version, self.config.stalesync.max_staleness)
         self.ledger.advance()
         seconds = time.perf_counter() - start
         metrics.update(throughput(sum(sample.tokens for sample in batch), seconds, self.config.cluster.npus))
@@ -178,8 +171,10 @@ class Controller:
         lines += [f"{count} groups {name}" for name, count in lost.items()]
         if left := len(self.ledger.in_flight) + len(self.ledger.finished):
             lines.append(f"{left} groups are under way, and in the last checkpoint")
-        if self.failed_rewards:
-            lines.append(f"{self.failed_rewards} samples could not be scored and were not trained (reward/failed)")
+        if self.groups.failed_rewards:
+            lines.append(
+                f"{self.groups.failed_rewards} samples could not be scored and were not trained (reward/failed)"
+            )
         skipped = self.source.metrics().get("data/skipped_prompts", 0)
         return lines + ([f"{skipped:.0f} prompts were longer than data.max_prompt_length"] if skipped else [])
 
@@ -215,12 +210,12 @@ class Controller:
         """Nothing is on an engine, and what was on its way through the queue has arrived and is scored."""
         self._suspend()
         while self.generation.buffer.of("running"):  # finished, and on their way through the queue
-            self._note(*self.scorer.news(LOOK_S))
+            self.groups.note(*self.scorer.news(LOOK_S))
         scored, reports = self.scorer.judge()
         self._take(reports)
-        self._note([], scored)
+        self.groups.note([], scored)
         while self.scorer.unscored:
-            self._note(*self.scorer.news(LOOK_S))
+            self.groups.note(*self.scorer.news(LOOK_S))
 
     def restore(self, checkpoint: Path) -> None:
         savepoint.read(checkpoint, self)
@@ -243,7 +238,7 @@ class Controller:
         with self.metrics.timer("reward"):
             scored, reports = self.scorer.judge()
         self._take(reports)
-        self._note([], scored)
+        self.groups.note([], scored)
 
     def _publish(self) -> None:
         """The engines get the weights of the present version. Those on cards that only generate go on meanwhile."""
@@ -273,7 +268,7 @@ class Controller:
     def _refill(self) -> bool:
         """Whether a step that lacks groups because some were filtered is to go on for others in their place."""
         batch = self.config.data.prompts_per_step
-        wanted = 0 < self._filtered_now <= MOST_REFILLS * batch and not self.ledger.enough()
+        wanted = 0 < self.groups.filtered <= MOST_REFILLS * batch and not self.ledger.enough()
         return wanted and bool(self.ledger.in_flight or self.ledger.may_admit())
 
     def _generate(self) -> None:
@@ -285,7 +280,7 @@ class Controller:
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
             tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
-            self._note(arrived, scored)
+            self.groups.note(arrived, scored)
             self._feed()
             self.cards.check()
             heard_s = time.perf_counter() if arrived or scored else heard_s
@@ -298,7 +293,7 @@ class Controller:
 
     def _attend(self) -> None:
         """While some cards train, others generate."""
-        self._note(*self.scorer.news(0.0))
+        self.groups.note(*self.scorer.news(0.0))
         self._feed()
 
     def _feed(self) -> None:
@@ -313,44 +308,6 @@ class Controller:
             self._admit()
             self.generation.hand_over()
         return bool(self.ledger.in_flight)
-
-    def _note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
-        """Takes notice of samples that are generated, and of others that are scored."""
-        for sample in arrived:
-            self.generation.buffer.finish(sample.id, sample.response_tokens)
-            group = sample.prompt.id
-            if self.generation.buffer.is_finished(group):
-                left = self.generation.leave(group)
-                if not self.scorer.beside:
-                    self.ledger.finish(group, sum(one.prompt_tokens + one.generated for one in left))
-        for one in scored:
-            group = one.prompt.id
-            members = self.scored.setdefault(group, [])
-            members.append(one)
-            if len(members) == self.group_size:
-                self._judge(group, members)
-
-    def _judge(self, group: str, members: list[Scored]) -> None:
-        """A group is scored: it can be trained, or has failed."""
-        self.scorer.forget(group)
-        errors = [member.outcome.error for member in members]
-        self.failed_rewards += sum(error is not None for error in errors)
-        if all(errors):
-            self.ledger.fail(group, f"reward_{errors[0]}")
-            self._let_go(group, f"failed:reward_{errors[0]}", f"reward_{errors[0]}")
-        elif rule := self.algorithm.filter_rule([member.outcome.reward for member in members]):
-            self.ledger.filter(group, rule)
-            self._let_go(group, f"filtered:{rule}", rule)
-            self._filtered_now += 1
-        elif self.scorer.beside:
-            self.ledger.finish(group, sum(member.tokens for member in members if member.outcome.error is None))
-
-    def _let_go(self, group: str, ended: str, reason: str) -> None:
-        """A group that will not be trained leaves the queue."""
-        self.folder.log_groups(self._row, [group], ended)
-        members = self.scored.pop(group)
-        self.queue.drop([member.id for member in members], reason)
-        self._ended_now += members
 
     def _stop_sharing(self) -> None:
         """Engines whose cards train now are suspended; those that go on get what these leave."""
@@ -369,29 +326,12 @@ class Controller:
         self._take(self.cards.call("switch", phase, self.ledger.version, self.desk.share, ranks=ranks))
 
     def _say(self, scored: list[Scored]) -> None:
-        metrics = self.metrics
-        metrics.add("rollout/engines", len(self.desk.share.engines))
-        self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
-        metrics.update(reward_metrics([sample.outcome for sample in scored]))
-        if not scored:
-            return
-        metrics.spread("response_length", [sample.response_tokens for sample in scored])
-        metrics.spread("prompt_length", [sample.prompt_tokens for sample in scored])
-        longest = self.config.rollout.max_response_length
-        metrics.add("response_length/clip_ratio", sum(s.response_tokens >= longest for s in scored) / len(scored))
-        rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in scored]
-        self.folder.log_samples(self.step + 1, rows)
-
-    def _say_ages(self, groups: dict[str, list[Scored]]) -> None:
-        """How many versions the oldest token of every trained sample lags behind, and how many samples are of several
-        versions."""
-        samples = [sample for members in groups.values() for sample in members if sample.outcome.error is None]
-        bound = self.config.stalesync.max_staleness
-        lags = [self.ledger.version - sample.oldest for sample in samples]
-        assert max(lags, default=0) <= bound, f"a sample {max(lags)} versions old was trained; the bound is {bound}"
-        for lag in range(bound + 1):
-            self.metrics.add(f"staleness/lag_{lag}_count", lags.count(lag))
-        self.metrics.add("staleness/mixed_versions_count", sum(s.newest > s.oldest for s in samples))
+        self.metrics.add("rollout/engines", len(self.desk.share.engines))
+        self._kv_tokens = self.metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
+        tell_samples(self.metrics, scored, self.config.rollout.max_response_length)
+        if scored:
+            rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in scored]
+            self.folder.log_samples(self.step + 1, rows)
 
     def _take(self, reports: Sequence[StageReport]) -> None:
         for report in reports:

@@ -38,7 +38,7 @@ def begin(target: Path, controller: Controller) -> str:
     target.mkdir(parents=True)
     if ledger.in_flight or ledger.finished:
         controller.queue.checkpoint(str((target / QUEUE).resolve()))
-    prompts = {sample.prompt.id: sample.prompt for members in controller.scored.values() for sample in members}
+    prompts = {sample.prompt.id: sample.prompt for members in controller.groups.scored.values() for sample in members}
     prompts |= controller.scorer.expected | generation.prompts
     state = {
         "step": controller.step,
@@ -48,8 +48,8 @@ def begin(target: Path, controller: Controller) -> str:
         "buffer": generation.buffer.state_dict(),
         "texts": [asdict(prompt) for prompt in prompts.values()],
         "expected": sorted(controller.scorer.expected),
-        "scored": [_plain(sample) for members in controller.scored.values() for sample in members],
-        "failed_rewards": controller.failed_rewards,
+        "scored": [_plain(sample) for members in controller.groups.scored.values() for sample in members],
+        "failed_rewards": controller.groups.failed_rewards,
     }
     return json.dumps(state)
 
@@ -65,7 +65,7 @@ def read(checkpoint: Path, controller: Controller) -> None:
     """The queue has been created from the checkpoint's, if it has one."""
     state = json.loads((checkpoint / NAME).read_text())
     controller.step = state["step"]
-    controller.failed_rewards = state["failed_rewards"]
+    controller.groups.failed_rewards = state["failed_rewards"]
     controller.source.load_state_dict(state["prompts"])
     controller.desk.restore(state["share"])
     controller.ledger.load_state_dict(state["ledger"])
@@ -76,7 +76,7 @@ def read(checkpoint: Path, controller: Controller) -> None:
     for fields in state["scored"]:
         outcome = RewardOutcome(**fields.pop("outcome"))
         sample = Scored(prompt=prompts[fields.pop("group")], outcome=outcome, **fields)
-        controller.scored.setdefault(sample.prompt.id, []).append(sample)
+        controller.groups.scored.setdefault(sample.prompt.id, []).append(sample)
 
 
 def queue_of(checkpoint: Path | None) -> str | None:
