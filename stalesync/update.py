@@ -65,6 +65,8 @@ class Updater:
         if kept:
             replicas = (self.spec.reference or self.spec.train).dp
             kl = self._reference(_deal(kept, replicas), metrics) if self.kl_in == "reward" else {}
+            if kl:
+                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(s.response_tokens for s in kept))
             values, _ = self.algorithm.advantages(
                 [s.outcome.reward for s in kept],
                 [s.prompt.id for s in kept],

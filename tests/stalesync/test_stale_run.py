@@ -72,6 +72,21 @@ def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base,
     assert all(tokens >= threshold for tokens in held[:-2]), held
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_dapo_fills_a_step_with_groups_that_teach_something(base, tmp_path, bound):  # noqa: F811
+    options = ["algorithm=dapo", f"stalesync.max_staleness={bound}", "run.steps=3", "run.eval_prompts=0", *TWO]
+    done = _train(base, tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, groups = _rows(tmp_path / "run"), _groups(tmp_path / "run")
+    trained = [row for row in groups if row["ended"] == "trained"]
+    filtered = [row for row in groups if row["ended"].startswith("filtered:")]
+    assert len({row["group"] for row in groups}) == len(groups) == len(trained) + len(filtered)
+    assert len(trained) == 8 * 3 and filtered, "what all of a group gets right or wrong is made up for"
+    for row in rows:
+        assert sum(row[f"staleness/lag_{lag}_count"] for lag in range(bound + 1)) == 32
+        assert row["critic/advantages/min"] < 0 < row["critic/advantages/max"]
+
+
 def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):  # noqa: F811
     options = [*STALE, *TWO, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1"]
     run, steps = start(*options, "run.steps=1000"), 0
