@@ -14,8 +14,8 @@ from pathlib import Path
 def main() -> None:
     if len(sys.argv) < 2 or not all("=" in argument for argument in sys.argv[2:]):
         sys.exit(__doc__)
-    from stalesync.config import load
     from stalesync.control import Limits, present_share, submit
+    from stalesync.overrides import load
 
     folder, wishes = Path(sys.argv[1]), dict(argument.split("=", 1) for argument in sys.argv[2:])
     try:

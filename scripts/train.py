@@ -16,7 +16,8 @@ def main() -> None:
     import hydra
     from omegaconf import OmegaConf
 
-    from stalesync.config import Config, check_overrides, register
+    from stalesync.config import Config
+    from stalesync.overrides import check_overrides, register
 
     register()
     groups = [entry.name for entry in CONF.iterdir() if entry.is_dir()]
@@ -27,7 +28,7 @@ def main() -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(composed) -> None:
-        from stalesync.cards import RunFailed
+        from stalesync.failures import RunFailed
         from stalesync.launch import launch
 
         config = OmegaConf.to_object(composed)

@@ -1,6 +1,6 @@
 """The controller of the whole system.
 
-config       Config: every room's dataclass, composed; the checks that span rooms
+config       Config: every room's dataclass, composed; the checks that span rooms; `overrides` as Hydra sees it
 prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
 staleness    which groups may start and which may be trained: the bound as a state machine
 controller   the loop: prompts → generate → reward → update, at any staleness, in any deployment
@@ -13,7 +13,7 @@ savepoint    what of a run a checkpoint holds beside weights and optimizer
 saving       a checkpoint is written while the run goes on
 pacing       whether a run of modelled cards kept its pace
 control      a run is told to generate otherwise while it goes on
-cards        the workers as Ray actors, called stage by stage
+cards        the workers as Ray actors, called stage by stage; `placing` which is which rank, `failures` what ends a run
 launch       from a config to a finished run and its report
 base_model   a small base model to start from, by supervised warm-up with the same trainer
 """

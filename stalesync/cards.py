@@ -10,7 +10,6 @@ waited for, too.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,8 @@ from distqueue import DistQueue, QueueClosed
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.config import claim
 from fusion.telemetry import wall_ns
+from stalesync.failures import CardFailed, QueueFailed, consequence, say
+from stalesync.placing import check_cards, order_by_place
 
 log = logging.getLogger(__name__)
 
@@ -42,21 +43,6 @@ ANSWER_S = 5.0
 GATHER_FAILURES_S = 1.5
 """After a first failure the others' are awaited this long: the card that broke off a collective is not always the first
 to report, and the one that died is the one to name."""
-
-
-class RunFailed(RuntimeError):
-    """The run ends; the message names what has failed, and at what."""
-
-
-class CardFailed(RunFailed):
-    """A worker raised, died or did not answer; the message names its rank and the stage."""
-
-
-class QueueFailed(RunFailed):
-    """The queue has ended under the run."""
-
-    def __init__(self, told: object):
-        super().__init__(f"the queue has failed: {told}; with queue.durability=journal it goes on if it is killed")
 
 
 @dataclass
@@ -229,7 +215,7 @@ class Cards:
         except ray.exceptions.GetTimeoutError:
             raise CardFailed(f"rank {rank} did not answer {request!r} in {patience_s:.0f} s: it hangs") from None
         except ray.exceptions.RayActorError as error:
-            raise CardFailed(_say(rank, request, error)) from None
+            raise CardFailed(say(rank, request, error)) from None
 
     def silent(self, ranks: Iterable[int]) -> str:
         """Says for an error which of these ranks answer nothing; empty where all of them do."""
@@ -253,53 +239,7 @@ class Cards:
                 except Exception as error:
                     failures[left[ref]] = error
                 del left[ref]
-        rank = min(failures, key=lambda rank: (_consequence(rank, failures[rank]), rank))
+        rank = min(failures, key=lambda rank: (consequence(rank, failures[rank]), rank))
         if isinstance(ended := getattr(failures[rank], "cause", None), QueueClosed):
             raise QueueFailed(f"{ended}, as rank {rank} was told in stage {stage!r}") from None
-        raise CardFailed(_say(rank, stage, failures[rank])) from None
-
-
-def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
-    """Which card gets rank 0, 1, …: node by node, card by card, so that neighbours by rank are neighbours by link.
-
-    Args:
-        places: of each card, its node's address and the names of its accelerators (none: in the order they came).
-    """
-
-    def natural(text: str) -> list[tuple[int, int, str]]:
-        words = re.findall(r"\d+|\D+", text)
-        return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in words]
-
-    return sorted(range(len(places)), key=lambda i: (natural(places[i][0]), [natural(n) for n in places[i][1]], i))
-
-
-def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
-    """Raises:
-    ValueError: the cluster has fewer cards than the run wants; Ray would wait for them for ever.
-    """
-    cards = {"npu": "NPU", "cuda": "GPU"}
-    if kind in cards and (found := cluster.get(cards[kind], 0)) < world:
-        raise ValueError(
-            f"device.kind={kind} with cluster.npus={world}: Ray counts {found:.0f} such cards; "
-            "join the cluster that has them (cluster.address), ask for fewer, or set device.kind=emulated"
-        )
-
-
-def _consequence(rank: int, error: Exception) -> int:
-    """How likely an error is the echo of another card's: 0 a death, 1 one of its own, 2 a broken connection or a
-    failure that a card was told of by another."""
-    if isinstance(error, ray.exceptions.RayActorError):
-        return 0
-    told = getattr(getattr(error, "cause", None), "failures", None)
-    if told is not None and rank not in [failure.rank for failure in told]:
-        return 2
-    text = str(error)
-    return 2 if "gloo" in text or "onnection" in text or "DistNetworkError" in text else 1
-
-
-def _say(rank: int, stage: str, error: Exception) -> str:
-    if isinstance(error, ray.exceptions.RayActorError):
-        return f"rank {rank} died in stage {stage!r} (killed, out of host memory, or crashed)"
-    detail = str(error.cause) if isinstance(error, ray.exceptions.RayTaskError) else str(error)
-    trace = str(error).strip()
-    return f"rank {rank} failed in stage {stage!r}: {detail}\n{trace}"
+        raise CardFailed(say(rank, stage, failures[rank])) from None

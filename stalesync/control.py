@@ -17,7 +17,8 @@ from typing import Any
 
 from fusion.colocate import Deployment, InferenceShare, engine_size
 from fusion.telemetry.files import JsonLines, read_jsonl, write_atomic
-from stalesync.config import Config, load
+from stalesync.config import Config
+from stalesync.overrides import load
 
 REQUEST = "control.json"
 RECORD = "control.jsonl"

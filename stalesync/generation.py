@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from fusion.colocate import StageReport, WorkerSpec
 from fusion.inference import Output, Request
 from fusion.rollout import Entry, RequestBuffer, assign_groups
-from stalesync.cards import SAY_EVERY_S, CardFailed, Cards, Running
+from stalesync.cards import SAY_EVERY_S, Cards, Running
+from stalesync.failures import CardFailed
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
 

@@ -68,8 +68,9 @@ def _run(
     report: dict[str, Any],
 ) -> None:
     from distqueue import DistQueue, QueueClosed
-    from stalesync.cards import Cards, QueueFailed
+    from stalesync.cards import Cards
     from stalesync.controller import TASKS, Controller
+    from stalesync.failures import QueueFailed
     from stalesync.scoring import ModelJudge, RuleJudge, Scorer
 
     with ExitStack() as stack:

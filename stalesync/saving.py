@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from stalesync.cards import RunFailed
+from stalesync.failures import RunFailed
 
 
 class SaveFailed(RunFailed):

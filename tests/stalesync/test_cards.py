@@ -18,7 +18,9 @@ from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
-from stalesync.cards import CardFailed, Cards, check_cards, order_by_place
+from stalesync.cards import Cards
+from stalesync.failures import CardFailed
+from stalesync.placing import check_cards, order_by_place
 from tests.helpers import tiny_checkpoint
 
 

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from fusion.model.options import LayoutOptions
 from fusion.training.algorithms import ALGORITHMS
-from stalesync.config import Config, check_overrides, known_keys, register
+from stalesync.config import Config
+from stalesync.overrides import check_overrides, known_keys, register
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 

@@ -7,7 +7,8 @@ import pytest
 from fusion.colocate import Deployment
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
-from stalesync.cards import CardFailed, Running
+from stalesync.cards import Running
+from stalesync.failures import CardFailed
 from stalesync.generation import Generation
 from stalesync.prompts import Prompt
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fusion.npu import open_device
 from fusion.telemetry import read_timeline, summarize_run
 from stalesync.base_model import make_base_model
-from stalesync.config import load
+from stalesync.overrides import load
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 from tests.stalesync import straight_line

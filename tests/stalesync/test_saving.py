@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stalesync.cards import CardFailed
+from stalesync.failures import CardFailed
 from stalesync.saving import SaveFailed, Saver
 from tests.stalesync.test_run import _await, _descendants, _rows, _train, base, start  # noqa: F401
 
