@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,12 +24,11 @@ from fusion.inference.batch import Batch, build_batch
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
+from fusion.inference.drawing import Draw
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.noise import uniforms
 from fusion.inference.parked import HostMemory, ParkedKV, most_blocks
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
 from fusion.inference.routing import RoutingCache, of_all_layers
-from fusion.inference.sampler import sample
 from fusion.inference.scheduler import Scheduler, Sequence, Step, place
 from fusion.model import Mesh, Routed, Transformer, routing_of
 from fusion.npu import Device
@@ -38,9 +36,6 @@ from fusion.npu import Device
 WORKSPACE_TOKENS = 8192
 """Tokens of KV that attention gathers at a time (at least a sequence): enough to keep the calls few, small enough for
 the last cache level of a host."""
-
-NOISE_AHEAD = 16
-"""Positions for which a sequence's noise is drawn at a time."""
 
 
 class Engine:
@@ -77,6 +72,7 @@ class Engine:
         self.cache = KVCache(layers, kv_heads, shape.head_dim, config.block_size, device, model.weights.dtype)
         self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
         self.control = ControlChannel(mesh)
+        self.draw = Draw(model, mesh, seed)
         self.scheduler = Scheduler(
             BlockManager(0, config.block_size), config.max_seqs, config.max_batch_tokens, config.prefix_cache
         )
@@ -328,7 +324,7 @@ class Engine:
                 self._keep_routing(batch, routed)
             if not step.sampled:
                 return self.scheduler.commit(step, [], [])
-            tokens, logprobs = self._sample(out, batch, step.sampled)
+            tokens, logprobs = self.draw(out, batch, step.sampled)
         for seq, logprob in zip(step.sampled, logprobs, strict=True):
             if logprob != logprob:
                 raise FloatingPointError(
@@ -353,46 +349,6 @@ class Engine:
         if shape[0]:
             dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
         return hidden
-
-    def _sample(
-        self, hidden: torch.Tensor | None, batch: Batch, sampled: list[Sequence]
-    ) -> tuple[list[int], list[float]]:
-        """The next tokens of ``sampled`` and their log-probabilities, drawn on the last stage, the same on all."""
-        noise = self._noise(sampled)
-        drawn = torch.empty(2, len(sampled), dtype=torch.float64)
-        if hidden is not None:
-            if batch.sampled is not None:
-                hidden = hidden.index_select(0, batch.sampled)
-            logits = self._whole_rows(self.model.logits(hidden))
-            tokens, logprobs = sample(logits, [seq.params for seq in sampled], noise)
-            if self.mesh.pp_group is None:
-                return tokens, logprobs
-            drawn[0], drawn[1] = torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
-        dist.broadcast(drawn, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
-        return drawn[0].long().tolist(), drawn[1].tolist()
-
-    def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
-        """The columns of every TP rank side by side: [n, V]."""
-        group = self.mesh.tp_group
-        if group is None:
-            return logits_nVl
-        rows, columns = logits_nVl.shape
-        ranks = self.mesh.parallel.tp
-        shards = logits_nVl.new_empty(ranks * rows, columns)
-        dist.all_gather_into_tensor(shards, logits_nVl.contiguous(), group=group)
-        return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
-
-    def _noise(self, sampled: list[Sequence]) -> np.ndarray:
-        """A number for each sequence's next position. Drawn some positions ahead: ten rounds over few numbers cost a
-        step as much as over many."""
-        dry = [seq for seq in sampled if not seq.noise]
-        if dry:
-            keys = np.fromiter((seq.noise_key for seq in dry), np.uint64, len(dry)).repeat(NOISE_AHEAD)
-            next_ = np.fromiter((len(seq.tokens) for seq in dry), np.int64, len(dry))
-            ahead = uniforms(self.seed, keys, (next_[:, None] + np.arange(NOISE_AHEAD)[::-1]).ravel())
-            for seq, numbers in zip(dry, ahead.reshape(len(dry), NOISE_AHEAD).tolist(), strict=True):
-                seq.noise = numbers
-        return np.array([seq.noise.pop() for seq in sampled])
 
     def _counters(self) -> Counters:
         scheduler = self.scheduler
