@@ -3,8 +3,8 @@
     python benchmarks/learning.py --json learning.json --svg benchmarks/learning.svg
     python benchmarks/learning.py --from learning.json --svg benchmarks/learning.svg       (only the picture)
 
-One base model for all; a seed decides prompts, samples and so the whole run. The pool is filled as far ahead as the
-bound allows, so nearly every sample is as old as it may be. The final reward of a run is that of its last policy on
+One base model for all; a seed decides prompts, samples and so the whole run. The lag is forced: the engine has room
+for all that the bound allows to be begun, so samples are about as old as they may be. The final reward of a run is that of its last policy on
 held-out prompts, the same for all runs. Targets: on average no bound is more than 0.03 below staleness 0, and no run
 ends more than 0.15 below where its seed ends at staleness 0.
 """
@@ -27,7 +27,7 @@ MARGIN, COLLAPSE = 0.03, 0.15
 OPTIONS = """cluster=one device=emulated parallel=single data=worked data.max_prompt_length=64 data.prompts_per_step=64
 reward=arithmetic rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2
 training.lr=3e-4 training.warmup_steps=6 training.betas=[0.9,0.99] training.weight_decay=0
-training.load_balancing_coef=0 run.eval_prompts=512""".split()
+training.load_balancing_coef=0 rollout.max_seqs=1024 run.eval_prompts=512""".split()
 
 Curves = dict[str, dict[str, dict]]
 """Bound → seed → `rewards` by step, `before`, `after` (held-out), `lag` (the mean of all samples)."""
