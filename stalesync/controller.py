@@ -186,7 +186,7 @@ class Controller:
             self._settle()
             snapshot = self.cards.begin("snapshot", ranks=self.spec.deployment.train)
             state = savepoint.begin(self.checkpoint, self)
-            self.cards.wait(snapshot)
+            self._take(self.cards.wait(snapshot))
         return state
 
     def save(self, cut: str) -> None:

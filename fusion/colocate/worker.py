@@ -226,12 +226,13 @@ class Worker:
         self.switcher.unload_optimizer()
         return self.log.report()
 
-    def snapshot(self) -> None:
+    def snapshot(self) -> StageReport:
         """Copies the trainer's state within the host, or to it, for `save` to write. Whatever `save` was at has
         ended."""
         self.phases.require("snapshot")
         with self.log.work("snapshot", "save"):
             self.saving.copy(self.switcher.training_state())
+        return self.log.report()
 
     def save(self, checkpoint: str, export: str) -> None:
         """Writes what the last `snapshot` has copied: the trainer's state and, as a Hugging Face folder, the weights.
