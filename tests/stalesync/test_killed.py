@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.stalesync.test_run import _await, _rows, _train, _weights, base, start  # noqa: F401
+from tests.stalesync.runs import rows_of, train, wait_until, weights_of
 from tests.stalesync.test_saving import _kill, _whole
 
 STEPS = 14
@@ -29,30 +29,30 @@ def _newest(folder):
 
 
 def _figures(folder):
-    return [{name: value for name, value in row.items() if not name.startswith(SPENT)} for row in _rows(folder)]
+    return [{name: value for name, value in row.items() if not name.startswith(SPENT)} for row in rows_of(folder)]
 
 
 @pytest.fixture(scope="module")
-def whole(base, tmp_path_factory):  # noqa: F811
+def whole(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    done = _train(base, folder, *OPTIONS)
+    done = train(base, folder, *OPTIONS)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(base, whole, start, tmp_path, seed):  # noqa: F811
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(base, whole, start, tmp_path, seed):
     moment, folder, saved = random.Random(seed), tmp_path / "run", 0
     for resumed in ([], ["run.resume=true"]):
         run = start(*OPTIONS, *resumed)
-        _await(run, 60, lambda: _newest(folder) > saved)  # noqa: B023
+        wait_until(run, 60, lambda: _newest(folder) > saved)  # noqa: B023
         time.sleep(moment.uniform(0, 0.6))
         _kill(run)
         saved = _newest(folder)
         assert 0 < saved < STEPS, "it was killed under way"
-    done = _train(base, tmp_path, *OPTIONS, "run.resume=true")
+    done = train(base, tmp_path, *OPTIONS, "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on from" in done.stdout
     assert _figures(folder) == _figures(whole) and len(_figures(whole)) == STEPS
-    ours, theirs = _weights(folder / "hf"), _weights(whole / "hf")
+    ours, theirs = weights_of(folder / "hf"), weights_of(whole / "hf")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -6,65 +6,39 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from fusion.npu import open_device
 from fusion.telemetry import read_timeline, summarize_run
-from stalesync.base_model import make_base_model
 from stalesync.overrides import load
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 from tests.stalesync import straight_line
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = [
-    "device=emulated",
-    "data=addition",
-    "data.max_prompt_length=8",
-    "data.prompts_per_step=8",
-    "rollout.max_response_length=5",
-    "algorithm.group_size=4",
-    "run.eval_prompts=4",
-]
-FOUR = ["cluster=four", "parallel=tp2ep2_ep4"]
+from tests.stalesync.runs import (
+    FOUR,
+    JUDGE,
+    ROOT,
+    assert_gone,
+    descendants,
+    rows_of,
+    train,
+    wait_until,
+    weights_of,
+)
 
 PROMISED = """critic/rewards/mean actor/pg_loss actor/kl_loss actor/grad_norm response_length/mean timing_s/gen
 timing_s/switch timing_s/card/decode perf/throughput perf/utilisation memory/infer/kv_mib
 memory/train/optimizer_mib""".split()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    make_base_model("addition", folder, open_device("emulated"), target=0.05)
-    return folder
-
-
-def _command(base, folder, *overrides):
-    return [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *SMALL, *overrides]
-
-
-def _train(base, folder, *overrides, timeout_s=180):
-    command = _command(base, folder, *overrides)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-
-
-def _rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = _train(base, tmp_path, *FOUR, "run.steps=2", "algorithm.kl_coef=0.01", "fusion.checksum=true")
+    done = train(base, tmp_path, *FOUR, "run.steps=2", "algorithm.kl_coef=0.01", "fusion.checksum=true")
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
-    rows = _rows(run)
+    rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2]
     for name in PROMISED:
         assert name in rows[0], name
@@ -88,9 +62,9 @@ def test_four_cards_train_and_leave_a_readable_run_that_goes_on(base, tmp_path):
     for promise in ("before", "after", "metrics.jsonl", "What to try next", "HBM of the fullest card"):
         assert promise in done.stdout
 
-    again = _train(base, tmp_path, *FOUR, "run.steps=3", "algorithm.kl_coef=0.01", "run.resume=true")
+    again = train(base, tmp_path, *FOUR, "run.steps=3", "algorithm.kl_coef=0.01", "run.resume=true")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert [row["step"] for row in _rows(run)] == [1, 2, 3]
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
     assert "going on from" in again.stdout
 
 
@@ -102,24 +76,20 @@ def test_a_run_that_goes_on_or_is_deployed_otherwise_is_bitwise_the_one_on_one_c
     }
     for name, starts in kinds.items():
         for start in starts:
-            done = _train(base, tmp_path, f"run.name={name}", "run.eval_prompts=0", "algorithm.kl_coef=0.01", *start)
+            done = train(base, tmp_path, f"run.name={name}", "run.eval_prompts=0", "algorithm.kl_coef=0.01", *start)
             assert done.returncode == 0, done.stdout + done.stderr
     for figure in ("critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "response_length/mean"):
-        curves = {name: [row[figure] for row in _rows(tmp_path / name)] for name in kinds}
+        curves = {name: [row[figure] for row in rows_of(tmp_path / name)] for name in kinds}
         assert curves["whole"] == curves["cut"] == curves["separate"], figure
 
 
 def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path):
-    done = _train(base, tmp_path, "run.steps=5", "run.eval_prompts=0", "training.lr=1e-3")
+    done = train(base, tmp_path, "run.steps=5", "run.eval_prompts=0", "training.lr=1e-3")
     assert done.returncode == 0, done.stdout + done.stderr
     rewards = straight_line.run(load(tmp_path / "run" / "config.yaml"), tmp_path / "straight")
-    assert [row["critic/rewards/mean"] for row in _rows(tmp_path / "run")] == rewards
-    ours, theirs = (_weights(tmp_path / folder) for folder in ("run/hf", "straight"))
+    assert [row["critic/rewards/mean"] for row in rows_of(tmp_path / "run")] == rewards
+    ours, theirs = (weights_of(tmp_path / folder) for folder in ("run/hf", "straight"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def _weights(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_changes_who_generates(start, tmp_path):
@@ -127,21 +97,21 @@ def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_chan
     full = [*FOUR, "parallel=tp2ep2_ep2", "fusion=full", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
     run = start(*full, "run.steps=1000", "queue.durability=journal")
     folder = tmp_path / "run"
-    (queue,) = [pid for pid, command in _descendants(run.pid).items() if "ray::QueueActor" in command]
+    (queue,) = [pid for pid, command in descendants(run.pid).items() if "ray::QueueActor" in command]
     os.kill(queue, signal.SIGKILL)
     command = [sys.executable, "scripts/control.py", str(folder)]
     asked = subprocess.run([*command, "engines=1", "rollout.max_seqs=2"], cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
-    rows = _await(run, 60, lambda: [row for row in _rows(folder) if row["rollout/engines"] == 1])
+    rows = wait_until(run, 60, lambda: [row for row in rows_of(folder) if row["rollout/engines"] == 1])
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130, err
-    first = _rows(folder)[0]
+    first = rows_of(folder)[0]
     assert first["rollout/engines"] == 2 and first["rollout/kv_tokens_min"] > rows[0]["rollout/kv_tokens_min"]
     assert first["memory/reward/weights_mib"] > 0 and first["memory/reference/weights_mib"] > 0
     assert first["reward/failed"] == 0 and first["critic/rewards/std"] > 0
     assert first["distqueue/ended/done"] == 32 and first["distqueue/rows"] == 0
-    last = _rows(folder)[-1]
+    last = rows_of(folder)[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"], "the journal went on where the queue was killed"
     (record,) = [json.loads(line) for line in (folder / "control.jsonl").read_text().splitlines()]
     assert record["outcome"] == "applied" and record["step"] == rows[0]["step"]
@@ -150,25 +120,12 @@ def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_chan
         assert promise in out, promise
 
 
-JUDGE = """
-import time, zlib
-
-def score(prompt, response, answer, **fields):
-    luck = zlib.crc32((prompt + response).encode()) % 9
-    if luck == 0:
-        raise RuntimeError("no such judge")
-    if luck == 1:
-        time.sleep(60)
-    return "good" if luck == 2 else float(response == answer)
-"""
-
-
 def test_rewards_that_fail_are_counted_and_shown_and_the_loop_goes_on(base, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
-    done = _train(base, tmp_path, *judge, "run.steps=2", "run.eval_prompts=0")
+    done = train(base, tmp_path, *judge, "run.steps=2", "run.eval_prompts=0")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = _rows(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     failed = {kind: sum(row[f"reward/failed_{kind}"] for row in rows) for kind in ("raised", "timeout", "bad_type")}
     assert min(failed.values()) > 0 and sum(failed.values()) == sum(row["reward/failed"] for row in rows) < 64, failed
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr, "shown once, with where it came from"
@@ -178,10 +135,10 @@ def test_rewards_that_fail_are_counted_and_shown_and_the_loop_goes_on(base, tmp_
 def test_reference_and_reward_model_score_on_a_card_of_their_own(base, tmp_path):
     reward = tiny_reward_model(tmp_path / "judge", max_position_embeddings=6)
     score = ["cluster.npus=2", "fusion.score_cards=1", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
-    done = _train(base, tmp_path, *score, "run.steps=2")
+    done = train(base, tmp_path, *score, "run.steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "actor_train 0, actor_generation 0, reference 1, reward_model 1" in done.stdout
-    rows = _rows(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     failed = sum(row["reward/failed_too_long"] for row in rows)
     assert 0 < failed < 64 and failed == sum(row["reward/failed"] for row in rows), "counted by name, not trained"
     spans = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
@@ -208,92 +165,21 @@ def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
     environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     done = subprocess.run([*recipe, *small], capture_output=True, text=True, timeout=180, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = _rows(tmp_path / "math-jsonl")
+    rows = rows_of(tmp_path / "math-jsonl")
     assert len(rows) == 2 and all(row["reward/failed"] == 0 and "critic/rewards/mean" in row for row in rows)
     asked = json.loads((tmp_path / "math-jsonl" / "samples.jsonl").read_text().splitlines()[0])
     assert asked["prompt"].startswith("What is ")
 
 
 def test_a_card_that_runs_out_of_memory_says_rank_stage_and_who_holds_what(base, tmp_path):
-    failed = _train(base, tmp_path, "run.steps=1", "device.capacity_bytes=1500000")
+    failed = train(base, tmp_path, "run.steps=1", "device.capacity_bytes=1500000")
     assert failed.returncode == 1 and "error: rank 0 failed in stage '" in failed.stderr
     assert "weights" in failed.stderr and "optimizer" in failed.stderr, "a table by owner"
 
 
-def _descendants(pid):
-    """Process ids below ``pid``, with their command lines."""
-    below, parents = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "stat").read_text()
-                parents[int(entry.name)] = int(status.rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-    frontier = [pid]
-    while frontier:
-        frontier = [child for child, parent in parents.items() if parent in frontier and child not in below]
-        for child in frontier:
-            try:
-                below[child] = (Path("/proc") / str(child) / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-    return below
-
-
-@pytest.fixture
-def start(base, tmp_path):
-    """Starts a run, and returns it when it has two steps behind it. Nothing of it is left after the test."""
-    runs = []
-
-    def begin(*overrides):
-        command, metrics = _command(base, tmp_path, *overrides), tmp_path / "run" / "metrics.jsonl"
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        run = subprocess.Popen(command, cwd=ROOT, preexec_fn=_heed_interrupts, **pipes)
-        runs.append(run)
-        _await(run, 120, lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
-        return run
-
-    yield begin
-    for run in runs:
-        if run.poll() is None:
-            for pid in (*_descendants(run.pid), run.pid):
-                os.kill(pid, signal.SIGKILL)
-            run.communicate()
-
-
-def _heed_interrupts():
-    """Also where the tests run in the background, whose children ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _await(run, seconds, reached):
-    """What ``reached`` returns once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := reached()):
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline, f"not there after {seconds} s"
-        time.sleep(0.1)
-    return found
-
-
-def _alive(pid):
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _assert_gone(pids, within_s=10):
-    deadline = time.monotonic() + within_s
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [pid for pid in pids if _alive(pid)], "every process of ours has ended"
-
-
 def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, tmp_path):
     run = start(*FOUR, "run.steps=1000")
-    below = _descendants(run.pid)
+    below = descendants(run.pid)
     workers = [pid for pid, command in below.items() if "ray::Card" in command]
     assert len(workers) == 4
     killed = time.monotonic()
@@ -302,16 +188,16 @@ def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, t
     assert time.monotonic() - killed < 15
     assert run.returncode != 0
     assert "died in stage '" in err and "error: rank " in err, err
-    assert len(_rows(tmp_path / "run")) >= 2 and "failed" in out
-    _assert_gone(below)
+    assert len(rows_of(tmp_path / "run")) >= 2 and "failed" in out
+    assert_gone(below)
 
 
 def test_ctrl_c_leaves_a_readable_run_and_no_process(start, tmp_path):
     run = start("run.steps=1000")
-    below = _descendants(run.pid)
+    below = descendants(run.pid)
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130 and "Traceback" not in err, err
     assert "stopped" in out and "metrics.jsonl" in out
     assert json.loads((tmp_path / "run" / "timeline.json").read_text())
-    _assert_gone(below)
+    assert_gone(below)

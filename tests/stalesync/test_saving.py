@@ -13,7 +13,7 @@ import pytest
 
 from stalesync.failures import CardFailed
 from stalesync.saving import SaveFailed, Saver
-from tests.stalesync.test_run import _await, _descendants, _rows, _train, base, start  # noqa: F401
+from tests.stalesync.runs import descendants, rows_of, train, wait_until
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0"]
 
@@ -37,7 +37,7 @@ def _whole(folder):
 
 
 def _kill(run):
-    for pid in (run.pid, *_descendants(run.pid)):
+    for pid in (run.pid, *descendants(run.pid)):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -46,40 +46,40 @@ def _kill(run):
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_the_next_waits_and_a_killed_one_does_not_count(
-    base,  # noqa: F811
-    start,  # noqa: F811
+    base,
+    start,
     gate,
     tmp_path,
 ):
     folder, options = tmp_path / "run", [*TWO, "run.save_every=3", "run.keep=1"]
     gate.touch()
     run = start(*options, "run.steps=1000")
-    _await(run, 60, lambda: len(_rows(folder)) == 5)
+    wait_until(run, 60, lambda: len(rows_of(folder)) == 5)
     assert (folder / "checkpoints" / "step-3" / "trainer.partial").is_dir() and not _whole(folder)
     time.sleep(1)
-    assert len(_rows(folder)) == 5, "the cut after step 6 waits"
+    assert len(rows_of(folder)) == 5, "the cut after step 6 waits"
     gate.unlink()
-    _await(run, 60, lambda: _whole(folder))
+    wait_until(run, 60, lambda: _whole(folder))
     gate.touch()
     # One that is being written when the run is killed, behind one that counts.
-    _await(run, 60, lambda: list(folder.glob("checkpoints/*/trainer.partial")))
+    wait_until(run, 60, lambda: list(folder.glob("checkpoints/*/trainer.partial")))
     _kill(run)
     gate.unlink()
     (kept,) = _whole(folder)
-    rows, going_on = _rows(folder), int(kept.removeprefix("step-"))
+    rows, going_on = rows_of(folder), int(kept.removeprefix("step-"))
     assert rows[5]["timing_s/save/wait"] > 0.5 > rows[2]["timing_s/save"] > 0 and rows[5]["save/write_s"] > 1
     assert "timing_s/save" not in rows[3]
-    done = _train(base, tmp_path, *options, f"run.steps={going_on + 3}", "run.resume=true")
+    done = train(base, tmp_path, *options, f"run.steps={going_on + 3}", "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"step {going_on}" in done.stdout and _whole(folder) == [f"step-{going_on + 3}"]
     assert [path.name for path in folder.glob("checkpoints/*")] == _whole(folder)
-    assert [row["step"] for row in _rows(folder)] == list(range(1, going_on + 4))
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, going_on + 4))
     assert not list(folder.glob("*.partial")) and (folder / "hf" / "config.json").is_file()
 
 
-def test_a_full_disk_ends_the_run_and_is_told_with_rank_and_stage(start, gate, tmp_path):  # noqa: F811
+def test_a_full_disk_ends_the_run_and_is_told_with_rank_and_stage(start, gate, tmp_path):
     run = start(*TWO, "run.steps=1000", "run.save_every=1")
-    _await(run, 60, lambda: _whole(tmp_path / "run"))
+    wait_until(run, 60, lambda: _whole(tmp_path / "run"))
     full = time.monotonic()
     gate.with_name("gate.full").touch()
     out, err = run.communicate(timeout=60)

@@ -10,16 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.stalesync.test_run import (  # noqa: F401
-    JUDGE,
-    _assert_gone,
-    _await,
-    _descendants,
-    _rows,
-    _train,
-    base,
-    start,
-)
+from tests.stalesync.runs import JUDGE, assert_gone, descendants, rows_of, train, wait_until
 
 STALE = [
     "cluster.npus=2",
@@ -43,49 +34,49 @@ def score(prompt, response, answer, **fields):
 
 
 def _processes(run, name):
-    return [pid for pid, command in sorted(_descendants(run.pid).items()) if f"ray::{name}" in command]
+    return [pid for pid, command in sorted(descendants(run.pid).items()) if f"ray::{name}" in command]
 
 
 def _told_within(run, seconds):
     """The error with which the run ends, and how long that takes."""
-    below, began = _descendants(run.pid), time.monotonic()
+    below, began = descendants(run.pid), time.monotonic()
     _, err = run.communicate(timeout=60)
     took = time.monotonic() - began
     assert run.returncode == 1 and took < seconds, (took, err)
-    _assert_gone(below)
+    assert_gone(below)
     return err[err.index("error: ") :]
 
 
-def test_a_worker_that_is_killed_ends_the_run_within_15_s(start):  # noqa: F811
+def test_a_worker_that_is_killed_ends_the_run_within_15_s(start):
     run = start(*STALE, "run.steps=1000")
     os.kill(_processes(run, "Card")[1], signal.SIGKILL)
     assert "died" in (told := _told_within(run, 15)) and "rank " in told, told
 
 
-@pytest.mark.parametrize("deployment", ["hybrid", "separate"])
-def test_a_worker_that_hangs_ends_the_run_within_its_timeout_and_is_named(start, deployment):  # noqa: F811
+@pytest.mark.parametrize("deployment", [pytest.param("hybrid", marks=pytest.mark.slow), "separate"])
+def test_a_worker_that_hangs_ends_the_run_within_its_timeout_and_is_named(start, deployment):
     run = start(*STALE, f"fusion={deployment}", "run.steps=1000", "cluster.stage_timeout_s=6")
     os.kill(_processes(run, "Card")[1], signal.SIGSTOP)
     told = _told_within(run, 25)
     assert len(re.findall(r"rank \d did not answer", told)) == 1 and "it hangs" in told, told
 
 
-def test_rewards_that_raise_or_hang_are_counted_and_the_run_keeps_its_bound(base, tmp_path):  # noqa: F811
+def test_rewards_that_raise_or_hang_are_counted_and_the_run_keeps_its_bound(base, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
-    done = _train(base, tmp_path, *STALE, *judge, "run.steps=3", "data.prompts_per_step=4")
+    done = train(base, tmp_path, *STALE, *judge, "run.steps=3", "data.prompts_per_step=4")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = _rows(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     failed = {kind: sum(row[f"reward/failed_{kind}"] for row in rows) for kind in ("raised", "timeout", "bad_type")}
     assert min(failed.values()) > 0 and sum(failed.values()) == sum(row["reward/failed"] for row in rows), failed
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr
     assert max(row["staleness/max"] for row in rows) <= 1
 
 
-def test_the_record_up_to_a_checkpoint_holds_every_group_that_has_ended_in_it(base, tmp_path):  # noqa: F811
+def test_the_record_up_to_a_checkpoint_holds_every_group_that_has_ended_in_it(base, tmp_path):
     (tmp_path / "judge.py").write_text(HALF)
     judge = ["rollout.forced_median=20", f"reward.path={tmp_path / 'judge.py'}:score"]
-    done = _train(base, tmp_path, *STALE, *judge, "run.save_every=1", "run.keep=0", "run.steps=12")
+    done = train(base, tmp_path, *STALE, *judge, "run.save_every=1", "run.keep=0", "run.steps=12")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "groups.jsonl").read_text().splitlines()]
     assert any(row["ended"] == "failed:reward_raised" for row in rows)
@@ -94,19 +85,19 @@ def test_the_record_up_to_a_checkpoint_holds_every_group_that_has_ended_in_it(ba
         assert Counter(row["ended"] for row in rows if row["step"] <= step) == state["ledger"]["ended"], step
 
 
-def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost(start, tmp_path):  # noqa: F811
+def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost(start, tmp_path):
     run = start(*STALE, "run.steps=1000")
     (shard,) = _processes(run, "Shard")
     os.kill(shard, signal.SIGKILL)
-    killed, rows = time.monotonic(), len(_rows(tmp_path / "run"))
-    _await(run, 30, lambda: len(_rows(tmp_path / "run")) >= rows + 3)
+    killed, rows = time.monotonic(), len(rows_of(tmp_path / "run"))
+    wait_until(run, 30, lambda: len(rows_of(tmp_path / "run")) >= rows + 3)
     assert time.monotonic() - killed < 30
-    last = _rows(tmp_path / "run")[-1]
+    last = rows_of(tmp_path / "run")[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"]
 
 
 @pytest.mark.parametrize("durability", ["memory", "journal"])
-def test_a_queue_that_is_killed_goes_on_from_its_journal_or_ends_the_run_by_name(start, tmp_path, durability):  # noqa: F811
+def test_a_queue_that_is_killed_goes_on_from_its_journal_or_ends_the_run_by_name(start, tmp_path, durability):
     run = start(*STALE, "run.steps=1000", f"queue.durability={durability}")
     (core,) = _processes(run, "QueueActor")
     os.kill(core, signal.SIGKILL)
@@ -114,7 +105,7 @@ def test_a_queue_that_is_killed_goes_on_from_its_journal_or_ends_the_run_by_name
         told = _told_within(run, 20)
         assert told.startswith("error: the queue has failed: ") and "queue.durability=journal" in told, told
         return
-    rows = len(_rows(tmp_path / "run"))
-    _await(run, 30, lambda: len(_rows(tmp_path / "run")) >= rows + 3)
-    last = _rows(tmp_path / "run")[-1]
+    rows = len(rows_of(tmp_path / "run"))
+    wait_until(run, 30, lambda: len(rows_of(tmp_path / "run")) >= rows + 3)
+    last = rows_of(tmp_path / "run")[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"]

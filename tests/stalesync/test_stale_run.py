@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.stalesync.test_run import _command, _descendants, _rows, _train, base, start  # noqa: F401
+from tests.stalesync.runs import descendants, rows_of, train
 
 STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]
 TWO = ["cluster.npus=2", "parallel=single"]
@@ -20,12 +20,12 @@ def _groups(folder):
 @pytest.mark.parametrize(
     ("deployment", "bound"), [("colocated", 1), ("separate", 1), ("hybrid", 2)], ids=["colocated", "separate", "hybrid"]
 )
-def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, deployment, bound):  # noqa: F811
+def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, deployment, bound):
     steps = 6
     options = [f"run.steps={steps}", f"fusion={deployment}", f"stalesync.max_staleness={bound}", *TWO]
-    done = _train(base, tmp_path, *STALE, *options)
+    done = train(base, tmp_path, *STALE, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows, groups = _rows(tmp_path / "run"), _groups(tmp_path / "run")
+    rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
     assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= bound
     lags = [[row[f"staleness/lag_{lag}_count"] for lag in range(bound + 1)] for row in rows]
@@ -40,13 +40,13 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
-def test_suspended_samples_go_on_behind_the_kv_they_had(base, tmp_path):  # noqa: F811
+def test_suspended_samples_go_on_behind_the_kv_they_had(base, tmp_path):
     options = ["run.steps=5", "stalesync.max_staleness=1", "fusion.checksum=true", *TWO]
     kept, again = {}, {}
     for name, found in (("keep", kept), ("recompute", again)):
-        done = _train(base, tmp_path, *STALE, *options, f"run.name={name}", f"rollout.suspended_kv={name}")
+        done = train(base, tmp_path, *STALE, *options, f"run.name={name}", f"rollout.suspended_kv={name}")
         assert done.returncode == 0, done.stdout + done.stderr
-        rows = _rows(tmp_path / name)
+        rows = rows_of(tmp_path / name)
         for figure in ("suspended_total", "kv_restored_tokens", "recomputed_tokens", "parked_kv_mib_max"):
             found[figure] = sum(row[f"rollout/{figure}"] for row in rows)
         found["mixed"] = sum(row["staleness/mixed_versions_count"] for row in rows)
@@ -58,12 +58,12 @@ def test_suspended_samples_go_on_behind_the_kv_they_had(base, tmp_path):  # noqa
 
 
 @pytest.mark.parametrize("deployment", ["colocated", "separate"])
-def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base, tmp_path, deployment):  # noqa: F811
+def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base, tmp_path, deployment):
     steps, threshold = 8, 150
     tokens = [f"stalesync.train_tokens={threshold}", "stalesync.max_staleness=1"]
-    done = _train(base, tmp_path, *STALE, *TWO, *tokens, f"run.steps={steps}", f"fusion={deployment}")
+    done = train(base, tmp_path, *STALE, *TWO, *tokens, f"run.steps={steps}", f"fusion={deployment}")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows, groups = _rows(tmp_path / "run"), _groups(tmp_path / "run")
+    rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert len({row["group"] for row in groups}) == len(groups) and max(row["lag"] for row in groups) <= 1
     sizes = [sum(row["step"] == step for row in groups) for step in range(1, steps + 1)]
@@ -73,11 +73,11 @@ def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base,
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_dapo_fills_a_step_with_groups_that_teach_something(base, tmp_path, bound):  # noqa: F811
+def test_dapo_fills_a_step_with_groups_that_teach_something(base, tmp_path, bound):
     options = ["algorithm=dapo", f"stalesync.max_staleness={bound}", "run.steps=3", "run.eval_prompts=0", *TWO]
-    done = _train(base, tmp_path, *options)
+    done = train(base, tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows, groups = _rows(tmp_path / "run"), _groups(tmp_path / "run")
+    rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
     trained = [row for row in groups if row["ended"] == "trained"]
     filtered = [row for row in groups if row["ended"].startswith("filtered:")]
     assert len({row["group"] for row in groups}) == len(groups) == len(trained) + len(filtered)
@@ -87,29 +87,29 @@ def test_dapo_fills_a_step_with_groups_that_teach_something(base, tmp_path, boun
         assert row["critic/advantages/min"] < 0 < row["critic/advantages/max"]
 
 
-def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):  # noqa: F811
+def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_path):
     options = [*STALE, *TWO, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1"]
     run, steps = start(*options, "run.steps=1000"), 0
     folder = tmp_path / "run"
     deadline = time.monotonic() + 60
-    while not (kept := list(folder.glob("checkpoints/step-*/queue"))) or len(_rows(folder)) < 4:
+    while not (kept := list(folder.glob("checkpoints/step-*/queue"))) or len(rows_of(folder)) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert kept, "a checkpoint holds samples that are under way"
-    for pid in (run.pid, *_descendants(run.pid)):
+    for pid in (run.pid, *descendants(run.pid)):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
     run.communicate()
-    steps = max(row["step"] for row in _rows(folder)) + 3
-    done = _train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")
+    steps = max(row["step"] for row in rows_of(folder)) + 3
+    done = train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on from" in done.stdout
     groups = _groups(folder)
-    assert [row["step"] for row in _rows(folder)] == list(range(1, steps + 1))
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, steps + 1))
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"
-    ended = [row["distqueue/ended/done"] for row in _rows(folder)]
+    ended = [row["distqueue/ended/done"] for row in rows_of(folder)]
     assert ended[-1] == 32 * steps, "nor any of their samples"
     assert max(row["lag"] for row in groups) <= 1
     assert len(list(folder.glob("checkpoints/step-*"))) == 2, "the last two are kept"

@@ -1,0 +1,104 @@
+"""Runs as a user starts them, for the tests of this folder."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "device=emulated",
+    "data=addition",
+    "data.max_prompt_length=8",
+    "data.prompts_per_step=8",
+    "rollout.max_response_length=5",
+    "algorithm.group_size=4",
+    "run.eval_prompts=4",
+]
+FOUR = ["cluster=four", "parallel=tp2ep2_ep4"]
+
+JUDGE = """
+import time, zlib
+
+def score(prompt, response, answer, **fields):
+    luck = zlib.crc32((prompt + response).encode()) % 9
+    if luck == 0:
+        raise RuntimeError("no such judge")
+    if luck == 1:
+        time.sleep(60)
+    return "good" if luck == 2 else float(response == answer)
+"""
+
+
+def command_of(base, folder, *overrides):
+    return [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *SMALL, *overrides]
+
+
+def train(base, folder, *overrides, timeout_s=180):
+    """A run from its start to its end."""
+    command = command_of(base, folder, *overrides)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def rows_of(run):
+    """Of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(folder):
+    """Of a Hugging Face folder."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def descendants(pid):
+    """Process ids below ``pid``, with their command lines."""
+    below, parents = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(status.rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    frontier = [pid]
+    while frontier:
+        frontier = [child for child, parent in parents.items() if parent in frontier and child not in below]
+        for child in frontier:
+            try:
+                below[child] = (Path("/proc") / str(child) / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+    return below
+
+
+def heed_interrupts():
+    """Also where the tests run in the background, whose children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wait_until(run, seconds, reached):
+    """What ``reached`` returns once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := reached()):
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline, f"not there after {seconds} s"
+        time.sleep(0.1)
+    return found
+
+
+def alive(pid):
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_gone(pids, within_s=10):
+    deadline = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if alive(pid)], "every process of ours has ended"
