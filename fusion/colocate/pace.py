@@ -11,7 +11,8 @@ decode steps of the modelled engine, with contexts so many times as long. A seco
 modelled ones, so rates in modelled tokens a modelled second are those of the run x tokens / speed. With speed = tokens
 a decode step of the run takes exactly as long as one of the modelled engine, and rates are the run's own.
 
-Not modelled: how much fits into HBM (`scripts/plan.py` says that), rewards, the queue, and moving frozen models.
+Not modelled: how much fits into HBM (`scripts/plan.py` says that), rewards, the queue, and what frozen models and
+parked KV take on their way to and from the host.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fusion.colocate.estimate.shape import Shape
 from fusion.colocate.estimate.traffic import traffic
 from fusion.colocate.hardware import Hardware, hardware_named
 from fusion.ep_switch.config import FusionConfig
-from fusion.inference.scheduler import Step
+from fusion.inference.sequence import Step
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
 from fusion.training.config import TrainingConfig

@@ -20,7 +20,7 @@ from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.switching import PhaseSwitcher
 from fusion.inference import Engine, Output
-from fusion.inference.scheduler import Step
+from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
 from fusion.training import Sequences, TrainEngine

@@ -3,6 +3,7 @@
     config      RolloutConfig: the config group `rollout`
     request     Request, SamplingParams, Output: plain data, in and out
     control     orders from any thread, passed on to all ranks at one step
+    sequence    a request in the engine; what one step computes                              (pure)
     scheduler   which tokens the next step computes; which attention rank gets a request     (pure)
     blocks      who holds which KV block; the prefix cache, keyed by policy version          (pure)
     kv_cache    the memory of keys and values, allocated last, given back before training

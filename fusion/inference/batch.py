@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.scheduler import Sequence, Step
+from fusion.inference.sequence import Sequence, Step
 
 Piece = tuple[Sequence, int]
 """A sequence and how many tokens of it the step computes."""

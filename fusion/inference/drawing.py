@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusion.inference.batch import Batch
 from fusion.inference.noise import uniforms
 from fusion.inference.sampler import sample
-from fusion.inference.scheduler import Sequence
+from fusion.inference.sequence import Sequence
 from fusion.model import Mesh, Transformer
 
 NOISE_AHEAD = 16

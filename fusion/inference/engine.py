@@ -29,7 +29,8 @@ from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import HostMemory, ParkedKV, most_blocks
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
 from fusion.inference.routing import RoutingCache, of_all_layers
-from fusion.inference.scheduler import Scheduler, Sequence, Step, place
+from fusion.inference.scheduler import Scheduler, place
+from fusion.inference.sequence import Sequence, Step
 from fusion.model import Mesh, Routed, Transformer, routing_of
 from fusion.npu import Device
 

@@ -20,90 +20,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from fusion.inference.blocks import BlockManager, BlockName, next_name, root_name
-from fusion.inference.noise import request_key
-from fusion.inference.request import FinishReason, Output, Request, SamplingParams
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """A request in the engine: its tokens so far and what of them is in the cache.
-
-    ``computed``: leading tokens whose KV is in ``blocks``. ``names``: of the full blocks, as far as they are known;
-    ``named``: leading blocks that were found by name or have been offered to others. ``since``: policy version of its
-    oldest KV, which its names are of. ``parked``: leading tokens whose KV waits beside the cache. ``known``: leading
-    tokens that were computed before: to compute them again is to recompute.
-    """
-
-    request: Request
-    params: SamplingParams
-    stop_token_ids: frozenset[int]
-    tokens: list[int]
-    limit: int
-    """Length at which this submission ends."""
-    noise_key: int
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    names: list[BlockName] = field(default_factory=list)
-    named: int = 0
-    since: int = 0
-    parked: int = 0
-    known: int = 0
-    noise: list[float] = field(default_factory=list)
-    """For the next positions, the last one first."""
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
-        """``params``: the request's, as an object that may be shared between requests."""
-        stops = eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
-        tokens = [*request.prompt, *request.response]
-        limit = len(request.prompt) + (request.exact_tokens or params.max_tokens)
-        stops = () if request.exact_tokens else stops
-        if request.chunk_tokens:
-            limit = min(limit, len(tokens) + request.chunk_tokens)
-        known = len(tokens) - 1 if request.response else 0  # the last one was sampled, and never an input
-        return cls(request, params, frozenset(stops), tokens, limit, request_key(request.id), known=known)
-
-    @property
-    def reason_at_limit(self) -> FinishReason:
-        length = len(self.tokens) - len(self.request.prompt)
-        if length >= self.params.max_tokens:
-            return "length"
-        return "stop" if length == self.request.exact_tokens else "chunk"
-
-    def output(self, reason: FinishReason) -> Output:
-        request = self.request
-        new = self.tokens[len(request.prompt) + len(request.response) :]
-        figures = request.id, request.group, request.prompt, new, self.logprobs, self.versions, reason
-        return Output(*figures, request.response, request.earlier)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step computes.
-
-    ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``sampled`` are the
-    sequences that get a token: all decodes, then the chunks that reach their sequence's end, in this order.
-    ``restored`` are (sequence, first block, end): of these blocks of it the KV is to be copied in before.
-    """
-
-    decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int]]
-    sampled: list[Sequence]
-    restored: list[tuple[Sequence, int, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.sampled or self.chunks)
-
-    @property
-    def kind(self) -> str:
-        """`prefill`, with or without decodes beside; `decode` alone; or "", if it computes nothing."""
-        return "prefill" if self.chunks else "decode" if self.sampled else ""
+from fusion.inference.blocks import BlockManager, next_name, root_name
+from fusion.inference.request import FinishReason, Output, Request
+from fusion.inference.sequence import Sequence, Step
 
 
 class Scheduler:
