@@ -53,7 +53,8 @@ class Running:
     ranks: tuple[int, ...]
     pending: dict[Any, int]
     results: dict[int, Any] = field(default_factory=dict)
-    began_ns: int = field(default_factory=wall_ns)
+    told_ns: int = field(default_factory=wall_ns)
+    """Up to when it has been reported: its beginning, until it reports so far"""
     thread: int = field(default_factory=threading.get_ident)
     """Who takes its results: another thread may run other stages on other cards."""
 
@@ -200,8 +201,8 @@ class Cards:
 
     @property
     def settled_ns(self) -> int:
-        """Up to when all stages have ended (`wall_ns`): now, or when the first of those under way began."""
-        return min([wall_ns(), *(running.began_ns for running in list(self._running))])
+        """Up to when all is reported (`wall_ns`): now, or where the first of the stages under way has got to."""
+        return min([wall_ns(), *(running.told_ns for running in list(self._running))])
 
     def control(self, rank: int, request: str, *args: Any) -> Any:
         """A control call, answered while a stage runs.

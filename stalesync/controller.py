@@ -248,7 +248,9 @@ class Controller:
             arrives = self.cards.begin("receive", self.ledger.version, share, ranks=beside)
             others = [rank for rank in cards if rank not in beside]
             self._take(self.cards.call("switch", "infer", self.ledger.version, share, True, ranks=others))
-            self._take(self.cards.wait(arrives))
+            reports = self.cards.wait(arrives)
+            self._take(reports)
+            self.generation.told(min(report.until_ns for report in reports))
         else:
             self._suspend()
             self._switch("infer")

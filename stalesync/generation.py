@@ -108,6 +108,11 @@ class Generation:
                 unfinished += one.generated > 0
         return unfinished
 
+    def told(self, until_ns: int) -> None:
+        """All engines that run have reported what they did so far."""
+        for running in self._running.values():
+            running.told_ns = until_ns
+
     def check_alive(self, silent_s: float) -> None:
         """Says that no sample has come for so long and, beyond the cards' patience, ends the run.
 

@@ -41,6 +41,8 @@ class StageReport:
     """Samples that the engine has not finished."""
     reference_kl: dict[str, float] = field(default_factory=dict)
     """Log-ratio of behaviour to reference summed over the response, by sample id, where rewards are made of it."""
+    until_ns: int = 0
+    """Of a stage that goes on: up to when this tells of it (`wall_ns`)"""
 
 
 def awaited(stage: str, phase: Phase, trains: bool) -> str:
@@ -118,7 +120,8 @@ class StageLog:
         if self.pacer:
             self.pacer.tell(self.metrics, self._kind)
         self.timeline.cut()
-        return StageReport(self.metrics.take(), self.timeline.drain(), MemoryLedger())
+        until_ns = self.timeline.clock_ns()
+        return StageReport(self.metrics.take(), self.timeline.drain(), MemoryLedger(), until_ns=until_ns)
 
     @contextmanager
     def told(self, stage: str) -> Iterator[None]:

@@ -37,6 +37,7 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
     if deployment != "colocated":
         pauses = [row["timing_s/switch/pause"] for row in rows if "timing_s/switch/pause" in row]
         assert len(pauses) >= steps - 2, "cards that only generate go on while their weights arrive"
+        assert sum("perf/utilisation" in row for row in rows) >= steps - 1, "and tell what they do meanwhile"
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
