@@ -14,8 +14,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = 8
-WARM, STEPS = 1, 6
-"""Steps that are not measured, and that are"""
+WARM, STEPS = 2, 6
+"""Steps that are not measured, and that are. Engines that go on tell what they did whenever they adopt weights, so the
+second step's figures hold some of the first's."""
 WAIT_S = 420
 
 
@@ -48,7 +49,7 @@ class Workload:
     sequences: int = 8
     """That a card decodes at a time"""
     tokens: int = 128
-    speed: float = 96.0
+    speed: float = 120.0
     model: str = "olmoe_7b"
     hardware: str = "ascend_910c"
 
