@@ -1,6 +1,6 @@
 """What running ahead is worth: the same work in every mode, on emulated cards that take modelled time.
 
-    python benchmarks/stalesync.py --json stalesync.json          (about 20 minutes on two cores)
+    python benchmarks/stalesync.py --json stalesync.json          (20 minutes on two cores)
     python benchmarks/stalesync.py --calibrate                    finds the share of generation anew
 
 Real processes, Ray, queue and switches; only the cards' seconds are modelled (`device=paced`), so what is compared is
@@ -147,7 +147,7 @@ def show(figures: dict) -> None:
             row = f"{mode['tokens_per_s']:,.0f}", f"{mode['ratio_to_bound']:.3f}", lost, f"{mode['tail_s']:.1f}"
             row += f"{mode['switch_s']:.1f}", str(mode["max_staleness_seen"]), str(mode["suspended"])
             table.add_row(name, *row, str(mode["mixed"]), f"{mode['pace_overrun']:.1%}")
-    console = Console(width=110)
+    console = Console(width=130)
     console.print(table)
     for name, published in PUBLISHED.items():
         console.print(f"{name}: {figures[name]:.3f} (published {published})")
