@@ -165,6 +165,13 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
+        alone = {*self.deployment.generate} - {*self.deployment.train}
+        if self.fusion.double_buffer and not (alone and self.stalesync.max_staleness):
+            raise ValueError(
+                "fusion.double_buffer=true: expected fusion.deployment=separate or hybrid, not "
+                f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: else "
+                "no engine goes on while weights arrive"
+            )
         if self.algorithm.replay != "none" and not model.num_experts:
             raise ValueError(f"algorithm.replay={self.algorithm.replay}: the model is dense; set it to none")
         if pace := self.pace:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distqueue import DistQueue
-from fusion.colocate import StageReport, WorkerSpec
+from fusion.colocate import InferenceShare, StageReport, WorkerSpec
 from fusion.telemetry import Answer, LiveView, MemoryLedger, Metrics, RunFolder, Usage, compare, throughput, wall_ns
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
@@ -88,6 +88,8 @@ class Controller:
         self.pace = PaceTally(spec.pace)
         self.usage = Usage([f"card {rank}" for rank in range(spec.world)], wall_ns())
         self._kv_tokens: float | None = None
+        self._share: InferenceShare | None = None
+        """What the engines were set up with"""
 
     def run(self) -> list[Answer]:
         """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
@@ -243,7 +245,8 @@ class Controller:
     def _publish(self) -> None:
         """The engines get the weights of the present version. Those on cards that only generate go on meanwhile."""
         share, cards = self.desk.share, self.spec.deployment.actor
-        if beside := self.generation.go_on_beside(share.engines):
+        unchanged, self._share = share == self._share, share
+        if unchanged and (beside := self.generation.go_on_beside(share.engines)):
             self.view.phase("send weights")
             arrives = self.cards.begin("receive", self.ledger.version, share, ranks=beside)
             others = [rank for rank in cards if rank not in beside]

@@ -104,6 +104,10 @@ def test_replay_needs_experts(checkpoint, tmp_path):
             {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutOptions(pp=2)},
             "parallel.score.pp=2: expected 1",
         ),
+        (
+            {"fusion__double_buffer": True},
+            "fusion.double_buffer=true: expected .*separate or hybrid, not colocated, and",
+        ),
         ({"reward__model": "nowhere"}, "reward.model: nowhere.* does not exist"),
         (
             {"reward__model": "judge", "reward__path": "judge.py:score"},
