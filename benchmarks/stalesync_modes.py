@@ -49,7 +49,7 @@ class Workload:
     sequences: int = 8
     """That a card decodes at a time"""
     tokens: int = 128
-    speed: float = 120.0
+    speed: float = 96.0
     model: str = "olmoe_7b"
     hardware: str = "ascend_910c"
 
