@@ -11,14 +11,13 @@ twice.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion.rewards import RewardOutcome
-from fusion.telemetry.files import write_atomic
+from fusion.telemetry.files import sync, write_atomic
 from stalesync.prompts import Prompt
 from stalesync.scoring import Scored
 
@@ -58,7 +57,7 @@ def finish(target: Path, state: str) -> None:
     """Everything else of the checkpoint is on disk: from now on it counts."""
     write_atomic(target / NAME, state)
     for path in (target / NAME, target, target.parent):
-        _sync(path)
+        sync(path)
 
 
 def read(checkpoint: Path, controller: Controller) -> None:
@@ -100,14 +99,6 @@ def prune(folder: Path, keep: int) -> None:
         for path in [path for path in steps if steps[path] < steps[whole[-keep]]]:
             (path / NAME).unlink(missing_ok=True)
             shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _plain(sample: Scored) -> dict[str, Any]:

@@ -108,3 +108,12 @@ def _plain(value: Any, name: str, broken: dict[str, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{name}.{index}", broken) for index, item in enumerate(value)]
     return str(value)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's content, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -11,7 +11,6 @@ ours are flat pieces of each rank; it copies by itself, and knows nothing of sta
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusion.telemetry.files import sync
 from fusion.training.engine import TrainEngine
 
 MANIFEST = "trainer.json"
@@ -55,10 +55,10 @@ def save_checkpoint(
         # Whole copies: a state that lives on the host is a slice of a larger region, all of which would be written.
         state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
     torch.save(state, aside / _file(mesh.rank))
-    _sync(aside / _file(mesh.rank))
+    sync(aside / _file(mesh.rank))
     if mesh.rank == 0:
         (aside / MANIFEST).write_text(json.dumps({"layout": _layout(engine), "steps": state["steps"]}) + "\n")
-        _sync(aside / MANIFEST)
+        sync(aside / MANIFEST)
     _barrier(group)
     if mesh.rank == 0:
         replace_folder(aside, folder)
@@ -98,19 +98,10 @@ def replace_folder(aside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    _sync(aside)
+    sync(aside)
     aside.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Returns when a file's content, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:

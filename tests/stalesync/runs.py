@@ -1,6 +1,7 @@
 """Runs as a user starts them, for the tests of this folder."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -102,3 +103,13 @@ def assert_gone(pids, within_s=10):
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in pids if alive(pid)], "every process of ours has ended"
+
+
+def kill(run):
+    """All of a run at once, as a power cut would."""
+    for pid in (run.pid, *descendants(run.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    run.communicate()

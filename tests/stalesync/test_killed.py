@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from tests.stalesync.runs import rows_of, train, wait_until, weights_of
-from tests.stalesync.test_saving import _kill, _whole
+from tests.stalesync.runs import kill, rows_of, train, wait_until, weights_of
+from tests.stalesync.test_saving import _whole
 
 STEPS = 14
 OPTIONS = [
@@ -47,7 +47,7 @@ def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(ba
         run = start(*OPTIONS, *resumed)
         wait_until(run, 60, lambda: _newest(folder) > saved)  # noqa: B023
         time.sleep(moment.uniform(0, 0.6))
-        _kill(run)
+        kill(run)
         saved = _newest(folder)
         assert 0 < saved < STEPS, "it was killed under way"
     done = train(base, tmp_path, *OPTIONS, "run.resume=true")

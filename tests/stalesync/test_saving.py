@@ -1,9 +1,7 @@
 """Checkpoints are written while the run goes on: whole runs on a slow or a full disk, and the thread that writes."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -13,7 +11,7 @@ import pytest
 
 from stalesync.failures import CardFailed
 from stalesync.saving import SaveFailed, Saver
-from tests.stalesync.runs import descendants, rows_of, train, wait_until
+from tests.stalesync.runs import kill, rows_of, train, wait_until
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0"]
 
@@ -36,15 +34,6 @@ def _whole(folder):
     return sorted(path.parent.name for path in folder.glob("checkpoints/*/controller.json"))
 
 
-def _kill(run):
-    for pid in (run.pid, *descendants(run.pid)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    run.communicate()
-
-
 def test_steps_go_on_while_a_checkpoint_is_written_the_next_waits_and_a_killed_one_does_not_count(
     base,
     start,
@@ -63,7 +52,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_the_next_waits_and_a_killed_o
     gate.touch()
     # One that is being written when the run is killed, behind one that counts.
     wait_until(run, 60, lambda: list(folder.glob("checkpoints/*/trainer.partial")))
-    _kill(run)
+    kill(run)
     gate.unlink()
     (kept,) = _whole(folder)
     rows, going_on = rows_of(folder), int(kept.removeprefix("step-"))

@@ -1,13 +1,11 @@
 """Whole runs in which training and generation run ahead of each other: real Ray, real workers, emulated cards."""
 
 import json
-import os
-import signal
 import time
 
 import pytest
 
-from tests.stalesync.runs import descendants, rows_of, train
+from tests.stalesync.runs import kill, rows_of, train
 
 STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]
 TWO = ["cluster.npus=2", "parallel=single"]
@@ -97,12 +95,7 @@ def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_p
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert kept, "a checkpoint holds samples that are under way"
-    for pid in (run.pid, *descendants(run.pid)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    run.communicate()
+    kill(run)
     steps = max(row["step"] for row in rows_of(folder)) + 3
     done = train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
