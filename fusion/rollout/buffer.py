@@ -10,8 +10,8 @@ go on anywhere.
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 what was generated is never less than before; a group leaves as a whole; `state_dict` and back is the same buffer with
 nothing on an engine. A suspended request whose KV an engine has parked goes back there, oldest first, unless that
-engine has its even share of all load already; it never waits for it: where that engine does not run, it goes on
-elsewhere and leaves its KV. Where KV is parked is in no `state_dict`.
+engine has its even share of all load already, or, where engines get no more than ``most``, so many; it never waits for
+it: where that engine does not run, it goes on elsewhere and leaves its KV. Where KV is parked is in no `state_dict`.
 """
 
 from __future__ import annotations

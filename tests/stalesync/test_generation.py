@@ -75,6 +75,9 @@ def test_engines_go_on_beside_where_all_that_only_generate_run_and_no_others():
     del made._running[0]
     assert made.go_on_beside([0, 1]) == [2, 3]
     assert made.go_on_beside([0]) == [], "this one is to be laid off"
+    synchronous, _ = _generation()
+    del synchronous._running[0]
+    assert synchronous.go_on_beside([0, 1]) == [], "at staleness 0 all stop for new weights"
 
 
 def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
