@@ -138,6 +138,11 @@ class Config:
         layout.check(model, "parallel.score")
         return layout
 
+    def resolved(self) -> Config:
+        """The same with the nulls filled in that depend on other rooms: what a run follows and leaves in its folder."""
+        correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
+        return dataclasses.replace(self, algorithm=dataclasses.replace(self.algorithm, correction=correction))
+
     @property
     def longest_sample(self) -> int:
         """Tokens."""
@@ -149,8 +154,9 @@ class Config:
         Raises:
             ValueError: names the key to change, or both numbers that do not fit.
         """
-        for room in dataclasses.fields(self):
-            check = getattr(getattr(self, room.name), "validate", None)
+        resolved = self.resolved()
+        for room in dataclasses.fields(resolved):
+            check = getattr(getattr(resolved, room.name), "validate", None)
             if check is not None:
                 check()
         if not self.model.path:

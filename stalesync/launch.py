@@ -36,6 +36,7 @@ def launch(config: Config) -> Path:
         KeyboardInterrupt: Ctrl-C or SIGTERM; likewise.
     """
     model = config.validate()
+    config = config.resolved()
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
     spec = worker_spec(config, model, tokenizer)

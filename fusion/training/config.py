@@ -95,9 +95,10 @@ class AlgorithmConfig:
     """Tokens before rollout.max_response_length over which a response's reward falls by up to 1; 0: none; null: the
     algorithm's own (dapo: a fifth of the maximum; others: none)."""
 
-    correction: str = "none"
+    correction: str | None = None
     """What is done about samples of another policy than the one trained (`fusion/training/corrections.py`): `none`,
-    `tis_token`, `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`."""
+    `tis_token`, `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`; null: `none`, or `decoupled` where
+    stalesync.max_staleness > 0, which with several minibatches costs a forward pass of the batch."""
 
     correction_cap: float | None = None
     """The correction's greatest importance weight (mask_sequence: a sequence's geometric mean of ratios lies between
@@ -122,7 +123,8 @@ class AlgorithmConfig:
 
         _one_of("algorithm.name", self.name, ALGORITHMS)
         _one_of("algorithm.kl_in", self.kl_in, KL_IN)
-        _one_of("algorithm.correction", self.correction, CORRECTIONS)
+        if self.correction is not None:
+            _one_of("algorithm.correction", self.correction, [*CORRECTIONS, "null"])
         if self.loss_aggregation is not None:
             _one_of("algorithm.loss_aggregation", self.loss_aggregation, [*AGGREGATIONS, "null"])
         _whole("algorithm.group_size", self.group_size, 2 if self.name == "rloo" else 1)
@@ -145,9 +147,10 @@ class AlgorithmConfig:
             if value is None:
                 continue
             _number(f"algorithm.{key}", value, 1.0 if key == "correction_cap" else 0.0)
-            if self.correction not in uses:
+            correction = self.correction or "none"
+            if correction not in uses:
                 raise ValueError(
-                    f"algorithm.{key}={value} has no use in algorithm.correction={self.correction}: expected null, or "
+                    f"algorithm.{key}={value} has no use in algorithm.correction={correction}: expected null, or "
                     f"one of the corrections {', '.join(uses)}"
                 )
         if self.correction_floor is not None and self.correction_floor > 1:

@@ -48,6 +48,14 @@ def test_the_default_job_is_valid(checkpoint):
     assert _config(checkpoint).validate().num_experts == 8
 
 
+def test_what_corrects_older_samples_follows_the_bound_where_nothing_is_chosen(checkpoint):
+    for staleness, chosen, expected in ((0, None, "none"), (1, None, "decoupled"), (1, "none", "none")):
+        config = _config(checkpoint, stalesync__max_staleness=staleness, algorithm__correction=chosen)
+        assert config.resolved().algorithm.correction == expected
+        assert config.algorithm.correction == chosen
+    _config(checkpoint, stalesync__max_staleness=1, algorithm__correction_cap=3.0).validate()
+
+
 def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
         _config(checkpoint, algorithm__replay=replay).validate()
