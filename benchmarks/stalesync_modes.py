@@ -143,6 +143,8 @@ class Figures:
         return {name: seconds / time_s for name, seconds in found.items()}
 
     def as_dict(self, once: Figures) -> dict[str, Any]:
+        """``suspended`` counts samples that had tokens and had to wait: their engine stopped, or new weights came to it
+        and they were prefilled again."""
         speed, rate = self.workload.speed, self.workload.tokens / self.workload.speed
         bound_s = self.bound_s(once)
         lags = range(self.mode.staleness + 3)
@@ -157,7 +159,7 @@ class Figures:
             "tail_s": self.sum("timing_s/gen_tail") / len(self.rows) * speed,
             "switch_s": self.sum("timing_s/switch") / len(self.rows) * speed,
             "max_staleness_seen": max((lag for lag in lags if self.sum(f"staleness/lag_{lag}_count")), default=0),
-            "suspended": int(self.sum("rollout/suspended_total")),
+            "suspended": int(self.sum("rollout/suspended_total", "rollout/interrupted")),
             "mixed": int(self.sum("staleness/mixed_versions_count")),
             "pace_overrun": self.overrun,
         }

@@ -210,13 +210,24 @@ class Cards:
         Raises:
             CardFailed: the card is dead, or does not answer.
         """
-        patience_s = min(CONTROL_S, self.timeout_s)
-        try:
-            return ray.get(self.actors[rank].control.remote(request, *args), timeout=patience_s)
-        except ray.exceptions.GetTimeoutError:
-            raise CardFailed(f"rank {rank} did not answer {request!r} in {patience_s:.0f} s: it hangs") from None
-        except ray.exceptions.RayActorError as error:
-            raise CardFailed(say(rank, request, error)) from None
+        return self.ask([rank], request, *args)[0]
+
+    def ask(self, ranks: Iterable[int], request: str, *args: Any) -> list[Any]:
+        """The same control call to several cards at once; their answers in this order.
+
+        Raises:
+            CardFailed: as `control`.
+        """
+        patience_s, answers = min(CONTROL_S, self.timeout_s), []
+        deadline = time.monotonic() + patience_s
+        for rank, asked in [(rank, self.actors[rank].control.remote(request, *args)) for rank in ranks]:
+            try:
+                answers.append(ray.get(asked, timeout=max(0.0, deadline - time.monotonic())))
+            except ray.exceptions.GetTimeoutError:
+                raise CardFailed(f"rank {rank} did not answer {request!r} in {patience_s:.0f} s: it hangs") from None
+            except ray.exceptions.RayActorError as error:
+                raise CardFailed(say(rank, request, error)) from None
+        return answers
 
     def silent(self, ranks: Iterable[int]) -> str:
         """Says for an error which of these ranks answer nothing; empty where all of them do."""

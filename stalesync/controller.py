@@ -286,9 +286,9 @@ class Controller:
             tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
             self.groups.note(arrived, scored)
-            self._feed()
+            chunks = self._feed()
             self.cards.check()
-            heard_s = time.perf_counter() if arrived or scored else heard_s
+            heard_s = time.perf_counter() if arrived or scored or chunks else heard_s
             self.generation.check_alive(time.perf_counter() - heard_s)
             if self._refill() and self.ledger.may_admit():
                 self._admit()
@@ -301,10 +301,16 @@ class Controller:
         self.groups.note(*self.scorer.news(0.0))
         self._feed()
 
-    def _feed(self) -> None:
+    def _feed(self) -> int:
+        """What ended with its chunk goes on where there is room, and engines that run low get more. Returns how many
+        chunks have ended."""
+        chunks = self.generation.gather()
+        self.metrics.add("rollout/chunks_total", chunks)
         if self.generation.hungry:
             self._admit()
+        if chunks or self.generation.hungry:
             self.generation.hand_over()
+        return chunks
 
     def _more_tokens(self) -> bool:
         """Whether groups that were shorter than others before them have left a step short of tokens, and further ones

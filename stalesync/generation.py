@@ -2,7 +2,8 @@
 
     admit ─► buffer ─ resume ─► engines: `generate` in the background ─► queue
                 ▲                  │
-                └──── suspend ─────┘   some engines, or all; what they have not finished goes on elsewhere or later
+                ├──── suspend ─────┤   some engines, or all; what they have not finished goes on elsewhere or later
+                └──── gather ──────┘   what has ended with its chunk, while they run
 
 While the cards of an engine train, its share of the requests waits, or is handed to engines that go on.
 """
@@ -10,9 +11,10 @@ While the cards of an engine train, its share of the requests waits, or is hande
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
-from fusion.colocate import StageReport, WorkerSpec
+from fusion.colocate import StageReport, Suspended, WorkerSpec
 from fusion.inference import Output, Request
 from fusion.rollout import Entry, RequestBuffer, assign_groups
 from stalesync.cards import SAY_EVERY_S, Cards, Running
@@ -26,6 +28,10 @@ AHEAD = 1.25, 1.5
 """Requests that an engine has, by those it decodes at a time: below the first it gets more, up to the second. What it
 has not may go where there is room, or is not begun yet and so no older than it must be. At staleness 0 engines have
 everything from the start: which request is decoded beside which then does not depend on the clock."""
+
+
+CHUNK_LOOK_S = 0.25
+"""Engines are asked this often, at most, for requests whose chunk has ended."""
 
 
 class Generation:
@@ -45,6 +51,8 @@ class Generation:
         """Of the groups in the buffer"""
         self._running: dict[int, Running] = {}
         """By engine"""
+        self._gathered_s = 0.0
+        """When engines were asked for chunks last"""
         self._said_s = 0.0
         """For how long no sample had come when that was last spoken of"""
 
@@ -65,6 +73,9 @@ class Generation:
                 self._running[engine] = self._cards.begin("generate", each=each, ranks=ranks)
             elif requests:
                 self._cards.control(ranks[0], "submit", requests)
+        for engine, ids in self.buffer.left().items():
+            if self._spec.rollout.keeps_kv:
+                self._cards.control(self._spec.engines[engine][0], "forget", ids)
 
     def hand_over(self) -> None:
         """Gives what waits to the engines that run."""
@@ -103,10 +114,24 @@ class Generation:
         for engine in chosen:
             reports = self._cards.wait(self._running.pop(engine))
             self._take(reports)
-            for one in (one for report in reports for one in report.suspended):
-                self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions, one.kv_rank)
-                unfinished += one.generated > 0
+            unfinished += self._take_back(engine, [one for report in reports for one in report.suspended])
         return unfinished
+
+    def gather(self) -> int:
+        """Takes back what has ended with its chunk since the last look, for whoever has room. Returns how many."""
+        if self._spec.rollout.chunk_tokens is None or time.monotonic() - self._gathered_s < CHUNK_LOOK_S:
+            return 0
+        self._gathered_s = time.monotonic()
+        of = {engine: self._cards.ask(self._spec.engines[engine], "chunks") for engine in self._running}
+        return sum(self._take_back(engine, [one for mine in told for one in mine]) for engine, told in of.items())
+
+    def _take_back(self, engine: int, suspended: Iterable[Suspended]) -> int:
+        """Returns how many of them have tokens."""
+        begun = 0
+        for one in suspended:
+            self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions, one.kv_rank)
+            begun += one.generated > 0
+        return begun
 
     def told(self, until_ns: int) -> None:
         """All engines that run have reported what they did so far."""
@@ -160,6 +185,7 @@ class Generation:
             prompt.ids,
             self._sampling,
             entry.group,
+            chunk_tokens=self._spec.rollout.chunk_tokens or 0,
             exact_tokens=exact,
             earlier=entry.earlier,
             kv_rank=entry.kv[1] if entry.kv else None,

@@ -18,6 +18,7 @@ A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls i
 """
 
 from fusion.colocate.deployment import Deployment, Role, deploy
+from fusion.colocate.partials import Suspended
 from fusion.colocate.phases import Phase, PhaseError, PhaseMachine
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import RewardModelSpec, WorkerSpec, engine_size
@@ -36,6 +37,7 @@ __all__ = [
     "RewardModelSpec",
     "Role",
     "StageReport",
+    "Suspended",
     "Worker",
     "WorkerSpec",
     "deploy",

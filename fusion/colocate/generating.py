@@ -2,7 +2,8 @@
 
 requests ─► engine ─ ended ─► merged with what was generated before ─► queue
               │
-              └─ pause ─► suspended: parked in the queue (`partials`)
+              ├─ a chunk's end ─► suspended: parked in the queue (`partials`), until `control("chunks")` asks for them
+              └─ pause ─────────► suspended likewise; the stage ends
 
 Its time is told step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed nothing
 (no requests, or a step for the sake of other cards), `put` to the queue.
@@ -10,6 +11,7 @@ Its time is told step by step: `prefill` if anything was prefilled, `decode`, `w
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +31,7 @@ TOTALS = (
     "prefix_hit_tokens",
     "kv_restored_tokens",
     "recomputed_tokens",
+    "interrupted",
 )
 """Figures of `Engine.status` of which a stage tells what was added."""
 
@@ -43,13 +46,15 @@ IDLE_S = 0.001
 
 
 class Generating:
-    """Collective over the engine's cards: `run`, `answer`. Any thread of its first card: `control`."""
+    """Collective over the engine's cards: `run`, `answer`. Any thread: `control`, most of it of the first card."""
 
     def __init__(self, engine: Engine, queue: Store):
         self.engine, self._queue = engine, queue
         self._counted: dict[str, float] = {}
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts what has ended to the queue while the engine goes on"""
+        self._chunks: list[Suspended] = []
+        self._handing_over = threading.Lock()
 
     def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics, timeline: Timeline) -> list[Suspended]:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
@@ -62,7 +67,7 @@ class Generating:
             self._step_on(stay, lap)
         suspended = park(engine.suspend(), self._queue)
         self.count(metrics)
-        return suspended
+        return self._take_chunks() + suspended
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since they were counted last, on its first card those of all."""
@@ -85,15 +90,20 @@ class Generating:
         return [replace(output, routing=None) for output in outputs]  # nobody trains on them
 
     def control(self, request: str, *args: Any) -> Any:
-        """`submit` (requests), `abort` (request ids), `pause`."""
+        """`submit` (requests), `abort`, `forget` (request ids), `pause`; `chunks`, of any card: what has ended with its
+        chunk since that was asked last."""
         match request:
             case "submit":
                 return self.engine.submit(restore(args[0], self._queue))
             case "abort":
                 return self.engine.abort(*args)
+            case "forget":
+                return self.engine.forget(*args)
             case "pause":
                 return self.engine.pause()
-        raise ValueError(f"control request {request!r}: expected status, submit, abort or pause")
+            case "chunks":
+                return self._take_chunks()
+        raise ValueError(f"control request {request!r}: expected status, submit, abort, forget, pause or chunks")
 
     def _step_on(self, stay: bool, lap: Callable[[str], None]) -> None:
         """Until the engine is paused or, unless it is to ``stay``, idle."""
@@ -122,6 +132,17 @@ class Generating:
         return outputs
 
     def _put(self, outputs: list[Output]) -> None:
-        if outputs:
-            self._queue.put(pack_outputs(merge(outputs, self._queue)))
-            forget(outputs, self._queue)
+        chunks = [output for output in outputs if output.finish_reason == "chunk"]
+        ended = [output for output in outputs if output.finish_reason != "chunk"]
+        if ended:
+            self._queue.put(pack_outputs(merge(ended, self._queue)))
+            forget(ended, self._queue)
+        if chunks:
+            parked = park(chunks, self._queue)
+            with self._handing_over:
+                self._chunks += parked
+
+    def _take_chunks(self) -> list[Suspended]:
+        with self._handing_over:
+            chunks, self._chunks = self._chunks, []
+        return chunks

@@ -1,6 +1,6 @@
 """Samples that were suspended: what they have so far waits in the queue, until an engine goes on with them.
 
-    engine ─ suspend ─► Output(abort) ─ park ─► row `<id>~<tokens>` in the queue: partial_* columns, by nobody's task
+    engine ─► Output(abort or chunk) ── park ─► row `<id>~<tokens>` in the queue: partial_* columns, by nobody's task
                                                   │
     engine ◄─ Request(response=…) ◄─ restore ─────┤            the sample's row proper comes when it ends, with the
     engine ─ ends ─► Output ─ merge ──────────────┴─► queue    tokens, logprobs and versions of all its parts
@@ -41,7 +41,7 @@ class Store(Protocol):
 class Suspended:
     """What the controller hears of a sample that was suspended. ``earlier``: its row in the queue, "" where it has no
     token yet; ``versions``: policy versions of its oldest and newest token; ``kv_rank``: the attention rank of the
-    engine at which its KV is parked, None: it is gone."""
+    engine at which its KV is (`Output.kv_rank`), None: it is gone."""
 
     id: str
     generated: int

@@ -2,7 +2,7 @@
 
     prepare ─► TRAIN ──switch──► INFER ──switch──► TRAIN …          cards that only generate or score: STANDBY ─► …
                 │                  │
-                reference, score   generate (control: status, submit, abort meanwhile)
+                reference, score   generate (control meanwhile: submit, abort, …)
                 train, snapshot    (save, in a thread of its own, whatever the phase: what the snapshot has copied)
 
 A stage is a method that all cards concerned run at once; between two stages a card only copies (the optimizer, to and
@@ -248,7 +248,7 @@ class Worker:
             load_checkpoint(self.trainer, checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
-        """Answered while a stage runs: ``status``, ``submit`` (requests), ``abort`` (request ids), ``pause``."""
+        """Answered while a stage runs: ``status``, and what `Generating.control` knows."""
         if request == "status":
             stage = self.log.stage_name if hasattr(self, "log") else "start"
             figures = self.engine.status() if self.engine is not None else {}

@@ -29,6 +29,10 @@ class RolloutConfig:
     forced_median: float | None = None
     """For measurements: responses end at lengths drawn from a long-tailed distribution of this median in tokens, the
     same in every run of a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
+    chunk_tokens: int | None = None
+    """A response returns to the request buffer after every so many new tokens and goes on wherever there is room, the
+    oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Who is
+    decoded beside whom then depends on the clock: at staleness 0 a run repeats to the bit only with batch_invariant."""
     max_length: int | None = None
     """Tokens of prompt and response together; null: as many as the model has positions."""
     block_size: int = 16
@@ -63,7 +67,7 @@ class RolloutConfig:
         check_sampling("rollout", self.sampling())
         kv = self.suspended_kv
         _expect(kv in SUSPENDED_KV, "suspended_kv", kv, f"one of {', '.join(SUSPENDED_KV)}")
-        for key in ("max_length", "max_kv_tokens", "max_parked_kv_mib"):
+        for key in ("chunk_tokens", "max_length", "max_kv_tokens", "max_parked_kv_mib"):
             value = getattr(self, key)
             _expect(value is None or value >= 1, key, value, "a positive integer or null")
         forced = self.forced_median

@@ -1,6 +1,6 @@
 """The control channel of an engine: orders reach its leader at any time, and every rank at the same step.
 
-any thread ─ submit, abort, pause ─► Inbox (leader) ─┐
+any thread ─ submit, abort, … ─────► Inbox (leader) ─┐
                                               ├─ one small all_gather a step (CPU): counters of every rank, and
 step of every rank ────────────────────────── ┘  how long the leader's orders are; broadcast only if there are any
 """
@@ -21,8 +21,10 @@ from fusion.model import Mesh
 
 @dataclass
 class Orders:
-    """What the leader passes on at one step. Aborts count for requests submitted before them. ``abort_all`` first."""
+    """What the leader passes on at one step, obeyed in this order; so an abort counts for what was submitted before."""
 
+    forget: list[str] = field(default_factory=list)
+    """Requests whose parked KV is of no use any more"""
     submit: list[Request] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
     abort_all: bool = False
@@ -31,7 +33,8 @@ class Orders:
     """New weights to go on with"""
 
     def __bool__(self) -> bool:
-        return bool(self.submit or self.abort or self.abort_all or self.pause or self.version is not None)
+        orders = self.forget, self.submit, self.abort, self.abort_all, self.pause
+        return any(orders) or self.version is not None
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -69,6 +72,10 @@ class Inbox:
             else:
                 self._orders.abort += ids
 
+    def forget(self, ids: Iterable[str]) -> None:
+        with self._lock:
+            self._orders.forget += ids
+
     def pause(self) -> None:
         with self._lock:
             self._orders.pause = True
@@ -99,6 +106,7 @@ class Counters:
     dummy_steps: int = 0
     kv_restored_tokens: int = 0
     recomputed_tokens: int = 0
+    interrupted: int = 0
 
     def row(self) -> list[int]:
         return [getattr(self, f.name) for f in fields(self)]

@@ -42,7 +42,7 @@ the last cache level of a host."""
 class Engine:
     """One rank of an engine. Collective over the mesh, in the same order on every rank: construction, `allocate_kv`,
     `release_kv`, `step`, `run`, `go_on`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time:
-    `submit`, `abort`, `pause`, `adopt`, `status`.
+    `submit`, `abort`, `forget`, `pause`, `adopt`, `status`.
 
     Args:
         model: the weights; may be changed between steps (set `policy_version` then).
@@ -84,8 +84,7 @@ class Engine:
         most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
         limit = most_blocks(config, self.cache, most_layers)
         self.parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
-        self._reclaims = False
-        """Whether what is parked of requests that do not come with the next orders is of no use any more"""
+        self.scheduler.leave = self._leave
         self.capacity_tokens = 0
         """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
         self.on_adopt: Callable[[int], None] = lambda version: None
@@ -96,6 +95,7 @@ class Engine:
         self.computed = ""
         """`Step.kind` of what this rank computed in the last step"""
         self._dummy_steps = 0
+        self._interrupted = 0
         self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
 
@@ -183,6 +183,12 @@ class Engine:
         assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
         self.control.inbox.abort(ids)
 
+    def forget(self, ids: Iterable[str]) -> None:
+        """Frees the KV of requests that is parked and will not be asked for, before any that come later are taken in.
+        Thread-safe; on rank 0. Ids of which nothing is parked are ignored."""
+        assert self.mesh.rank == 0, "what is parked is forgotten by rank 0 of the engine"
+        self.control.inbox.forget(ids)
+
     def pause(self) -> None:
         """Has every rank find `paused` after its next step, the same one. Thread-safe; on rank 0."""
         assert self.mesh.rank == 0, "a pause is asked of rank 0 of the engine"
@@ -195,15 +201,16 @@ class Engine:
         self.control.inbox.adopt(version)
 
     def go_on(self) -> None:
-        """Forgets the last pause. Requests whose KV is parked come back before the next step, or it is freed then."""
-        self.paused, self._reclaims = False, True
+        """Forgets the last pause."""
+        self.paused = False
 
     def status(self) -> dict[str, float]:
         """Figures of the whole engine as of the last step, on every rank. Thread-safe.
 
         depth: requests that wait; running; generated_tokens, preemptions, prefix_hit_tokens, dummy_steps: totals;
         kv_restored_tokens: total of tokens whose KV came back from where it was parked; recomputed_tokens: total of
-        those that were computed again because theirs had been dropped;
+        those that were computed again because theirs had been dropped; interrupted: total of requests that had tokens
+        and lost their KV to new weights as they ran (`adopt`);
         tokens_per_s: generated tokens by seconds in `step`; policy_version; kv_tokens: capacity of an attention rank.
         """
         totals = self.control.totals()
@@ -216,6 +223,7 @@ class Engine:
             "dummy_steps": totals.dummy_steps,
             "kv_restored_tokens": totals.kv_restored_tokens,
             "recomputed_tokens": totals.recomputed_tokens,
+            "interrupted": totals.interrupted,
             "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
             "policy_version": self.policy_version,
             "kv_tokens": self.capacity_tokens,
@@ -274,15 +282,13 @@ class Engine:
     def _take_orders(self) -> list[Output]:
         orders = self.control.exchange(self._counters())
         outputs = self._obey(orders) if orders else []
-        if self._reclaims:
-            self.parked.retain({seq.request.id for seq in self.scheduler.waiting})
-        self._reclaims = False
         unfinished = sum(counters.waiting + counters.running for counters in self.control.table)
         self._idle = not unfinished and not orders
         return outputs
 
     def _obey(self, orders: Orders) -> list[Output]:
         parallel = self.mesh.parallel
+        self.parked.forget(orders.forget)
         loads = [first.waiting + first.running for first in self.control.table[: parallel.stage_world : parallel.tp]]
         for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
             if rank == self.mesh.dp_rank:
@@ -298,8 +304,16 @@ class Engine:
         return ended
 
     def _adopt(self, version: int) -> None:
+        if not self.config.keeps_kv:
+            running = self.scheduler.running
+            self._interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
         self.on_adopt(version)
         self.policy_version = version
+
+    def _leave(self, seq: Sequence) -> int | None:
+        self.parked.park([seq])
+        kept = seq.request.id in self.parked or self.config.prefix_cache
+        return self.mesh.dp_rank if kept else None
 
     def _sequence(self, request: Request) -> Sequence:
         # One object for equal parameters, so that the sampler sees at a glance that a batch has only one kind
@@ -364,4 +378,5 @@ class Engine:
             self._dummy_steps,
             scheduler.kv_restored_tokens,
             scheduler.recomputed_tokens,
+            self._interrupted,
         )

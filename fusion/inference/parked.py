@@ -1,6 +1,7 @@
 """KV beside the card: that of suspended requests waits in pinned host memory until they go on behind it.
 
-    running ─ suspend, release_kv ─► park ─► host ─ claim ─► waiting ─ admitted: blocks taken ─► restore ─► running
+    running ─ a chunk's end ──────►┐
+            ─ suspend, release_kv ─┴► park ─► host ─ claim ─► waiting ─ admitted: blocks taken ─► restore ─► running
               (`settle`, then the KV          │
               memory is given up)             └─ forget: ended, gone elsewhere, or come back with other tokens
 
@@ -15,7 +16,7 @@ host before the memory it came from is given up.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,11 +113,13 @@ class ParkedKV:
         for seq, first, end in restored:
             entry = self._entries.pop(seq.request.id)
             assert end == entry.blocks and entry.computed <= len(seq.tokens)
+            self._returning.append(entry)
+            if first == end:
+                continue  # all of it is in the cache still
             self._cache.copy_in(self._on_host(entry), first, seq.blocks[first:end])
             entry.copied = self._event()
             if self._routing is not None and entry.routing is not None:
                 self._routing.fill(seq.blocks, first, entry.routing)
-            self._returning.append(entry)
 
     def forget(self, ids: Iterable[str]) -> None:
         """Frees what is parked of these requests, if anything is."""
@@ -125,10 +128,6 @@ class ParkedKV:
             if entry is not None:
                 entry.copied.synchronize()
                 self._give(entry)
-
-    def retain(self, ids: Container[str]) -> None:
-        """Frees what is parked of other requests than these."""
-        self.forget([id for id in self._entries if id not in ids])
 
     def settle(self) -> None:
         """Waits until all copies are done: the memory of the KV cache may be given up."""

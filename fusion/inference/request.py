@@ -40,8 +40,8 @@ class Request:
         exact_tokens: tokens that the whole response has, over all its chunks: no stop token ends it before, and it ends
             there with reason "stop" (at max_tokens with "length"); 0: it ends where the model ends it.
         earlier: where its caller keeps what belongs to ``response``; comes back with the output.
-        kv_rank: the attention rank of the engine at which its KV is parked (`Output.kv_rank`); None: nowhere. A wish:
-            where that rank has its share, or the KV is gone, it is computed again.
+        kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: none has. A wish: where that
+            rank has its share, or the KV is gone, it is computed again.
     """
 
     id: str
@@ -66,7 +66,8 @@ class Output:
     ``routing``: where the engine keeps it, `routing_dtype` [T, layers, k]: row t is where token t of the prompt and the
     *whole* response went when it was an input, in the pass that made the KV that the request was last generated from.
     The last token never was one, so T is all tokens but one; an aborted request has fewer, as many as were cached.
-    ``kv_rank``: of a suspended request, the attention rank at which its KV is parked; None: its KV is gone.
+    ``kv_rank``: of an aborted or chunked request, the attention rank at which its KV is parked or, until the memory is
+    needed, cached; None: its KV is gone.
     """
 
     request_id: str

@@ -2,16 +2,17 @@
 
     add ──► waiting ──dispatch──► on an engine ──finish──► finished, until its group leaves
                ▲                      │
-               └───── suspend ────────┘   what it has so far is named by `earlier`
+               └───── suspend ────────┘   what it has so far is named by `earlier`; at a chunk's end, or for a while
 
 The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and one that was cut short may
 go on anywhere.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 what was generated is never less than before; a group leaves as a whole; `state_dict` and back is the same buffer with
-nothing on an engine. A suspended request whose KV an engine has parked goes back there, oldest first, unless that
-engine has its even share of all load already, or, where engines get no more than ``most``, so many; it never waits for
-it: where that engine does not run, it goes on elsewhere and leaves its KV. Where KV is parked is in no `state_dict`.
+nothing on an engine. A suspended request whose KV an engine has goes back there, oldest first, unless that engine has
+its even share of all load already, or, where engines get no more than ``most``, so many; it never waits for it: where
+that engine does not run, it goes on elsewhere and leaves its KV, which `left` tells once. Where KV is is in no
+`state_dict`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ State = Literal["waiting", "running", "finished"]
 @dataclass
 class Entry:
     """One request. ``max_tokens``: of its whole response; ``earlier``: where its tokens so far are kept, "" for none;
-    ``oldest``, ``newest``: policy versions of its tokens so far, -1 for none; ``kv``: engine and attention rank where
-    its KV is parked."""
+    ``oldest``, ``newest``: policy versions of its tokens so far, -1 for none; ``kv``: engine and attention rank that
+    have its KV."""
 
     id: str
     group: str
@@ -51,6 +52,7 @@ class RequestBuffer:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, list[Entry]] = {}
+        self._left: dict[int, list[str]] = {}
 
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
         assert group not in self._groups, f"group {group!r} is there already"
@@ -62,8 +64,8 @@ class RequestBuffer:
         return [entry for entry in self.entries.values() if entry.state == state]
 
     def dispatch(self, engines: Sequence[int], most: int | None = None) -> dict[int, list[Entry]]:
-        """Gives waiting requests to engines; returns those of each. Without ``most`` all of them: those with parked KV
-        to the engine that has it as far as loads stay even, the others of a group together, the least loaded engine
+        """Gives waiting requests to engines; returns those of each. Without ``most`` all of them: those with KV to
+        the engine that has it as far as loads stay even, the others of a group together, the least loaded engine
         first. With it, oldest first until every engine has so many: what waits here may still go anywhere."""
         chosen = self._deal(engines) if most is None else self._fill({n: most - self.count(n) for n in engines})
         found: dict[int, list[Entry]] = {engine: [] for engine in engines}
@@ -71,8 +73,15 @@ class RequestBuffer:
             entry = self.entries[id]
             found[engine].append(entry)
             entry.state, entry.engine = "running", engine
-            entry.kv = entry.kv if entry.kv and entry.kv[0] == engine else None
+            if entry.kv and entry.kv[0] != engine:
+                self._left.setdefault(entry.kv[0], []).append(id)
+                entry.kv = None
         return found
+
+    def left(self) -> dict[int, list[str]]:
+        """By engine, the requests that have gone elsewhere since this was asked last and left their KV there."""
+        left, self._left = self._left, {}
+        return left
 
     def count(self, engine: int) -> int:
         """Requests that an engine has."""
@@ -130,7 +139,7 @@ class RequestBuffer:
         kv_rank: int | None = None,
     ) -> None:
         """An engine has let go of a request. ``versions``: of its oldest and newest token; None: nothing was added.
-        ``kv_rank``: the attention rank at which the engine has parked its KV; None: it has not."""
+        ``kv_rank``: the attention rank at which the engine has its KV; None: it has not."""
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"

@@ -144,12 +144,67 @@ def test_what_ended_or_went_elsewhere_or_comes_with_other_tokens_is_freed():
     other = replace(r2, response=(*r2.response[:-1], (r2.response[-1] + 1) % 30))
     made.submit([r1, other, replace(r3, id="new")])
     made.abort(["r1"])
+    made.forget(["r0", "r3", "nobody's"])
     made.step()
     made.parked.settle()
-    assert made.parked.host_bytes == 0 and pool.free_bytes == pool.nbytes, "r0 and r3 have not come back"
+    assert made.parked.host_bytes == 0 and pool.free_bytes == pool.nbytes, "r0 and r3 are elsewhere"
     assert made.status()["kv_restored_tokens"] == 0
     made.run()
     assert made.status()["recomputed_tokens"] > 0
+
+
+def test_what_has_not_come_back_yet_stays_parked_until_it_is_forgotten():
+    made, pool = keeping()
+    wanted = long(4)
+    whole = by_id(generate(keeping()[0], wanted))
+    made.submit(wanted)
+    had = {}
+    again = resumed(wanted, steps(made, 10) + suspend_and_return(made), had)
+    made.submit(again[:2])
+    resumed(wanted, generate(made, []), had)
+    assert made.parked.host_bytes > 0, "the others may still come"
+    made.forget(["r3"])
+    made.submit([again[2]])
+    resumed(wanted, generate(made, []), had)
+    assert made.parked.host_bytes == 0 and made.status()["recomputed_tokens"] == 0
+    assert {id: tokens for id, (tokens, _) in had.items() if id != "r3"} == {
+        id: tokens for id, (tokens, _) in whole.items() if id != "r3"
+    }
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("new_version", [True, False])
+def test_a_response_in_chunks_is_the_same_and_computes_again_only_what_is_gone(kept, prefix_cache, new_version):
+    options = dict(suspended_kv="keep" if kept else "recompute", prefix_cache=prefix_cache, batch_invariant=True)
+    wanted = long(4) + [replace(request, id=f"q{i}") for i, request in enumerate(requests(4, max_tokens=60))]
+    whole, (made, _) = by_id(generate(keeping(**options)[0], wanted)), keeping(**options)
+    had, again, ends = {}, [replace(request, chunk_tokens=13) for request in wanted], set()
+    while again:
+        outputs = generate(made, again)
+        ends |= {(output.finish_reason, output.kv_rank) for output in outputs}
+        assert all(len(output.tokens) == 13 for output in outputs if output.finish_reason == "chunk")
+        by_name = {request.id: request for request in again}
+        again = []
+        for output in outputs:
+            tokens, logprobs = had.setdefault(output.request_id, ([], []))
+            tokens.extend(output.tokens)
+            logprobs.extend(output.logprobs)
+            if output.finish_reason == "chunk":
+                one = by_name[output.request_id]
+                again.append(replace(one, response=tuple(tokens), kv_rank=output.kv_rank))
+        if new_version:
+            made.policy_version += 1
+    assert had == whole
+    assert {rank for reason, rank in ends if reason == "chunk"} == ({0} if kept or prefix_cache else {None})
+    assert {rank for reason, rank in ends if reason != "chunk"} == {None}
+    again = made.status()["recomputed_tokens"]
+    assert made.status()["kv_restored_tokens"] > 0 if kept else made.status()["kv_restored_tokens"] == 0
+    if kept:
+        assert again == 0
+    elif prefix_cache and not new_version:
+        assert 0 < again < 16 * 8 * 5, "less than a block for each chunk"
+    assert made.parked.host_bytes == 0 and made.scheduler.blocks.available == made.scheduler.blocks.count
 
 
 def test_beyond_the_limit_it_is_computed_again_and_the_first_are_kept():

@@ -25,6 +25,9 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                 found = buffer.dispatch(running, most)
                 given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
                 assert not set(given_) & set(held)
+                gone = {(kv[0], id) for id, kv in waiting.items() if kv and id in given_ and given_[id] != kv[0]}
+                assert {(engine, id) for engine, ids in buffer.left().items() for id in ids} == gone
+                assert not buffer.left(), "it is told once"
                 if most is None:
                     assert set(given_) == set(waiting)
                     _check_ways_back(buffer, loads, waiting, given_)

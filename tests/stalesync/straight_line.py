@@ -25,7 +25,9 @@ def run(config: Config, export: Path) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     dtype, bucket_bytes = config.model.torch_dtype, config.fusion.bucket_bytes
     policy = Transformer(shape, mesh, device, dtype, bucket_bytes=bucket_bytes)
-    served = Transformer(shape, mesh, device, dtype, bucket_bytes=bucket_bytes)
+    served = Transformer(
+        shape, mesh, device, dtype, bucket_bytes=bucket_bytes, batch_invariant=config.rollout.batch_invariant
+    )
     load_weights(policy, config.model.path)
     served.requires_grad_(False)
     trainer = TrainEngine(policy, mesh, device, config.training, temperature=config.rollout.temperature)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion.colocate import Deployment
+from fusion.colocate import Deployment, Suspended
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from stalesync.cards import Running
@@ -20,13 +20,19 @@ class Calls:
 
     def __init__(self):
         self.begun = []
+        self.chunks = {}
+        """By card"""
 
     def begin(self, stage, each, ranks):
         self.begun.append((stage, {rank: [request.id for request in each[rank][0]] for rank in ranks}))
         return Running(stage, ranks, {})
 
     def control(self, rank, request, requests):
-        self.begun.append((request, {rank: [request.id for request in requests]}))
+        self.begun.append((request, {rank: [getattr(request, "id", request) for request in requests]}))
+
+    def ask(self, ranks, request):
+        assert request == "chunks"
+        return [self.chunks.pop(rank, []) for rank in ranks]
 
     def silent(self, ranks):
         return f"; of {list(ranks)} none answered"
@@ -67,6 +73,25 @@ def test_an_engine_that_runs_ahead_gets_what_it_can_begin_with_and_more_when_it_
     assert made.hungry
     made.hand_over()
     assert made.buffer.count(0) == 6 and len(made.buffer.of("waiting")) == 1
+
+
+def test_what_ends_with_its_chunk_goes_on_where_its_kv_is_or_where_there_is_room(monkeypatch):
+    monkeypatch.setattr("stalesync.generation.CHUNK_LOOK_S", 0.0)
+    made, cards = _generation(ahead=True, max_seqs=1, max_batch_tokens=8, chunk_tokens=2, suspended_kv="keep")
+    assert [ids for _, ids in cards.begun] == [{0: ["a/0", "a/1"], 1: []}, {2: ["b/0", "b/1"], 3: []}]
+    cards.chunks = {1: [Suspended("a/0", 2, "a/0~2", (0, 0), 1)], 3: [Suspended("b/0", 2, "b/0~2", (0, 0), 1)]}
+    del cards.begun[:]
+    assert made.gather() == 2 and made.gather() == 0
+    assert [entry.id for entry in made.buffer.of("waiting")] == ["a/0", "b/0"]
+    made.resume([0])  # the other is to train
+    assert cards.begun == [("submit", {0: ["a/0", "b/0"]}), ("forget", {2: ["b/0"]})]
+    assert made.buffer.entries["b/0"].kv is None and made.buffer.entries["a/0"].kv == (0, 1)
+
+
+def test_nobody_is_asked_for_chunks_where_there_are_none():
+    made, cards = _generation()
+    cards.ask = None
+    assert made.gather() == 0
 
 
 def test_engines_go_on_beside_where_all_that_only_generate_run_and_no_others():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 import yaml
 
@@ -83,11 +84,15 @@ def test_a_run_that_goes_on_or_is_deployed_otherwise_is_bitwise_the_one_on_one_c
         assert curves["whole"] == curves["cut"] == curves["separate"], figure
 
 
-def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path):
-    done = train(base, tmp_path, "run.steps=5", "run.eval_prompts=0", "training.lr=1e-3")
+@pytest.mark.parametrize(
+    "options", [[], ["rollout.chunk_tokens=2", "rollout.batch_invariant=true"]], ids=["", "chunks"]
+)
+def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path, options):
+    done = train(base, tmp_path, "run.steps=5", "run.eval_prompts=0", "training.lr=1e-3", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     rewards = straight_line.run(load(tmp_path / "run" / "config.yaml"), tmp_path / "straight")
     assert [row["critic/rewards/mean"] for row in rows_of(tmp_path / "run")] == rewards
+    assert bool(options) == (sum(row["rollout/chunks_total"] for row in rows_of(tmp_path / "run")) > 0)
     ours, theirs = (weights_of(tmp_path / folder) for folder in ("run/hf", "straight"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 

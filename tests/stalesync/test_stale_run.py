@@ -15,12 +15,17 @@ def _groups(folder):
     return [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
 
 
+CHUNKS = ["rollout.chunk_tokens=6", "rollout.suspended_kv=keep"]
+
+
 @pytest.mark.parametrize(
-    ("deployment", "bound"), [("colocated", 1), ("separate", 1), ("hybrid", 2)], ids=["colocated", "separate", "hybrid"]
+    ("deployment", "bound", "more"),
+    [("colocated", 1, []), ("separate", 1, []), ("hybrid", 2, CHUNKS)],
+    ids=["colocated", "separate", "hybrid-chunks"],
 )
-def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, deployment, bound):
+def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, deployment, bound, more):
     steps = 6
-    options = [f"run.steps={steps}", f"fusion={deployment}", f"stalesync.max_staleness={bound}", *TWO]
+    options = [f"run.steps={steps}", f"fusion={deployment}", f"stalesync.max_staleness={bound}", *TWO, *more]
     done = train(base, tmp_path, *STALE, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
@@ -32,6 +37,12 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
     assert sum(row["staleness/mixed_versions_count"] for row in rows) > 0
     suspended = sum(row["rollout/suspended_total"] for row in rows)
     assert suspended == 0 if deployment == "separate" else suspended > 0
+    interrupted = sum(row.get("rollout/interrupted", 0) for row in rows)
+    assert (interrupted > 0) == (deployment == "separate"), "by new weights, where they do not keep their KV"
+    if more:
+        assert sum(row["rollout/chunks_total"] for row in rows) > 32
+        assert sum(row.get("rollout/kv_restored_tokens", 0) for row in rows) > 0
+        assert rows[-1]["rollout/parked_kv_mib_max"] < 1, "what went on elsewhere is forgotten"
     if deployment != "colocated":
         pauses = [row["timing_s/switch/pause"] for row in rows if "timing_s/switch/pause" in row]
         assert len(pauses) >= steps - 2, "cards that only generate go on while their weights arrive"
