@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from stalesync.control import submit
 from tests.stalesync.runs import JUDGE, assert_gone, descendants, rows_of, train, wait_until
 
 STALE = [
@@ -86,14 +87,28 @@ def test_the_record_up_to_a_checkpoint_holds_every_group_that_has_ended_in_it(ba
 
 
 def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost(start, tmp_path):
-    run = start(*STALE, "run.steps=1000")
+    run, folder = start(*STALE, "fusion=separate", "run.steps=1000"), tmp_path / "run"
     (shard,) = _processes(run, "Shard")
     os.kill(shard, signal.SIGKILL)
-    killed, rows = time.monotonic(), len(rows_of(tmp_path / "run"))
-    wait_until(run, 30, lambda: len(rows_of(tmp_path / "run")) >= rows + 3)
+    killed, rows = time.monotonic(), len(rows_of(folder))
+    wait_until(run, 30, lambda: len(rows_of(folder)) >= rows + 3)
     assert time.monotonic() - killed < 30
-    last = rows_of(tmp_path / "run")[-1]
+    _engines_are_set_up_anew_for_another_share(run, folder)
+    last = rows_of(folder)[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"]
+
+
+def _engines_are_set_up_anew_for_another_share(run, folder):
+    """In `separate`, where they do not stop otherwise; then they go on beside training again."""
+    assert any("timing_s/switch/pause" in row for row in rows_of(folder))
+    submit(folder, {"rollout.max_kv_tokens": "96"})
+    changed = wait_until(run, 30, lambda: [row for row in rows_of(folder) if row.get("rollout/kv_tokens_min") == 96])
+    assert "timing_s/switch/pause" not in rows_of(folder)[changed[0]["step"] - 2], "they were stopped for it"
+    last = len(rows_of(folder))
+    beside = "timing_s/switch/pause"
+    wait_until(
+        run, 30, lambda: any(beside in row and row["rollout/kv_tokens_min"] == 96 for row in rows_of(folder)[last:])
+    )
 
 
 @pytest.mark.parametrize("durability", ["memory", "journal"])
