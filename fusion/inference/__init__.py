@@ -14,6 +14,7 @@
     noise       one uniform number per (run seed, request, position)
     sampler     temperature, top-k, top-p, min-p, and the token under that number
     drawing     the next tokens of a step, the same on all ranks
+    forward     one step through this rank's layers
     engine      Engine: puts them together; all ranks of the group step together
 
 Its place for what comes: a decode that verifies a draft is a chunk whose rows are all sampled; KV that leaves and comes

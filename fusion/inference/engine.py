@@ -16,22 +16,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-import torch
-import torch.distributed as dist
-
-from fusion.inference.attention import PagedAttention
-from fusion.inference.batch import Batch, build_batch
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
-from fusion.inference.drawing import Draw
+from fusion.inference.forward import Forward
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import HostMemory, ParkedKV, most_blocks
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
-from fusion.inference.routing import RoutingCache, of_all_layers
+from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler, place
 from fusion.inference.sequence import Sequence, Step
-from fusion.model import Mesh, Routed, Transformer, routing_of
+from fusion.model import Mesh, Transformer
 from fusion.npu import Device
 
 WORKSPACE_TOKENS = 8192
@@ -66,14 +61,13 @@ class Engine:
         config.validate()
         if config.batch_invariant and model.row_multiple == 1:
             raise ValueError("rollout.batch_invariant=true: the model has to be built with batch_invariant=True too")
-        self.model, self.mesh, self.device, self.config, self.seed = model, mesh, device, config, seed
+        self.model, self.mesh, self.device, self.config = model, mesh, device, config
         shape = model.config
         kv_heads = max(1, shape.num_kv_heads // mesh.parallel.tp)
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
         self.cache = KVCache(layers, kv_heads, shape.head_dim, config.block_size, device, model.weights.dtype)
         self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
         self.control = ControlChannel(mesh)
-        self.draw = Draw(model, mesh, seed)
         self.scheduler = Scheduler(
             BlockManager(0, config.block_size), config.max_seqs, config.max_batch_tokens, config.prefix_cache
         )
@@ -85,6 +79,8 @@ class Engine:
         limit = most_blocks(config, self.cache, most_layers)
         self.parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
         self.scheduler.leave = self._leave
+        parts = self.cache, self.parked, self.routing
+        self.forward = Forward(model, mesh, device, *parts, seed, config.batch_invariant)
         self.capacity_tokens = 0
         """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
         self.on_adopt: Callable[[int], None] = lambda version: None
@@ -324,46 +320,14 @@ class Engine:
 
     def _compute(self, step: Step) -> list[Output]:
         self._dummy_steps += not step
-        with torch.inference_mode():
-            batch = build_batch(step, self.cache, self.config.batch_invariant)
-            self.cache.clean(self.scheduler.blocks.highest)
-            self.parked.restore(step.restored)
-            routed: list[Routed] | None = [] if self.routing else None
-            attend, hidden = PagedAttention(self.cache, batch), self._from_stage_before(batch)
-            out = self.model(batch.ids, batch.positions, attend, routed, hidden)
-            if not self.mesh.last_stage:
-                if out.shape[0]:
-                    dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
-                out = None
-            if routed and step:
-                self._keep_routing(batch, routed)
-            if not step.sampled:
-                return self.scheduler.commit(step, [], [])
-            tokens, logprobs = self.draw(out, batch, step.sampled)
+        self.cache.clean(self.scheduler.blocks.highest)
+        tokens, logprobs = self.forward(step)
         for seq, logprob in zip(step.sampled, logprobs, strict=True):
             if logprob != logprob:
                 raise FloatingPointError(
                     f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN"
                 )
         return self.scheduler.commit(step, tokens, logprobs)
-
-    def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
-        shape = self.model.config
-        mine = routing_of(routed, len(batch.ids), self.mesh, shape.num_experts)
-        whole = of_all_layers(mine, self.mesh, shape)
-        if self.routing and whole is not None:
-            self.routing.write(batch, whole)
-
-    def _from_stage_before(self, batch: Batch) -> torch.Tensor | None:
-        """The hidden states [n, D] of this TP rank's rows; None on the first stage."""
-        mesh, model = self.mesh, self.model
-        if mesh.first_stage:
-            return None
-        shape = (model.hidden_rows(len(batch.ids)), model.config.hidden_size)
-        hidden = torch.empty(shape, dtype=model.weights.dtype, device=self.device.torch_device)
-        if shape[0]:
-            dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
-        return hidden
 
     def _counters(self) -> Counters:
         scheduler = self.scheduler

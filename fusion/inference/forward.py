@@ -1,0 +1,73 @@
+"""One step's computation: the scheduled tokens through this rank's layers, and what is sampled behind them.
+
+step ─► batch ─► [hidden of the stage before] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fusion.inference.attention import PagedAttention
+from fusion.inference.batch import Batch, build_batch
+from fusion.inference.drawing import Draw
+from fusion.inference.kv_cache import KVCache
+from fusion.inference.parked import ParkedKV
+from fusion.inference.routing import RoutingCache, of_all_layers
+from fusion.inference.sequence import Step
+from fusion.model import Mesh, Routed, Transformer, routing_of
+from fusion.npu import Device
+
+
+class Forward:
+    """Collective over the mesh. ``seed``: of the run; ``routing``: where the experts of all tokens are kept, if they
+    are."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        mesh: Mesh,
+        device: Device,
+        cache: KVCache,
+        parked: ParkedKV,
+        routing: RoutingCache | None,
+        seed: int,
+        batch_invariant: bool,
+    ):
+        self.model, self.mesh, self.device, self.cache, self.parked = model, mesh, device, cache, parked
+        self.routing, self.batch_invariant = routing, batch_invariant
+        self.draw = Draw(model, mesh, seed)
+
+    @torch.inference_mode()
+    def __call__(self, step: Step) -> tuple[list[int], list[float]]:
+        """A token for each of ``step.sampled`` and its log-probability, the same on every rank that schedules them."""
+        batch = build_batch(step, self.cache, self.batch_invariant)
+        self.parked.restore(step.restored)
+        routed: list[Routed] | None = [] if self.routing else None
+        attend, hidden = PagedAttention(self.cache, batch), self._from_stage_before(batch)
+        out = self.model(batch.ids, batch.positions, attend, routed, hidden)
+        if not self.mesh.last_stage:
+            if out.shape[0]:
+                dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
+            out = None
+        if routed and step:
+            self._keep_routing(batch, routed)
+        return self.draw(out, batch, step.sampled) if step.sampled else ([], [])
+
+    def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
+        shape = self.model.config
+        mine = routing_of(routed, len(batch.ids), self.mesh, shape.num_experts)
+        whole = of_all_layers(mine, self.mesh, shape)
+        if self.routing and whole is not None:
+            self.routing.write(batch, whole)
+
+    def _from_stage_before(self, batch: Batch) -> torch.Tensor | None:
+        """The hidden states [n, D] of this TP rank's rows; None on the first stage."""
+        mesh, model = self.mesh, self.model
+        if mesh.first_stage:
+            return None
+        shape = (model.hidden_rows(len(batch.ids)), model.config.hidden_size)
+        hidden = torch.empty(shape, dtype=model.weights.dtype, device=self.device.torch_device)
+        if shape[0]:
+            dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
+        return hidden
