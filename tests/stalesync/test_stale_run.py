@@ -39,6 +39,10 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
     assert suspended == 0 if deployment == "separate" else suspended > 0
     interrupted = sum(row.get("rollout/interrupted", 0) for row in rows)
     assert (interrupted > 0) == (deployment == "separate"), "by new weights, where they do not keep their KV"
+    if deployment == "colocated":
+        figures = "recomputed_tokens", "kv_restored_tokens", "parked_kv_mib_max"
+        again, *kept = (sum(row[f"rollout/{figure}"] for row in rows) for figure in figures)
+        assert again > 0 and kept == [0, 0]
     if more:
         assert sum(row["rollout/chunks_total"] for row in rows) > 32
         assert sum(row.get("rollout/kv_restored_tokens", 0) for row in rows) > 0
@@ -51,20 +55,15 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
 
 
 def test_suspended_samples_go_on_behind_the_kv_they_had(base, tmp_path):
-    options = ["run.steps=5", "stalesync.max_staleness=1", "fusion.checksum=true", *TWO]
-    kept, again = {}, {}
-    for name, found in (("keep", kept), ("recompute", again)):
-        done = train(base, tmp_path, *STALE, *options, f"run.name={name}", f"rollout.suspended_kv={name}")
-        assert done.returncode == 0, done.stdout + done.stderr
-        rows = rows_of(tmp_path / name)
-        for figure in ("suspended_total", "kv_restored_tokens", "recomputed_tokens", "parked_kv_mib_max"):
-            found[figure] = sum(row[f"rollout/{figure}"] for row in rows)
-        found["mixed"] = sum(row["staleness/mixed_versions_count"] for row in rows)
-        assert found["suspended_total"] > 0 and found["mixed"] > 0
-        assert {row["ended"] for row in _groups(tmp_path / name)} == {"trained"}
-    assert kept["kv_restored_tokens"] > 0 and kept["parked_kv_mib_max"] > 0
-    assert again["kv_restored_tokens"] == again["parked_kv_mib_max"] == 0 and again["recomputed_tokens"] > 0
-    assert kept["recomputed_tokens"] < kept["kv_restored_tokens"], "what moved to the other engine, and no more"
+    options = ["run.steps=5", "stalesync.max_staleness=1", "fusion.checksum=true", *TWO, "rollout.suspended_kv=keep"]
+    done = train(base, tmp_path, *STALE, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "run")
+    found = ("suspended_total", "kv_restored_tokens", "recomputed_tokens", "parked_kv_mib_max")
+    suspended, restored, again, parked = (sum(row[f"rollout/{figure}"] for row in rows) for figure in found)
+    assert suspended > 0 and sum(row["staleness/mixed_versions_count"] for row in rows) > 0
+    assert {row["ended"] for row in _groups(tmp_path / "run")} == {"trained"}
+    assert restored > 0 and parked > 0 and again < restored, "what moved to the other engine, and no more"
 
 
 @pytest.mark.parametrize("deployment", ["colocated", "separate"])
