@@ -4,9 +4,10 @@ config       Config: every room's dataclass, composed; the checks that span room
 prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
 staleness    which groups may start and which may be trained: the bound as a state machine
 controller   the loop: prompts → generate → reward → update, at any staleness, in any deployment
+collecting   from prompts to the groups of a step: weights to the engines, requests in, samples out
 generation   the engines: which requests run where, suspended and resumed
 groups       what becomes of groups under way: trained, filtered, failed
-figures      the figures of a step's samples
+record       what the stages of a step tell; `figures` of its samples
 scoring      from finished samples to rewards: by a rule, or by the reward model on its cards
 update       from scored groups to an optimizer step: advantages, reference, minibatches
 savepoint    what of a run a checkpoint holds beside weights and optimizer
