@@ -135,7 +135,7 @@ class Figures:
         time_s = CARDS * self.wall_s
         found = {
             "underfilled_decode": self.work("modelled", "decode") - self.work("ideal", "decode"),
-            "switch": self.work("modelled", "switch", "adopt", "onload"),
+            "switch": self.work("modelled", "switch", "adopt", "onload", "kv"),
             "waited": self.sum("pace/waited_s"),
             "overrun": self.all_of("overrun"),
         }

@@ -29,7 +29,7 @@ from fusion.colocate.estimate.seconds import adopt_s, to_infer, to_train
 from fusion.colocate.estimate.setup import Setup
 from fusion.colocate.estimate.shape import Shape
 from fusion.colocate.estimate.traffic import traffic
-from fusion.colocate.hardware import Hardware, hardware_named
+from fusion.colocate.hardware import Figure, Hardware, hardware_named
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.sequence import Step
 from fusion.model import Parallel
@@ -117,6 +117,17 @@ class EngineCost:
             prefill = roofline.prefill(tokens * of, attended * of).seconds
         parts = self._told(decode.seconds, prefill)
         return parts or {"decode": 0.0}, self._told(ideal, prefill)
+
+    def out_s(self, kv_tokens: int) -> float:
+        """Seconds in which a die copies the KV of so many tokens of the run to the host."""
+        return self._copy_s(kv_tokens, self.pace.hardware.out_bytes_per_s)
+
+    def back_s(self, kv_tokens: int) -> float:
+        return self._copy_s(kv_tokens, self.pace.hardware.back_bytes_per_s)
+
+    def _copy_s(self, kv_tokens: int, bytes_per_s: Figure) -> float:
+        nbytes = kv_tokens * self.pace.tokens * self.pace.shape.kv_bytes(self.layout.tp, self.layout.pp)
+        return self.pace.seconds(nbytes / bytes_per_s.value)
 
     def _told(self, decode: float, prefill: float) -> Parts:
         found = {"decode": decode, "prefill": prefill}

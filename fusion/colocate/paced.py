@@ -59,6 +59,8 @@ def paced_parts(spec: WorkerSpec) -> tuple[Parts, Pacer]:
 
 
 class PacedEngine(Engine):
+    """KV goes to the host before what follows, but at a chunk's end beside it; its way back is part of a step."""
+
     def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float = 0.0, **options: Any):
         super().__init__(*args, **options)
         self.pacer, self.cost, self.adopt_s = pacer, cost, adopt_s
@@ -69,15 +71,28 @@ class PacedEngine(Engine):
             self.pacer.rest()
         return outputs
 
+    def suspend(self) -> list[Output]:
+        before = self.parked.blocks
+        outputs = super().suspend()
+        if out := self.parked.blocks - before:
+            with self.pacer.step({"kv": self.cost.out_s(self._tokens(out))}, {}):
+                pass
+        return outputs
+
     def _adopt(self, version: int) -> None:
         with self.pacer.step({"adopt": self.adopt_s}, {}):
             super()._adopt(version)
 
     def _compute(self, step: Step) -> list[Output]:
         seconds, ideal = self.cost(step)
+        if back := sum(end - first for _, first, end in step.restored):
+            seconds = {**seconds, "kv": self.cost.back_s(self._tokens(back))}
         group = self.mesh.world_group if self.mesh.ep_group is not None else None
         with self.pacer.step(seconds, ideal, group):
             return super()._compute(step)
+
+    def _tokens(self, blocks: int) -> int:
+        return blocks * self.config.block_size
 
 
 class PacedTrainEngine(TrainEngine):

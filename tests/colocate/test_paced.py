@@ -19,6 +19,7 @@ from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig, open_device
 from fusion.npu.pacer import CATCH_UP_S, Pacer
+from fusion.offload import HostPool
 from fusion.telemetry import summarize
 from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
@@ -43,9 +44,10 @@ def model(tmp_path):
     return made
 
 
-def _engine(model, pace=None):
-    config = RolloutConfig(max_length=256, max_seqs=64, max_batch_tokens=512, max_kv_tokens=8192)
-    given = model, Mesh.single(), model.device, config, 5
+def _engine(model, pace=None, memory=None):
+    kept = "keep" if memory else "recompute"
+    config = RolloutConfig(max_length=256, max_seqs=64, max_batch_tokens=512, max_kv_tokens=8192, suspended_kv=kept)
+    given = model, Mesh.single(), model.device, config, 5, False, memory
     cost = pace and EngineCost(pace, Parallel(), config.max_seqs)
     made = PacedEngine(*given, pacer=Pacer(), cost=cost) if pace else Engine(*given)
     made.allocate_kv()
@@ -104,6 +106,25 @@ def test_a_token_stands_for_many_and_a_second_for_many(model):
     assert set(steps[8, 1.0][0]) == {"prefill", "decode"}, "which brings one of the 8; the others are decoded"
     assert 8 * later["decode"] < steps[8, 1.0][1]["decode"] < 9 * later["decode"]
     assert steps[8, 8.0][1]["decode"] == pytest.approx(steps[8, 1.0][1]["decode"] / 8)
+
+
+def test_kv_goes_to_the_host_and_comes_back_in_the_time_of_the_cards_link(model):
+    made = _engine(model, _pace(16, 1e3), HostPool(model.device))
+    request = Request("r0", (3, 4, 5) * 20, SamplingParams(max_tokens=99), exact_tokens=99)
+    made.submit([request])
+    made.step()
+    (output,) = made.suspend()
+    nbytes = 64 * 16 * made.cost.pace.shape.kv_bytes(1)  # four blocks of the run's tokens, each of which is 16
+    link = made.cost.pace.hardware
+    out = made.pacer.modelled_s["kv"]
+    assert out == pytest.approx(nbytes / link.out_bytes_per_s.value / 1e3)
+    made.release_kv()
+    made.allocate_kv()
+    made.go_on()
+    made.submit([replace(request, response=tuple(output.tokens), kv_rank=0)])
+    made.step()
+    assert made.pacer.modelled_s["kv"] - out == pytest.approx(nbytes / link.back_bytes_per_s.value / 1e3)
+    assert made.pacer.ideal_s["kv"] == 0
 
 
 def test_training_costs_by_tokens_and_their_contexts():
