@@ -122,8 +122,9 @@ class Generation:
         if self._spec.rollout.chunk_tokens is None or time.monotonic() - self._gathered_s < CHUNK_LOOK_S:
             return 0
         self._gathered_s = time.monotonic()
-        of = {engine: self._cards.ask(self._spec.engines[engine], "chunks") for engine in self._running}
-        return sum(self._take_back(engine, [one for mine in told for one in mine]) for engine, told in of.items())
+        engine_of = {rank: engine for engine in self._running for rank in self._spec.engines[engine]}
+        told = self._cards.ask(engine_of, "chunks")
+        return sum(self._take_back(engine, mine) for engine, mine in zip(engine_of.values(), told, strict=True))
 
     def _take_back(self, engine: int, suspended: Iterable[Suspended]) -> int:
         """Returns how many of them have tokens."""
