@@ -3,10 +3,11 @@
     python benchmarks/learning.py --json learning.json --svg benchmarks/learning.svg
     python benchmarks/learning.py --from learning.json --svg benchmarks/learning.svg       (only the picture)
 
-One base model for all; a seed decides prompts, samples and so the whole run. The lag is forced: the engine has room for
-all that the bound allows to be begun, so samples are about as old as they may be. The final reward of a run is that of
-its last policy on held-out prompts, the same for all runs of a seed. Targets: on average no bound is more than 0.03
-below staleness 0, and no run ends more than 0.15 below where its seed ends at staleness 0.
+One base model for all, and the default correction; a seed decides prompts, samples and so the whole run. The lag is
+forced: the engine has room for all that the bound allows to be begun, so samples are about as old as they may be. The
+final reward of a run is that of its last policy on held-out prompts, the same for all runs of a seed. Targets: on
+average no bound is more than 0.03 below staleness 0, and no run ends more than 0.15 below where its seed ends at
+staleness 0.
 """
 
 from __future__ import annotations
