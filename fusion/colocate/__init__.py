@@ -8,6 +8,7 @@
     spec, meshes       what every card is told; its process groups
     weights, frozen    the actor's weights in two layouts; weights that wait on the host
     switching, roles   a card changes its phase; reference and reward model on a card
+    arrivals, shadow   new weights come in beside an engine that goes on with the old ones
     partials           samples that were suspended, in the queue until an engine goes on with them
     pace, paced        what an emulated card stands for; trainer, engine and switch that take its time
     generating, reading    the engine at work; what a card reads from the queue
