@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fusion.colocate.partials import Suspended
 from fusion.colocate.phases import Phase
+from fusion.colocate.samples.partials import Suspended
 from fusion.colocate.together import BrokenOff
 from fusion.ep_switch import SwitchError
 from fusion.inference import Output

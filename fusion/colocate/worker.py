@@ -23,20 +23,20 @@ import torch
 import torch.distributed as dist
 
 from distqueue import PackedBatch
-from fusion.colocate.arrivals import Arrivals
-from fusion.colocate.generating import Generating
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.paced import Parts, paced_parts
-from fusion.colocate.partials import Store
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.reading import Reading
-from fusion.colocate.samples import REFERENCE, split_responses, summed_log_ratios, to_sequences
+from fusion.colocate.samples.columns import REFERENCE, split_responses, summed_log_ratios, to_sequences
+from fusion.colocate.samples.generating import Generating
+from fusion.colocate.samples.partials import Store
+from fusion.colocate.samples.reading import Reading
 from fusion.colocate.saving import Saving
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport, awaited
 from fusion.colocate.together import together
-from fusion.colocate.weights import PolicyWeights
+from fusion.colocate.weights.arrivals import Arrivals
+from fusion.colocate.weights.policy import PolicyWeights
 from fusion.inference import Engine, Request
 from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device, open_device

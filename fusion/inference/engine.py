@@ -77,8 +77,8 @@ class Engine:
             self.scheduler.routing_of = self.routing.read
         most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
         limit = most_blocks(config, self.cache, most_layers)
-        self.parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
-        self.scheduler.leave = self._leave
+        self.parked = parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
+        self.scheduler.leave = lambda seq: parked.park([seq])
         parts = self.cache, self.parked, self.routing
         self.forward = Forward(model, mesh, device, *parts, seed, config.batch_invariant)
         self.capacity_tokens = 0
@@ -306,11 +306,6 @@ class Engine:
         self.on_adopt(version)
         self.policy_version = version
 
-    def _leave(self, seq: Sequence) -> int | None:
-        self.parked.park([seq])
-        kept = seq.request.id in self.parked or self.config.prefix_cache
-        return self.mesh.dp_rank if kept else None
-
     def _sequence(self, request: Request) -> Sequence:
         # One object for equal parameters, so that the sampler sees at a glance that a batch has only one kind
         params = self._interned.setdefault(request.params, request.params)
@@ -327,7 +322,11 @@ class Engine:
                 raise FloatingPointError(
                     f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN"
                 )
-        return self.scheduler.commit(step, tokens, logprobs)
+        outputs = self.scheduler.commit(step, tokens, logprobs)
+        for output in outputs:
+            kept = output.request_id in self.parked or self.config.prefix_cache
+            output.kv_rank = self.mesh.dp_rank if kept and output.finish_reason == "chunk" else None
+        return outputs
 
     def _counters(self) -> Counters:
         scheduler = self.scheduler

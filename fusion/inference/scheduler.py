@@ -45,8 +45,8 @@ class Scheduler:
         self.recomputed_tokens = 0
         self.routing_of: Callable[[list[int], int], Any] | None = None
         """(blocks, tokens computed) → what an output says of its routing, where it is kept"""
-        self.leave: Callable[[Sequence], int | None] = lambda seq: None
-        """Called with a sequence whose chunk ends, while it has its blocks → `Output.kv_rank`"""
+        self.leave: Callable[[Sequence], None] = lambda seq: None
+        """Called with a sequence whose chunk ends, while it has its blocks"""
 
     @property
     def unfinished(self) -> int:
@@ -230,7 +230,7 @@ class Scheduler:
         if self.routing_of is not None:
             output.routing = self.routing_of(seq.blocks, seq.computed)
         if reason == "chunk":
-            output.kv_rank = self.leave(seq)
+            self.leave(seq)
         self.blocks.release(seq.blocks)
         seq.blocks = []
         return output

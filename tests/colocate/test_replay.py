@@ -10,7 +10,7 @@ import torch
 
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
-from fusion.colocate.samples import needed, pack_outputs, to_sequences
+from fusion.colocate.samples.columns import needed, pack_outputs, to_sequences
 from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.training import AlgorithmConfig, TrainEngine, TrainingConfig

@@ -166,7 +166,7 @@ def test_control_is_answered(worker):
     worker.switch("infer", 0)
     status = worker.control("status")
     assert status["rank"] == 0 and status["phase"] == "infer" and status["running"] == 0
-    with pytest.raises(ValueError, match="'sing': expected status, submit, abort or pause"):
+    with pytest.raises(ValueError, match="'sing': expected status, submit, abort, forget, pause or chunks"):
         worker.control("sing")
 
 

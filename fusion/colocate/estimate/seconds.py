@@ -3,7 +3,7 @@
     to generate   pack │ wire ░░░░░░░░░░░░░│        the longer of the two rows: the host link and the wire are different
                   offload ░░░░░░░░░│                links, packing runs behind the wire bucket by bucket
     to train      wire ░░░░░░░│                    units from the wire, or rounded from the die's own masters on the
-                  masters ░░░░│                    host, so that both end early (`fusion.colocate.masters`)
+                  masters ░░░░│                    host, so that both end early (`fusion.colocate.weights.masters`)
                                 onload ░░░░░░░     the optimizer follows beside the first micro-batches: not waited for
 
 A die's wire time is the longer of what it sends and what it receives, each link class at the bandwidth it reaches. The

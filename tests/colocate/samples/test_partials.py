@@ -3,7 +3,7 @@
 import torch
 
 from distqueue import LocalQueue
-from fusion.colocate.partials import forget, merge, park, restore
+from fusion.colocate.samples.partials import forget, merge, park, restore
 from fusion.inference import Output, Request
 
 

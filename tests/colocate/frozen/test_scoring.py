@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fusion.colocate.scoring import sequence_scores
-from fusion.colocate.translate import Translator, speaks_alike
+from fusion.colocate.frozen.scoring import sequence_scores
+from fusion.colocate.frozen.translate import Translator, speaks_alike
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from stalesync.prompts import make_tokenizer
 from tests.colocate.cards import tiny_reward_model

@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.route import Route
-from fusion.colocate.shadow import Shadow
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.together import together
-from fusion.colocate.weights import PolicyWeights
+from fusion.colocate.weights.policy import PolicyWeights
+from fusion.colocate.weights.route import Route
+from fusion.colocate.weights.shadow import Shadow
 from fusion.ep_switch import SwitchReport
 from fusion.inference import Engine
 from fusion.npu import Device

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fusion.colocate.residency import Residency, exchange_order
+from fusion.colocate.frozen.residency import Residency, exchange_order
 from fusion.model import Buckets, Transformer
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.colocate.masters import MasterRun, host_parts, master_runs
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.route import Route, plan_route
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.together import together
+from fusion.colocate.weights.masters import MasterRun, host_parts, master_runs
+from fusion.colocate.weights.route import Route, plan_route
 from fusion.ep_switch import Plan, SwitchReport, weights_checksum
 from fusion.ep_switch.exchange import Kind
 from fusion.ep_switch.fill import HostParts

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.partials import Store
-from fusion.colocate.samples import LOSS, REFERENCE, ROUTING, needed, nothing, to_sequences
+from fusion.colocate.samples.columns import LOSS, REFERENCE, ROUTING, needed, nothing, to_sequences
+from fusion.colocate.samples.partials import Store
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
 from fusion.telemetry import WAIT_DATA, Timeline

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 import torch
 
-from fusion.colocate.frozen import FrozenWeights, wearing
+from fusion.colocate.frozen.residency import Residency, choose_residency
+from fusion.colocate.frozen.scoring import sequence_scores, token_logprobs
+from fusion.colocate.frozen.translate import Translator
+from fusion.colocate.frozen.weights import FrozenWeights, wearing
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.residency import Residency, choose_residency
-from fusion.colocate.scoring import sequence_scores, token_logprobs
 from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.translate import Translator
-from fusion.colocate.weights import PolicyWeights
+from fusion.colocate.weights.policy import PolicyWeights
 from fusion.model import Buckets, Mesh, ModelConfig, Transformer, load_weights
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader

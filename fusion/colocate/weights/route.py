@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.colocate.deployment import Deployment
-from fusion.colocate.masters import choose_hosted
 from fusion.colocate.phases import Phase
 from fusion.colocate.spec import WorkerSpec
+from fusion.colocate.weights.masters import choose_hosted
 from fusion.ep_switch import Layout, Plan, Topology, plan_switch
 from fusion.model import ModelConfig
 

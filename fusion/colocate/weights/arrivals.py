@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.shadow import Shadow
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageReport
-from fusion.colocate.switching import PhaseSwitcher
-from fusion.colocate.weights import PolicyWeights
+from fusion.colocate.weights.policy import PolicyWeights
+from fusion.colocate.weights.shadow import Shadow
+from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.inference import Engine
 from fusion.npu import Device
 from fusion.offload import HostPool

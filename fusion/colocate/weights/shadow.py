@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.colocate.route import Route
-from fusion.colocate.weights import PolicyWeights, WeightsDiffer
+from fusion.colocate.weights.policy import PolicyWeights, WeightsDiffer
+from fusion.colocate.weights.route import Route
 from fusion.ep_switch import SwitchReport, weights_checksum
 from fusion.model.weights import BucketPlan, Buckets
 from fusion.npu import Device

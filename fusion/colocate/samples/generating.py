@@ -18,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from fusion.colocate.partials import Store, Suspended, forget, merge, park, restore
-from fusion.colocate.samples import pack_outputs
+from fusion.colocate.samples.columns import pack_outputs
+from fusion.colocate.samples.partials import Store, Suspended, forget, merge, park, restore
 from fusion.inference import Engine, Output, Request
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.colocate.residency import choose_residency, exchange_order
+from fusion.colocate.frozen.residency import choose_residency, exchange_order
 
 UNITS = st.lists(st.integers(1, 100), max_size=20)
 

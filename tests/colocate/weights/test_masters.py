@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.colocate.masters import choose_hosted, host_parts, master_runs
+from fusion.colocate.weights.masters import choose_hosted, host_parts, master_runs
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.model import Mesh, Parallel, Transformer
 from fusion.model.options import ModelOptions
