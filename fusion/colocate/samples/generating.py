@@ -18,8 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from fusion.colocate.samples.columns import pack_outputs
-from fusion.colocate.samples.partials import Store, Suspended, forget, merge, park, restore
+from fusion.colocate.samples.partials import Partials, Store, Suspended
 from fusion.inference import Engine, Output, Request
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB
@@ -49,11 +48,13 @@ class Generating:
     """Collective over the engine's cards: `run`, `answer`. Any thread: `control`, most of it of the first card."""
 
     def __init__(self, engine: Engine, queue: Store):
-        self.engine, self._queue = engine, queue
+        self.engine = engine
+        self._partials = Partials(queue, remembers=engine.mesh.parallel.world == 1)
         self._counted: dict[str, float] = {}
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts what has ended to the queue while the engine goes on"""
-        self._chunks: list[Suspended] = []
+        self._unfinished: list[Suspended] = []
+        """That the controller has not heard of"""
         self._handing_over = threading.Lock()
 
     def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics, timeline: Timeline) -> list[Suspended]:
@@ -62,12 +63,14 @@ class Generating:
         engine, self._counted = self.engine, self.engine.status()
         engine.go_on()
         if requests:
-            engine.submit(restore(requests, self._queue))
+            engine.submit(self._partials.restore(requests))
         with timeline.laps() as lap:
-            self._step_on(stay, lap)
-        suspended = park(engine.suspend(), self._queue)
+            pending = self._step_on(stay, lap)
+            suspended = engine.suspend()
+            self._put(pending, suspended)
+            lap("put")
         self.count(metrics)
-        return self._take_chunks() + suspended
+        return self._hand_over()
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since they were counted last, on its first card those of all."""
@@ -94,7 +97,7 @@ class Generating:
         chunk since that was asked last."""
         match request:
             case "submit":
-                return self.engine.submit(restore(args[0], self._queue))
+                return self.engine.submit(self._partials.restore(args[0]))
             case "abort":
                 return self.engine.abort(*args)
             case "forget":
@@ -102,11 +105,11 @@ class Generating:
             case "pause":
                 return self.engine.pause()
             case "chunks":
-                return self._take_chunks()
+                return self._hand_over()
         raise ValueError(f"control request {request!r}: expected status, submit, abort, forget, pause or chunks")
 
-    def _step_on(self, stay: bool, lap: Callable[[str], None]) -> None:
-        """Until the engine is paused or, unless it is to ``stay``, idle."""
+    def _step_on(self, stay: bool, lap: Callable[[str], None]) -> list[Output]:
+        """Until the engine is paused or, unless it is to ``stay``, idle. Returns what has ended and was not put yet."""
         engine, pending, said_s = self.engine, list[Output](), time.monotonic()
         sent: Future[None] | None = None
         while not engine.paused:
@@ -123,26 +126,21 @@ class Generating:
                 lap(WAIT_DATA)
         if sent is not None:
             sent.result()
-        self._put(pending)
-        lap("put")
+        return pending
 
     def _step(self, lap: Callable[[str], None]) -> list[Output]:
         outputs = self.engine.step()
         lap(self.engine.computed or WAIT_DATA)
         return outputs
 
-    def _put(self, outputs: list[Output]) -> None:
-        chunks = [output for output in outputs if output.finish_reason == "chunk"]
+    def _put(self, outputs: list[Output], suspended: Sequence[Output] = ()) -> None:
         ended = [output for output in outputs if output.finish_reason != "chunk"]
-        if ended:
-            self._queue.put(pack_outputs(merge(ended, self._queue)))
-            forget(ended, self._queue)
-        if chunks:
-            parked = park(chunks, self._queue)
-            with self._handing_over:
-                self._chunks += parked
-
-    def _take_chunks(self) -> list[Suspended]:
+        chunks = [output for output in outputs if output.finish_reason == "chunk"]
+        unfinished = self._partials.put(ended, [*chunks, *suspended])
         with self._handing_over:
-            chunks, self._chunks = self._chunks, []
-        return chunks
+            self._unfinished += unfinished
+
+    def _hand_over(self) -> list[Suspended]:
+        with self._handing_over:
+            unfinished, self._unfinished = self._unfinished, []
+        return unfinished

@@ -1,9 +1,9 @@
 """Samples that were suspended: what they have so far waits in the queue, until an engine goes on with them.
 
-    engine ─► Output(abort or chunk) ── park ─► row `<id>~<tokens>` in the queue: partial_* columns, by nobody's task
+    engine ─► Output(abort or chunk) ─── put ─► row `<id>~<tokens>` in the queue: partial_* columns, by nobody's task
                                                   │
     engine ◄─ Request(response=…) ◄─ restore ─────┤            the sample's row proper comes when it ends, with the
-    engine ─ ends ─► Output ─ merge ──────────────┴─► queue    tokens, logprobs and versions of all its parts
+    engine ─ ends ─► Output ─── put ──────────────┴─► queue    tokens, logprobs and versions of all its parts
 
 Nothing but the queue holds them, so any engine may go on, and a checkpoint of the queue has them. Their KV, where it is
 kept, stays with the engine that made it (`fusion.inference.parked`); `kv_rank` leads them back to it.
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from distqueue import PackedBatch
+from fusion.colocate.samples.columns import pack_outputs
 from fusion.inference import Output, Request
 
 COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
@@ -50,66 +51,79 @@ class Suspended:
     kv_rank: int | None = None
 
 
-def restore(requests: Sequence[Request], queue: Store) -> list[Request]:
-    """Requests that name an `earlier` row go on behind its tokens."""
-    rows = [request.earlier for request in requests if request.earlier]
-    if not rows:
-        return list(requests)
-    batch = queue.read(rows, COLUMNS[:1])
-    tokens = {row: tuple(batch[COLUMNS[0]][i].tolist()) for i, row in enumerate(batch.ids)}
-    return [replace(one, response=tokens[one.earlier]) if one.earlier else one for one in requests]
+class Partials:
+    """Of one card. ``remembers``: it sees the end of every request that it restores, and so need not read again what it
+    has read."""
 
+    def __init__(self, queue: Store, remembers: bool = False):
+        self._queue, self._remembers = queue, remembers
+        self._read: dict[str, list[torch.Tensor]] = {}
+        """By row, what its columns hold"""
 
-def merge(outputs: Sequence[Output], queue: Store) -> list[Output]:
-    """Outputs with what was generated before them in front."""
-    rows = [output.earlier for output in outputs if output.earlier]
-    if not rows:
-        return list(outputs)
-    batch = queue.read(rows, COLUMNS)
-    parts = {id: [batch[name][i].tolist() for name in COLUMNS] for i, id in enumerate(batch.ids)}
-    merged = []
-    for output in outputs:
-        if output.earlier:
-            tokens, logprobs, versions = parts[output.earlier]
-            assert tuple(tokens) == output.before, f"sample {output.request_id!r} went on from other tokens"
-            output = replace(
-                output,
-                tokens=tokens + output.tokens,
-                logprobs=logprobs + output.logprobs,
-                versions=versions + output.versions,
-                before=(),
+    def restore(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests that name an `earlier` row go on behind its tokens."""
+        found = self._parts([request.earlier for request in requests if request.earlier])
+        if self._remembers:
+            self._read |= {row: [column.clone() for column in columns] for row, columns in found.items()}
+        return [
+            replace(one, response=tuple(found[one.earlier][0].tolist())) if one.earlier else one for one in requests
+        ]
+
+    def put(self, ended: Sequence[Output], unfinished: Sequence[Output] = ()) -> list[Suspended]:
+        """Puts what has ended, with what was generated before in front, to the queue, and what has not where it can be
+        gone on with; what both replace leaves. Returns the unfinished ones."""
+        longer = [output for output in unfinished if output.tokens]
+        for output in unfinished:
+            if not output.tokens:
+                self._read.pop(output.earlier, None)
+        whole = self._merge([*ended, *longer])
+        if ended:
+            self._queue.put(pack_outputs(whole[: len(ended)]))
+        parked = whole[len(ended) :]
+        names = {output.request_id: f"{output.request_id}~{len(output.tokens)}" for output in parked}
+        if parked:
+            rows = {
+                "partial_response": [torch.tensor(one.tokens, dtype=torch.int64) for one in parked],
+                "partial_logprobs": [torch.tensor(one.logprobs, dtype=torch.float32) for one in parked],
+                "partial_versions": [torch.tensor(one.versions, dtype=torch.int32) for one in parked],
+            }
+            self._queue.put(PackedBatch.from_samples(list(names.values()), rows))
+        if replaced := [output.earlier for output in (*ended, *longer) if output.earlier]:
+            self._queue.drop(replaced, RESUMED)
+        spans = {one.request_id: (min(one.versions), max(one.versions)) for one in parked}
+        return [
+            Suspended(
+                one.request_id,
+                len(one.before) + len(one.tokens),
+                names.get(one.request_id, one.earlier),
+                spans.get(one.request_id),
+                one.kv_rank,
             )
-        merged.append(output)
-    return merged
+            for one in unfinished
+        ]
 
+    def _merge(self, outputs: Sequence[Output]) -> list[Output]:
+        """With what was generated before them in front."""
+        rows = [output.earlier for output in outputs if output.earlier]
+        parts = {row: self._read.pop(row) for row in rows if row in self._read}
+        parts |= self._parts([row for row in rows if row not in parts])
+        merged = []
+        for output in outputs:
+            if output.earlier:
+                tokens, logprobs, versions = (column.tolist() for column in parts[output.earlier])
+                assert tuple(tokens) == output.before, f"sample {output.request_id!r} went on from other tokens"
+                output = replace(
+                    output,
+                    tokens=tokens + output.tokens,
+                    logprobs=logprobs + output.logprobs,
+                    versions=versions + output.versions,
+                    before=(),
+                )
+            merged.append(output)
+        return merged
 
-def forget(outputs: Sequence[Output], queue: Store) -> None:
-    """The rows that these outputs, which are in the queue by now, have replaced."""
-    rows = [output.earlier for output in outputs if output.earlier]
-    if rows:
-        queue.drop(rows, RESUMED)
-
-
-def park(outputs: Sequence[Output], queue: Store) -> list[Suspended]:
-    """Puts what was aborted where it can be gone on with."""
-    longer = merge([output for output in outputs if output.tokens], queue)
-    names = {output.request_id: f"{output.request_id}~{len(output.tokens)}" for output in longer}
-    if longer:
-        rows = {
-            "partial_response": [torch.tensor(one.tokens, dtype=torch.int64) for one in longer],
-            "partial_logprobs": [torch.tensor(one.logprobs, dtype=torch.float32) for one in longer],
-            "partial_versions": [torch.tensor(one.versions, dtype=torch.int32) for one in longer],
-        }
-        queue.put(PackedBatch.from_samples([names[one.request_id] for one in longer], rows))
-        forget(longer, queue)
-    spans = {one.request_id: (min(one.versions), max(one.versions)) for one in longer}
-    return [
-        Suspended(
-            one.request_id,
-            len(one.before) + len(one.tokens),
-            names.get(one.request_id, one.earlier),
-            spans.get(one.request_id),
-            one.kv_rank,
-        )
-        for one in outputs
-    ]
+    def _parts(self, rows: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        if not rows:
+            return {}
+        batch = self._queue.read(rows, COLUMNS)
+        return {id: [batch[name][i] for name in COLUMNS] for i, id in enumerate(batch.ids)}

@@ -1,43 +1,83 @@
 """Samples that are suspended, and go on elsewhere, are what they would have been."""
 
+import pytest
 import torch
 
 from distqueue import LocalQueue
-from fusion.colocate.samples.partials import forget, merge, park, restore
+from fusion.colocate.samples.partials import Partials
 from fusion.inference import Output, Request
 
 
-def _output(tokens, version, before=(), earlier="", reason="abort"):
+def _output(tokens, version, before=(), earlier="", reason="abort", id="a/0"):
     logprobs = [-token / 10 for token in tokens]
-    figures = "a/0", "a", (1, 2), list(tokens), logprobs, [version] * len(tokens), reason
+    figures = id, "a", (1, 2), list(tokens), logprobs, [version] * len(tokens), reason
     return Output(*figures, before=tuple(before), earlier=earlier)
 
 
-def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts():
-    queue = LocalQueue(["train"])
-    request = Request("a/0", (1, 2), group="a")
-    (first,) = park([_output([5, 6], 0)], queue)
+class Counting(LocalQueue):
+    reads = 0
+
+    def read(self, *args):
+        self.reads += 1
+        return super().read(*args)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(remembers):
+    queue = Counting(["train"])
+    card = Partials(queue, remembers)
+    (first,) = card.put([], [_output([5, 6], 0)])
     assert (first.generated, first.earlier, first.versions) == (2, "a/0~2", (0, 0))
 
-    (again,) = restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)], queue)
-    assert again.response == (5, 6) and again.id == request.id
-    (second,) = park([_output([7], 1, again.response, again.earlier)], queue)
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)])
+    assert again.response == (5, 6) and again.id == "a/0"
+    (second,) = card.put([], [_output([7], 1, again.response, again.earlier, "chunk")])
     assert (second.generated, second.earlier, second.versions) == (3, "a/0~3", (0, 1))
     assert queue.stats()["distqueue/rows"] == 1, "the row that it replaces is dropped"
 
-    (whole,) = merge([_output([8], 2, (5, 6, 7), second.earlier, "stop")], queue)
-    assert whole.tokens == [5, 6, 7, 8] and whole.versions == [0, 0, 1, 2] and whole.finish_reason == "stop"
-    assert torch.allclose(torch.tensor(whole.logprobs), torch.tensor([-0.5, -0.6, -0.7, -0.8]))
-    forget([_output([8], 2, (5, 6, 7), second.earlier, "stop")], queue)
-    assert queue.stats()["distqueue/rows"] == 0
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=second.earlier)])
+    assert not card.put([_output([8], 2, again.response, again.earlier, "stop")])
+    whole = queue.get("train", ["response", "behaviour_logprobs", "versions"], count=1)
+    assert whole.ids == ("a/0",) and whole["response"][0].tolist() == [5, 6, 7, 8]
+    assert whole["versions"][0].tolist() == [0, 0, 1, 2]
+    assert torch.allclose(whole["behaviour_logprobs"][0], torch.tensor([-0.5, -0.6, -0.7, -0.8]))
+    assert queue.stats()["distqueue/rows"] == 1
+    assert queue.reads == (2 if remembers else 4), "what was read as it came back need not be read again"
+
+
+def test_another_card_goes_on_with_what_this_one_has_read():
+    queue = LocalQueue(["train"])
+    here, there = Partials(queue, remembers=True), Partials(queue, remembers=True)
+    (first,) = here.put([], [_output([5, 6], 0)])
+    (again,) = here.restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)])
+    (second,) = here.put([], [_output([7], 1, again.response, again.earlier)])
+    (again,) = there.restore([Request("a/0", (1, 2), group="a", earlier=second.earlier)])
+    (third,) = there.put([], [_output([8], 1, again.response, again.earlier)])
+    (again,) = here.restore([Request("a/0", (1, 2), group="a", earlier=third.earlier)])
+    assert again.response == (5, 6, 7, 8)
 
 
 def test_what_has_no_new_token_is_not_written_again():
     queue = LocalQueue(["train"])
-    (fresh,) = park([_output([], 0)], queue)
+    card = Partials(queue)
+    (fresh,) = card.put([], [_output([], 0)])
     assert (fresh.generated, fresh.earlier, fresh.versions) == (0, "", None)
-    (first,) = park([_output([5, 6], 0)], queue)
-    (second,) = park([_output([], 1, (5, 6), first.earlier)], queue)
+    (first,) = card.put([], [_output([5, 6], 0)])
+    (second,) = card.put([], [_output([], 1, (5, 6), first.earlier)])
     assert (second.generated, second.earlier, second.versions) == (2, first.earlier, None)
     assert queue.read([first.earlier], ["partial_response"])["partial_response"][0].tolist() == [5, 6]
-    assert restore([Request("b", (1,))], queue) == [Request("b", (1,))]
+    assert card.restore([Request("b", (1,))]) == [Request("b", (1,))]
+
+
+def test_samples_that_end_and_others_that_do_not_are_put_together():
+    queue = LocalQueue(["train"])
+    card = Partials(queue)
+    before = card.put([], [_output([5, 6], 0), _output([7], 0, id="b/0")])
+    again = card.restore([Request(one.id, (1, 2), earlier=one.earlier) for one in before])
+    (left,) = card.put(
+        [_output([9], 1, again[0].response, again[0].earlier, "stop")],
+        [_output([4], 1, again[1].response, again[1].earlier, id="b/0")],
+    )
+    assert (left.id, left.generated, left.versions) == ("b/0", 2, (0, 1))
+    assert queue.get("train", ["response"], count=1)["response"][0].tolist() == [5, 6, 9]
+    assert queue.stats()["distqueue/rows"] == 2
