@@ -14,9 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = 8
-WARM, STEPS = 2, 6
-"""Steps that are not measured, and that are. Engines that go on tell what they did whenever they adopt weights, so the
-second step's figures hold some of the first's."""
+STEPS = 6
+"""That are measured, behind a warm-up"""
 WAIT_S = 420
 
 
@@ -31,6 +30,12 @@ class Mode:
     def parse(cls, text: str) -> Mode:
         fusion, staleness, *cards = text.split(":")
         return cls(fusion, int(staleness), int(cards[0]) if cards else None)
+
+    @property
+    def warm(self) -> int:
+        """Steps that are not measured. Engines that go on tell what they did whenever they adopt weights, so the second
+        step's figures hold some of the first's."""
+        return 2 if self.staleness else 1
 
     def __str__(self) -> str:
         cards = "" if self.generating is None else f", {self.generating} cards only generate"
@@ -204,20 +209,21 @@ def run(mode: Mode, workload: Workload, folder: Path) -> Figures:
     command = [sys.executable, "scripts/train.py", f"model.path={folder / 'model'}", f"run.dir={home}"]
     command += [*workload.overrides(), f"fusion={mode.fusion}", f"stalesync.max_staleness={mode.staleness}"]
     command += [f"fusion.infer_cards={mode.generating}"] if mode.generating is not None else []
+    steps = mode.warm + STEPS
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     log = home.with_suffix(".log")
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=environment)
         rows: list[dict[str, float]] = []
         deadline = time.monotonic() + WAIT_S
-        while process.poll() is None and len(rows) < WARM + STEPS and time.monotonic() < deadline:
+        while process.poll() is None and len(rows) < steps and time.monotonic() < deadline:
             time.sleep(0.5)
             rows = _rows(home / "run" / "metrics.jsonl")
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-    if len(rows) < WARM + STEPS:
+    if len(rows) < steps:
         sys.exit(f"{mode}: {len(rows)} steps in {WAIT_S} s\n{log.read_text()[-3000:]}")
-    return Figures(mode, workload, rows[WARM : WARM + STEPS])
+    return Figures(mode, workload, rows[mode.warm : steps])
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
