@@ -1,6 +1,6 @@
 """What running ahead is worth: the same work in every mode, on emulated cards that take modelled time.
 
-    python benchmarks/stalesync.py --json stalesync.json          (23 minutes on two cores)
+    python benchmarks/stalesync.py --json stalesync.json          (21 minutes on two cores)
     python benchmarks/stalesync.py --calibrate                    finds the share of generation anew
 
 Real processes, Ray, queue and switches; only the cards' seconds are modelled (`device=paced`), so what is compared is
