@@ -116,6 +116,11 @@ class AlgorithmConfig:
     `train`, the trainer's own of before the step's first update (R2, arXiv 2507.18071); `none`. With either,
     `training/routing_mismatch` is the share of (token, layer)s that the router would now have sent elsewhere."""
 
+    @property
+    def corrects_by(self) -> str:
+        """`correction`, with `none` for null."""
+        return self.correction or "none"
+
     def validate(self) -> None:
         from fusion.training.algorithms import ALGORITHMS
         from fusion.training.algorithms.aggregation import AGGREGATIONS
@@ -147,10 +152,9 @@ class AlgorithmConfig:
             if value is None:
                 continue
             _number(f"algorithm.{key}", value, 1.0 if key == "correction_cap" else 0.0)
-            correction = self.correction or "none"
-            if correction not in uses:
+            if self.corrects_by not in uses:
                 raise ValueError(
-                    f"algorithm.{key}={value} has no use in algorithm.correction={correction}: expected null, or "
+                    f"algorithm.{key}={value} has no use in algorithm.correction={self.corrects_by}: expected null, or "
                     f"one of the corrections {', '.join(uses)}"
                 )
         if self.correction_floor is not None and self.correction_floor > 1:

@@ -114,7 +114,7 @@ USE_FLOOR = ("icepop", "mask_sequence")
 
 
 def make_correction(config: AlgorithmConfig) -> Callable[[LossInput], Corrected]:
-    correct, band = CORRECTIONS[config.correction or "none"]
+    correct, band = CORRECTIONS[config.corrects_by]
     floor = band.floor if config.correction_floor is None else config.correction_floor
     cap = band.cap if config.correction_cap is None else config.correction_cap
     return lambda tokens: correct(tokens, Band(floor, cap))

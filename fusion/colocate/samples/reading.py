@@ -48,7 +48,7 @@ class Reading:
         batches: Iterable[Sequences] = (weigh(self._minibatch(trainer, ids)) for ids in minibatches)
         if len(minibatches) > 1 and self.spec.algorithm.replay == "train":
             batches = [trainer.with_own_routing(batch) for batch in batches]
-        if len(minibatches) > 1 and self.spec.algorithm.correction == "decoupled":
+        if len(minibatches) > 1 and self.spec.algorithm.corrects_by == "decoupled":
             batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
         return batches
 

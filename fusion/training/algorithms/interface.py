@@ -115,7 +115,7 @@ class Algorithm:
         """
         config = self.config
         advantages = tokens.needed("advantages", f"algorithm.name={self.name}")
-        behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.correction}")
+        behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.corrects_by}")
         anchor, weight, metrics = self.correct(tokens)
         log_r = self.log_ratio(tokens, anchor)
         clipped = clipped_loss(log_r, advantages, config.clip_low, config.clip_high)
