@@ -53,18 +53,21 @@ class Collector:
     record: StepRecord
     _share: InferenceShare | None = None
     """What the engines were set up with"""
+    _steps: int = 0
+    """That the run has left, the present one included"""
 
-    def collect(self, step: int, share: InferenceShare) -> None:
-        """Until the groups of a step are there, and scored, as far as there can be enough: ``step`` were trained
-        before."""
-        self._collect(step, share)
+    def collect(self, steps: int, share: InferenceShare) -> None:
+        """Until the groups of a step are there, and scored, as far as there can be enough. ``steps``: that the run has
+        left, this one included."""
+        self._steps = steps
+        self._collect(share)
         while self._refill():  # groups were filtered after the engines had stopped
-            self._collect(step, share)
+            self._collect(share)
 
-    def attend(self, step: int) -> None:
+    def attend(self) -> None:
         """While some cards train, others generate."""
         self.groups.note(*self.scorer.news(0.0))
-        self._feed(step)
+        self._feed()
 
     def settle(self) -> None:
         """Nothing is on an engine, and what was on its way through the queue has arrived and is scored."""
@@ -83,16 +86,16 @@ class Collector:
         self._switch("train", share)
         return outputs
 
-    def _collect(self, step: int, share: InferenceShare) -> None:
+    def _collect(self, share: InferenceShare) -> None:
         """The weights of the present version go to the engines, which go on until a step's groups are there; then the
         cards that train have them back, and everything that is finished is scored."""
         metrics = self.record.metrics
         with metrics.timer("switch"):
             self._publish(share)
-        self._admit(step, share.engines)
+        self._admit(share.engines)
         self.generation.resume(share.engines)
         with metrics.timer("gen"):
-            self._generate(step)
+            self._generate()
             self._stop_sharing()
         with metrics.timer("switch"):
             self._switch("train", share)
@@ -116,11 +119,11 @@ class Collector:
             self._suspend()
             self._switch("infer", share)
 
-    def _admit(self, step: int, engines: Sequence[int] | None = None) -> None:
+    def _admit(self, engines: Sequence[int] | None = None) -> None:
         """Takes up as many groups as the ledger allows, the run has steps left for, and these engines (None: those that
         run) can begin with."""
         untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
-        wanted = (self.config.run.steps - step) * self.ledger.expected_groups - untrained
+        wanted = self._steps * self.ledger.expected_groups - untrained
         most, begun = self.ledger.may_admit(), self.generation.groups_wanted(engines)
         wanted = min(wanted, most, most if begun is None else begun)
         prompts = self.source.next(wanted) if wanted > 0 else []
@@ -134,43 +137,43 @@ class Collector:
         wanted = 0 < self.groups.filtered <= MOST_REFILLS * batch and not self.ledger.enough()
         return wanted and bool(self.ledger.in_flight or self.ledger.may_admit())
 
-    def _generate(self, step: int) -> None:
+    def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
         samples_of_group = self.groups.size
         heard_s, few = time.perf_counter(), TAIL * self.ledger.expected_groups * samples_of_group
-        while not self.ledger.enough() and (self.ledger.in_flight or self._more_tokens(step)):
+        while not self.ledger.enough() and (self.ledger.in_flight or self._more_tokens()):
             sizes = len(self.ledger.ready()), self.ledger.expected_groups
             self.view.phase("generate", *(groups * samples_of_group for groups in sizes))
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
             tail = len(self.generation.buffer.of("running")) <= few
             arrived, scored = self.scorer.news(LOOK_S)
             self.groups.note(arrived, scored)
-            chunks = self._feed(step)
+            chunks = self._feed()
             self.cards.check()
             heard_s = time.perf_counter() if arrived or scored or chunks else heard_s
             self.generation.check_alive(time.perf_counter() - heard_s)
             if self._refill() and self.ledger.may_admit():
-                self._admit(step)
+                self._admit()
                 self.generation.hand_over()
             for name, holds in (("wait_older", waits), ("gen_tail", tail)):
                 self.record.metrics.add(f"timing_s/{name}", (time.perf_counter() - began_s) * holds)
 
-    def _feed(self, step: int) -> int:
+    def _feed(self) -> int:
         """What ended with its chunk goes on where there is room, and engines that run low get more. Returns how many
         chunks have ended."""
         chunks = self.generation.gather()
         self.record.metrics.add("rollout/chunks_total", chunks)
         if self.generation.hungry:
-            self._admit(step)
+            self._admit()
         if chunks or self.generation.hungry:
             self.generation.hand_over()
         return chunks
 
-    def _more_tokens(self, step: int) -> bool:
+    def _more_tokens(self) -> bool:
         """Whether groups that were shorter than others before them have left a step short of tokens, and further ones
         have been admitted."""
         if self.config.stalesync.train_tokens is not None:
-            self._admit(step)
+            self._admit()
             self.generation.hand_over()
         return bool(self.ledger.in_flight)
 

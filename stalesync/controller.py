@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +105,11 @@ class Controller:
         self.groups.row = self.step + 1
         if told := self.desk.read(self.step + 1, self._kv_tokens):
             self.view.note(told)
-        self.collector.collect(self.step, self.desk.share)
+        self.collector.collect(self.config.run.steps - self.step, self.desk.share)
         trained = self.ledger.enough() or self.ledger.ready()
         groups, batch = self.groups.take(trained)
         self._say(batch)
-        with self.cards.meanwhile(partial(self.collector.attend, self.step)):
+        with self.cards.meanwhile(self.collector.attend):
             self.updater.train(groups, self.ledger.version, metrics)
         for group in trained:
             self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
