@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py --json learning.json --svg benchmarks/learning.svg
     python benchmarks/learning.py --from learning.json --svg benchmarks/learning.svg       (only the picture)
+    python benchmarks/learning.py algorithm.correction=none                                (otherwise than by default)
 
 One base model for all, and the default correction; a seed decides prompts, samples and so the whole run. The lag is
 forced: the engine has room for all that the bound allows to be begun, so samples are about as old as they may be. The
@@ -34,10 +35,10 @@ Curves = dict[str, dict[str, dict]]
 """Bound → seed → `rewards` by step, `before`, `after` (held-out), `lag` (the mean of all samples)."""
 
 
-def run(bound: int, seed: int, steps: int, base: Path, folder: Path) -> dict:
+def run(bound: int, seed: int, steps: int, base: Path, folder: Path, overrides: list[str]) -> dict:
     name = f"s{bound}-{seed}"
     own = [f"model.path={base}", f"run.dir={folder}", f"run.name={name}", f"run.seed={seed}", f"run.steps={steps}"]
-    command = [sys.executable, "scripts/train.py", *OPTIONS, *own, f"stalesync.max_staleness={bound}"]
+    command = [sys.executable, "scripts/train.py", *OPTIONS, *own, f"stalesync.max_staleness={bound}", *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -54,12 +55,12 @@ def run(bound: int, seed: int, steps: int, base: Path, folder: Path) -> dict:
     return found
 
 
-def measure(seeds: int, steps: int, jobs: int) -> Curves:
+def measure(seeds: int, steps: int, jobs: int, overrides: list[str]) -> Curves:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
         folder = Path(name)
         base = folder / "base"
         subprocess.run([sys.executable, "scripts/make_base.py", "worked_arithmetic", str(base)], cwd=ROOT, check=True)
-        tasks = {(b, s): pool.submit(run, b, s, steps, base, folder) for s in range(seeds) for b in BOUNDS}
+        tasks = {(b, s): pool.submit(run, b, s, steps, base, folder, overrides) for s in range(seeds) for b in BOUNDS}
         return {str(b): {str(s): tasks[b, s].result() for s in range(seeds)} for b in BOUNDS}
 
 
@@ -124,6 +125,7 @@ def picture(curves: Curves) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of the runs' config")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
@@ -131,9 +133,10 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, help="curves of an earlier call instead of runs")
     parser.add_argument("--svg", type=Path, help="where the picture goes")
     args = parser.parse_args()
-    curves = (
-        json.loads(args.source.read_text())["curves"] if args.source else measure(args.seeds, args.steps, args.jobs)
-    )
+    if args.source:
+        curves = json.loads(args.source.read_text())["curves"]
+    else:
+        curves = measure(args.seeds, args.steps, args.jobs, args.overrides)
     found = judge(curves)
     for bound in ("1", "2"):
         told = found[bound]

@@ -11,8 +11,8 @@ decode steps of the modelled engine, with contexts so many times as long. A seco
 modelled ones, so rates in modelled tokens a modelled second are those of the run x tokens / speed. With speed = tokens
 a decode step of the run takes exactly as long as one of the modelled engine, and rates are the run's own.
 
-Not modelled: how much fits into HBM (`scripts/plan.py` says that), rewards, the queue, and what frozen models and
-parked KV take on their way to and from the host.
+Not modelled: how much fits into HBM (`scripts/plan.py` says that), rewards, the queue, what frozen models take on their
+way to and from the host, and the KV of a chunk, which goes there beside the next steps.
 """
 
 from __future__ import annotations

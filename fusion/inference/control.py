@@ -21,7 +21,8 @@ from fusion.model import Mesh
 
 @dataclass
 class Orders:
-    """What the leader passes on at one step, obeyed in this order; so an abort counts for what was submitted before."""
+    """What the leader passes on at one step. ``forget`` is obeyed first, aborts last: they count for what was submitted
+    before them."""
 
     forget: list[str] = field(default_factory=list)
     """Requests whose parked KV is of no use any more"""

@@ -78,7 +78,7 @@ class Engine:
         most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
         limit = most_blocks(config, self.cache, most_layers)
         self.parked = parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
-        self.scheduler.leave = lambda seq: parked.park([seq])
+        self.scheduler.leave = lambda seq: parked.park([seq])  # not by way of self: no cycle may keep KV alive
         parts = self.cache, self.parked, self.routing
         self.forward = Forward(model, mesh, device, *parts, seed, config.batch_invariant)
         self.capacity_tokens = 0

@@ -7,52 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
-from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
-from fusion.offload import HostPool
-from tests.helpers import run_ranks
-from tests.inference.engines import by_id, card, checkpoint, generate, model, requests
-
-LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep")
-
-
-def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):
-    """An engine that keeps, and its pool."""
-    config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(card())
-    made = Engine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
-    made.allocate_kv()
-    return made, pool
-
-
-def long(count=4, prompt=(3, 4, 5) * 9, tokens=40, **fields):
-    params = SamplingParams(max_tokens=tokens, stop_token_ids=())
-    return [Request(f"r{i}", prompt, params, "g", **fields) for i in range(count)]
-
-
-def steps(made, count):
-    return [output for _ in range(count) for output in made.step()]
-
-
-def resumed(wanted, outputs, had=None):
-    """The requests of what was suspended, to go on where they were left. ``had``: id → what came before, extended."""
-    by_name, had, again = {request.id: request for request in wanted}, {} if had is None else had, []
-    for output in outputs:
-        tokens, logprobs = had.setdefault(output.request_id, ([], []))
-        tokens.extend(output.tokens)
-        logprobs.extend(output.logprobs)
-        if output.finish_reason == "abort":
-            again.append(replace(by_name[output.request_id], response=tuple(tokens), kv_rank=output.kv_rank))
-    return again
-
-
-def suspend_and_return(made, new_version=False):
-    outputs = made.suspend()
-    made.release_kv()
-    if new_version:
-        made.policy_version += 1
-    made.allocate_kv()
-    made.go_on()
-    return outputs
+from fusion.inference import Request, SamplingParams
+from tests.inference.engines import by_id, generate, requests
+from tests.inference.keeping import keeping, long, resumed, steps, suspend_and_return
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -179,20 +136,13 @@ def test_a_response_in_chunks_is_the_same_and_computes_again_only_what_is_gone(k
     options = dict(suspended_kv="keep" if kept else "recompute", prefix_cache=prefix_cache, batch_invariant=True)
     wanted = long(4) + [replace(request, id=f"q{i}") for i, request in enumerate(requests(4, max_tokens=60))]
     whole, (made, _) = by_id(generate(keeping(**options)[0], wanted)), keeping(**options)
-    had, again, ends = {}, [replace(request, chunk_tokens=13) for request in wanted], set()
+    wanted = [replace(request, chunk_tokens=13) for request in wanted]
+    had, again, ends = {}, wanted, set()
     while again:
         outputs = generate(made, again)
         ends |= {(output.finish_reason, output.kv_rank) for output in outputs}
         assert all(len(output.tokens) == 13 for output in outputs if output.finish_reason == "chunk")
-        by_name = {request.id: request for request in again}
-        again = []
-        for output in outputs:
-            tokens, logprobs = had.setdefault(output.request_id, ([], []))
-            tokens.extend(output.tokens)
-            logprobs.extend(output.logprobs)
-            if output.finish_reason == "chunk":
-                one = by_name[output.request_id]
-                again.append(replace(one, response=tuple(tokens), kv_rank=output.kv_rank))
+        again = resumed(wanted, outputs, had)
         if new_version:
             made.policy_version += 1
     assert had == whole
@@ -345,81 +295,3 @@ def test_the_routing_of_parked_blocks_comes_back_with_them(prefix_cache):
     assert made.status()["kv_restored_tokens"] > 0
     for output in outputs:
         assert torch.equal(output.routing, whole[output.request_id].routing)
-
-
-def away_rank(rank, device, folder, parallel, rollout):
-    """The same requests without a break, then away and back twice: of each what ended here, the engine's figures, and
-    the bytes that were parked while it was away and at the end."""
-    found = []
-    for breaks in (0, 2):
-        mesh = Mesh.create(parallel)
-        config = RolloutConfig(**(LIMITS | dict(batch_invariant=True) | rollout))
-        loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=True)
-        load_weights(loaded, folder)
-        made = Engine(loaded, mesh, device, config, 5, memory=HostPool(device))
-        made.allocate_kv()
-        wanted, had, away = long(8), {}, []
-        again = wanted
-        for _ in range(breaks):
-            if rank == 0:
-                made.submit(again)
-            outputs = steps(made, 12) + made.suspend()
-            away.append(made.parked.host_bytes)
-            made.release_kv()
-            made.policy_version += 1
-            made.allocate_kv()
-            made.go_on()
-            everyone = [None] * parallel.world
-            torch.distributed.all_gather_object(everyone, outputs)
-            again = resumed(wanted, [output for mine in everyone for output in mine], had)
-        if rank == 0:
-            made.submit(again)
-        outputs = made.run()
-        resumed(wanted, outputs, had)
-        ended = {output.request_id: had[output.request_id] for output in outputs}
-        found.append((ended, made.status(), away, made.parked.host_bytes))
-        made.release_kv()
-    return found
-
-
-def check_worlds(results):
-    whole, broken = ({id: one for mine in results for id, one in mine[run][0].items()} for run in (0, 1))
-    assert whole == broken and len(whole) == 8
-    for _, (_, status, away, left) in results:
-        assert min(away) > 0 and not left, "every rank has its part, until it is back"
-        assert status["kv_restored_tokens"] > 0 == status["recomputed_tokens"]
-
-
-WORLDS = [Parallel(2, tp=2), Parallel(2, pp=2), Parallel(4, tp=2, ep=2), Parallel(4, ep=2, pp=2)]
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("parallel", WORLDS, ids=str)
-def test_every_rank_parks_its_own_part_and_all_decide_alike(parallel, prefix_cache):
-    check_worlds(run_ranks(away_rank, parallel.world, checkpoint(), parallel, dict(prefix_cache=prefix_cache)))
-
-
-def copies_rank(rank, device, folder):
-    """Whether the copy was done before it was waited for, and whether host and card hold the same behind that."""
-    loaded = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
-    load_weights(loaded, folder)
-    made = Engine(loaded, loaded.mesh, device, RolloutConfig(**LIMITS), 5, memory=HostPool(device))
-    made.allocate_kv()
-    made.submit(long(1))
-    steps(made, 5)
-    (seq,) = made.scheduler.running
-    made.parked.park([seq])
-    entry = made.parked._entries["r0"]
-    early = entry.copied.query()
-    made.parked.settle()
-    rows = [*seq.blocks, *(block + made.cache.blocks for block in seq.blocks)]
-    pairs = zip(made.parked._on_host(entry), made.cache.pools, strict=True)
-    return early, all(torch.equal(layer, pool[rows].cpu()) for layer, pool in pairs)
-
-
-def test_kv_is_whole_on_the_host_once_that_was_waited_for():
-    assert run_ranks(copies_rank, 1, checkpoint(), device="adversarial") == [(False, True)]
-
-
-def test_every_copy_is_waited_for():
-    check_worlds(run_ranks(away_rank, 2, checkpoint(), Parallel(2, tp=2), {}, device="adversarial"))

@@ -194,6 +194,7 @@ def test_config_names_the_key_of_a_value_out_of_range():
     for key, value in dict(
         temperature=-1, top_p=0.0, top_k=-2, min_p=1.5, max_response_length=0, block_size=24, max_seqs=0,
         max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0, suspended_kv="drop", max_parked_kv_mib=0,
+        chunk_tokens=0,
     ).items():  # fmt: skip
         try:
             RolloutConfig(**{key: value}).validate()

@@ -62,7 +62,8 @@ class Partials:
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
         """Requests that name an `earlier` row go on behind its tokens."""
-        found = self._parts([request.earlier for request in requests if request.earlier])
+        rows = [request.earlier for request in requests if request.earlier]
+        found = self._parts(rows, COLUMNS if self._remembers else COLUMNS[:1])
         if self._remembers:
             self._read |= {row: [column.clone() for column in columns] for row, columns in found.items()}
         return [
@@ -106,7 +107,7 @@ class Partials:
         """With what was generated before them in front."""
         rows = [output.earlier for output in outputs if output.earlier]
         parts = {row: self._read.pop(row) for row in rows if row in self._read}
-        parts |= self._parts([row for row in rows if row not in parts])
+        parts |= self._parts([row for row in rows if row not in parts], COLUMNS)
         merged = []
         for output in outputs:
             if output.earlier:
@@ -122,8 +123,8 @@ class Partials:
             merged.append(output)
         return merged
 
-    def _parts(self, rows: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    def _parts(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         if not rows:
             return {}
-        batch = self._queue.read(rows, COLUMNS)
-        return {id: [batch[name][i] for name in COLUMNS] for i, id in enumerate(batch.ids)}
+        batch = self._queue.read(rows, columns)
+        return {id: [batch[name][i] for name in columns] for i, id in enumerate(batch.ids)}

@@ -1,0 +1,54 @@
+"""Engines that keep KV, and the requests that come back to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.model import Mesh
+from fusion.offload import HostPool
+from tests.inference.engines import card, model
+
+LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep")
+
+
+def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):
+    """An engine that keeps, and its pool."""
+    config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(card())
+    made = Engine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
+    made.allocate_kv()
+    return made, pool
+
+
+def long(count=4, prompt=(3, 4, 5) * 9, tokens=40, **fields):
+    params = SamplingParams(max_tokens=tokens, stop_token_ids=())
+    return [Request(f"r{i}", prompt, params, "g", **fields) for i in range(count)]
+
+
+def steps(made, count):
+    return [output for _ in range(count) for output in made.step()]
+
+
+def resumed(wanted, outputs, had=None):
+    """The requests of what was suspended, or has ended with its chunk, to go on where they were left. ``had``: id →
+    what came before, extended."""
+    by_name, had, again = {request.id: request for request in wanted}, {} if had is None else had, []
+    for output in outputs:
+        tokens, logprobs = had.setdefault(output.request_id, ([], []))
+        tokens.extend(output.tokens)
+        logprobs.extend(output.logprobs)
+        if output.finish_reason in ("abort", "chunk"):
+            again.append(replace(by_name[output.request_id], response=tuple(tokens), kv_rank=output.kv_rank))
+    return again
+
+
+def suspend_and_return(made, new_version=False):
+    outputs = made.suspend()
+    made.release_kv()
+    if new_version:
+        made.policy_version += 1
+    made.allocate_kv()
+    made.go_on()
+    return outputs
