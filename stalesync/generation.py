@@ -14,9 +14,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from fusion.colocate import StageReport, Suspended, WorkerSpec
+from fusion.colocate import StageReport, WorkerSpec
 from fusion.inference import Output, Request
-from fusion.rollout import Entry, RequestBuffer, assign_groups
+from fusion.rollout import Entry, RequestBuffer, SuspendedSample, assign_groups
 from stalesync.cards import SAY_EVERY_S, Cards, Running
 from stalesync.failures import CardFailed
 from stalesync.prompts import Prompt
@@ -126,7 +126,7 @@ class Generation:
         told = self._cards.ask(engine_of, "chunks")
         return sum(self._take_back(engine, mine) for engine, mine in zip(engine_of.values(), told, strict=True))
 
-    def _take_back(self, engine: int, suspended: Iterable[Suspended]) -> int:
+    def _take_back(self, engine: int, suspended: Iterable[SuspendedSample]) -> int:
         """Returns how many of them have tokens."""
         begun = 0
         for one in suspended:

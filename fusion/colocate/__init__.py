@@ -17,7 +17,6 @@ A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls i
 
 from fusion.colocate.deployment import Deployment, Role, deploy
 from fusion.colocate.phases import Phase, PhaseError, PhaseMachine
-from fusion.colocate.samples.partials import Suspended
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import RewardModelSpec, WorkerSpec, engine_size
 from fusion.colocate.stages import OutOfMemory, StageReport
@@ -35,7 +34,6 @@ __all__ = [
     "RewardModelSpec",
     "Role",
     "StageReport",
-    "Suspended",
     "Worker",
     "WorkerSpec",
     "deploy",

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from fusion.colocate.phases import Phase
-from fusion.colocate.samples.partials import Suspended
 from fusion.colocate.together import BrokenOff
 from fusion.ep_switch import SwitchError
 from fusion.inference import Output
 from fusion.npu import Device
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
+from fusion.rollout.types import SuspendedSample
 from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Span, Timeline
 from fusion.telemetry.memory import human_bytes
 
@@ -37,7 +37,7 @@ class StageReport:
     """Only where the controller asked to keep them."""
     scores: dict[str, RewardOutcome] = field(default_factory=dict)
     """Of the reward model, by sample id."""
-    suspended: list[Suspended] = field(default_factory=list)
+    suspended: list[SuspendedSample] = field(default_factory=list)
     """Samples that the engine has not finished."""
     reference_kl: dict[str, float] = field(default_factory=dict)
     """Log-ratio of behaviour to reference summed over the response, by sample id, where rewards are made of it."""
@@ -108,7 +108,7 @@ class StageLog:
         self,
         outputs: Sequence[Output] = (),
         scores: Mapping[str, RewardOutcome] | None = None,
-        suspended: Sequence[Suspended] = (),
+        suspended: Sequence[SuspendedSample] = (),
         reference_kl: Mapping[str, float] | None = None,
     ) -> StageReport:
         """The last stage's."""

@@ -26,10 +26,8 @@ from distqueue import PackedBatch
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.paced import Parts, paced_parts
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.samples.columns import REFERENCE, split_responses, summed_log_ratios, to_sequences
-from fusion.colocate.samples.generating import Generating
-from fusion.colocate.samples.partials import Store
-from fusion.colocate.samples.reading import Reading
+from fusion.colocate.samples.reader import StageReader
+from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed_log_ratios, to_sequences
 from fusion.colocate.saving import Saving
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
@@ -41,6 +39,8 @@ from fusion.inference import Engine, Request
 from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
+from fusion.rollout.engine_stage import EngineStage
+from fusion.rollout.partial_samples import SampleStore
 from fusion.training import Sequences, TrainEngine, load_checkpoint
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
@@ -49,7 +49,7 @@ from fusion.training.states import ResidentStates
 class Worker:
     """Stages are methods; all cards they concern run the same stage at once. Arguments and results are plain data."""
 
-    def __init__(self, spec: WorkerSpec, rank: int, queue: Store):
+    def __init__(self, spec: WorkerSpec, rank: int, queue: SampleStore):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self.trainer: TrainEngine | None = None
@@ -87,7 +87,7 @@ class Worker:
         spec, device, pool = self.spec, self.device, HostPool(self.device)
         config = ModelConfig.from_hf(spec.model.path)
         self.meshes = meshes = Meshes.create(spec, self.rank)
-        self.reading = Reading(spec, meshes, self.queue, self.log.timeline)
+        self.reading = StageReader(spec, meshes, self.queue, self.log.timeline)
         self.weights = PolicyWeights(spec, config, self.rank, device, meshes)
         self.roles = self.parts.roles(spec, self.rank, device, meshes, self.weights, pool)
         if self.weights.train is not None:
@@ -110,7 +110,7 @@ class Worker:
             replay = spec.algorithm.replay == "rollout"
             given = self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay, pool
             self.engine = self.parts.engine(*given)
-            self.generating = Generating(self.engine, self.queue)
+            self.generating = EngineStage(self.engine, self.queue)
         models = self.weights, meshes, self.trainer, self.engine
         told = self.log.metrics, self.log.timeline
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, *told)
@@ -248,7 +248,7 @@ class Worker:
             load_checkpoint(self.trainer, checkpoint)
 
     def control(self, request: str, *args: Any) -> Any:
-        """Answered while a stage runs: ``status``, and what `Generating.control` knows."""
+        """Answered while a stage runs: ``status``, and what `EngineStage.control` knows."""
         if request == "status":
             stage = self.log.stage_name if hasattr(self, "log") else "start"
             figures = self.engine.status() if self.engine is not None else {}

@@ -1,12 +1,22 @@
-"""Many engines behind one face.
+"""Many engines as one: which request runs where, and what becomes of its tokens.
 
-    buffer    the requests of all groups under way, and which engine has which: pure
-    router    which engine serves which group: pure
+    buffer            the requests of all groups in flight, and which engine holds which       ┐
+    router            assigns groups to engines                                                │ pure
+    types             what an engine's stage reports of a sample it did not finish             ┘
+    engine_stage      runs one engine for a stage: steps, control calls, outputs to the queue
+    partial_samples   suspended samples, kept in the queue until an engine resumes them
+    packing           outputs as rows of the queue
 
-An engine is one TP/EP group. What will stand here beside them: the context manager, the KV pool, drafts.
+    buffer ─ dispatch ─► Request ─► engine_stage ─┬─ finished ──► packing ─────────► queue
+       ▲                                          └─ suspended ─► partial_samples ─► queue
+       └───────────── SuspendedSample ◄───────────────────────────────┘
+
+This package exports only what is pure; the rest is imported by module, so that a policy that uses the buffer loads
+no torch. An engine is one TP/EP group.
 """
 
 from fusion.rollout.buffer import Entry, RequestBuffer
 from fusion.rollout.router import assign_groups
+from fusion.rollout.types import SuspendedSample
 
-__all__ = ["Entry", "RequestBuffer", "assign_groups"]
+__all__ = ["Entry", "RequestBuffer", "SuspendedSample", "assign_groups"]

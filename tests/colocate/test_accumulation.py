@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distqueue.hierarchy import Received
-from fusion.colocate.samples.columns import LOSS, REFERENCE, TOKENS, to_sequences
+from fusion.colocate.samples.sequences import LOSS, REFERENCE, TOKENS, to_sequences
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
 

@@ -10,9 +10,10 @@ import torch
 
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
-from fusion.colocate.samples.columns import needed, pack_outputs, to_sequences
+from fusion.colocate.samples.sequences import needed, to_sequences
 from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from fusion.rollout.packing import pack_outputs
 from fusion.training import AlgorithmConfig, TrainEngine, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from fusion.training.replay import new_record

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion.colocate import Deployment, Suspended
+from fusion.colocate import Deployment
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
+from fusion.rollout import SuspendedSample
 from stalesync.cards import Running
 from stalesync.failures import CardFailed
 from stalesync.generation import Generation
@@ -79,7 +80,10 @@ def test_what_ends_with_its_chunk_goes_on_where_its_kv_is_or_where_there_is_room
     monkeypatch.setattr("stalesync.generation.CHUNK_LOOK_S", 0.0)
     made, cards = _generation(ahead=True, max_seqs=1, max_batch_tokens=8, chunk_tokens=2, suspended_kv="keep")
     assert [ids for _, ids in cards.begun] == [{0: ["a/0", "a/1"], 1: []}, {2: ["b/0", "b/1"], 3: []}]
-    cards.chunks = {1: [Suspended("a/0", 2, "a/0~2", (0, 0), 1)], 3: [Suspended("b/0", 2, "b/0~2", (0, 0), 1)]}
+    cards.chunks = {
+        1: [SuspendedSample("a/0", 2, "a/0~2", (0, 0), 1)],
+        3: [SuspendedSample("b/0", 2, "b/0~2", (0, 0), 1)],
+    }
     del cards.begun[:]
     assert made.gather() == 2 and made.gather() == 0
     assert [entry.id for entry in made.buffer.of("waiting")] == ["a/0", "b/0"]

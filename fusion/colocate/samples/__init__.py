@@ -1,7 +1,5 @@
-"""Samples on a card, between queue, engine and trainer.
+"""Samples on a card that trains or scores: read from the queue, handed to the trainer.
 
-columns      the queue's columns and what engine and trainer speak
-generating   the engine at work: what has ended goes to the queue as it comes
-partials     those that were suspended, in the queue until an engine goes on with them
-reading      what a stage reads from the queue
+reader       reads what a stage needs from the queue, once for all ranks that need the same
+sequences    the queue's columns as the trainer's sequences
 """

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from distqueue import LocalQueue
-from fusion.colocate.samples.partials import Partials
 from fusion.inference import Output, Request
+from fusion.rollout.partial_samples import PartialSamples
 
 
 def _output(tokens, version, before=(), earlier="", reason="abort", id="a/0"):
@@ -25,7 +25,7 @@ class Counting(LocalQueue):
 @pytest.mark.parametrize("remembers", [True, False])
 def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(remembers):
     queue = Counting(["train"])
-    card = Partials(queue, remembers)
+    card = PartialSamples(queue, remembers)
     (first,) = card.put([], [_output([5, 6], 0)])
     assert (first.generated, first.earlier, first.versions) == (2, "a/0~2", (0, 0))
 
@@ -47,7 +47,7 @@ def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(remembers):
 
 def test_another_card_goes_on_with_what_this_one_has_read():
     queue = LocalQueue(["train"])
-    here, there = Partials(queue, remembers=True), Partials(queue, remembers=True)
+    here, there = PartialSamples(queue, remembers=True), PartialSamples(queue, remembers=True)
     (first,) = here.put([], [_output([5, 6], 0)])
     (again,) = here.restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)])
     (second,) = here.put([], [_output([7], 1, again.response, again.earlier)])
@@ -59,7 +59,7 @@ def test_another_card_goes_on_with_what_this_one_has_read():
 
 def test_what_has_no_new_token_is_not_written_again():
     queue = LocalQueue(["train"])
-    card = Partials(queue)
+    card = PartialSamples(queue)
     (fresh,) = card.put([], [_output([], 0)])
     assert (fresh.generated, fresh.earlier, fresh.versions) == (0, "", None)
     (first,) = card.put([], [_output([5, 6], 0)])
@@ -71,7 +71,7 @@ def test_what_has_no_new_token_is_not_written_again():
 
 def test_samples_that_end_and_others_that_do_not_are_put_together():
     queue = LocalQueue(["train"])
-    card = Partials(queue)
+    card = PartialSamples(queue)
     before = card.put([], [_output([5, 6], 0), _output([7], 0, id="b/0")])
     again = card.restore([Request(one.id, (1, 2), earlier=one.earlier) for one in before])
     (left,) = card.put(

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.samples.columns import LOSS, REFERENCE, ROUTING, needed, nothing, to_sequences
-from fusion.colocate.samples.partials import Store
+from fusion.colocate.samples.sequences import LOSS, REFERENCE, needed, nothing, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
+from fusion.rollout.packing import ROUTING
+from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Timeline
 from fusion.training import Sequences, TrainEngine
 
 
-class Reading:
+class StageReader:
     """Collective over a replica of the stage's mesh, which asks the queue once. ``timeline``: is told of the wait."""
 
-    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: Store, timeline: Timeline):
+    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, timeline: Timeline):
         self.spec, self._meshes, self._queue, self._timeline = spec, meshes, queue, timeline
         self.readers: dict[str, GroupReader] = {}
         """By stage, from its first batch on"""

@@ -1,7 +1,6 @@
-"""Samples between the queue's columns and what engine and trainer speak.
+"""The queue's columns as the trainer's sequences, and back.
 
-engine Output ─pack_outputs─► prompt, response, behaviour_logprobs, versions ─to_sequences─► trainer Sequences
-                                                              (routing)
+queue columns ─► StageReader ─► Received ─to_sequences─► trainer Sequences ─► logprobs ─split_responses─► queue column
 
 A stage of a pipeline holds what it looks at (`needed`): the first its tokens, the last the labels and what the loss is
 made of; how long the samples are all stages know.
@@ -15,8 +14,8 @@ import torch
 
 from distqueue import Column, PackedBatch
 from distqueue.hierarchy import Received
-from fusion.inference import Output
 from fusion.model import Mesh
+from fusion.rollout.packing import ROUTING
 from fusion.training import Sequences
 
 TOKENS = ("prompt", "response")
@@ -29,28 +28,6 @@ LOSS = ("behaviour_logprobs", "advantage", "versions")
 """What a loss is made of beside them; `REFERENCE` too where it has a reference."""
 
 REFERENCE = "ref_logprobs"
-
-ROUTING = "routing"
-"""Where the tokens' experts are replayed: which they were, in every layer. Every stage looks at its layers' part."""
-
-
-def pack_outputs(outputs: Sequence[Output]) -> PackedBatch:
-    """One row an output: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L]; and
-    where outputs have one their `routing`, [T, layers, k] of a small integer dtype (`Output.routing`: of every token of
-    prompt and response but the last)."""
-    routing = {ROUTING: [output.routing for output in outputs]} if outputs[0].routing is not None else {}
-    return PackedBatch.from_samples(
-        [output.request_id for output in outputs],
-        {
-            "prompt": [torch.tensor(output.prompt, dtype=torch.int64) for output in outputs],
-            "response": [torch.tensor(output.tokens, dtype=torch.int64) for output in outputs],
-            "behaviour_logprobs": [torch.tensor(output.logprobs, dtype=torch.float32) for output in outputs],
-            "versions": [torch.tensor(output.versions, dtype=torch.int32) for output in outputs],
-            **routing,
-        },
-        groups=[output.group for output in outputs],
-        versions=[(min(output.versions, default=0), max(output.versions, default=0)) for output in outputs],
-    )
 
 
 def needed(mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 requests ─► engine ─ ended ─► merged with what was generated before ─► queue
               │
-              ├─ a chunk's end ─► suspended: parked in the queue (`partials`), until `control("chunks")` asks for them
+              ├─ a chunk's end ─► suspended: a row of `partial_samples`, until `control("chunks")` asks for them
               └─ pause ─────────► suspended likewise; the stage ends
 
 Its time is told step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed nothing
@@ -18,8 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from fusion.colocate.samples.partials import Partials, Store, Suspended
 from fusion.inference import Engine, Output, Request
+from fusion.rollout.partial_samples import PartialSamples, SampleStore
+from fusion.rollout.types import SuspendedSample
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB
 
@@ -44,20 +45,22 @@ IDLE_S = 0.001
 """An engine that has nothing to do asks for orders this often"""
 
 
-class Generating:
+class EngineStage:
     """Collective over the engine's cards: `run`, `answer`. Any thread: `control`, most of it of the first card."""
 
-    def __init__(self, engine: Engine, queue: Store):
+    def __init__(self, engine: Engine, queue: SampleStore):
         self.engine = engine
-        self._partials = Partials(queue, remembers=engine.mesh.parallel.world == 1)
+        self._partials = PartialSamples(queue, remembers=engine.mesh.parallel.world == 1)
         self._counted: dict[str, float] = {}
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts what has ended to the queue while the engine goes on"""
-        self._unfinished: list[Suspended] = []
+        self._unfinished: list[SuspendedSample] = []
         """That the controller has not heard of"""
         self._handing_over = threading.Lock()
 
-    def run(self, requests: Sequence[Request], stay: bool, metrics: Metrics, timeline: Timeline) -> list[Suspended]:
+    def run(
+        self, requests: Sequence[Request], stay: bool, metrics: Metrics, timeline: Timeline
+    ) -> list[SuspendedSample]:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
         the first card's. Returns what was left unfinished."""
         engine, self._counted = self.engine, self.engine.status()
@@ -140,7 +143,7 @@ class Generating:
         with self._handing_over:
             self._unfinished += unfinished
 
-    def _hand_over(self) -> list[Suspended]:
+    def _hand_over(self) -> list[SuspendedSample]:
         with self._handing_over:
             unfinished, self._unfinished = self._unfinished, []
         return unfinished

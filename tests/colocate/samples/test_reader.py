@@ -7,7 +7,7 @@ import torch
 
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
-from fusion.colocate.samples.columns import needed, to_sequences
+from fusion.colocate.samples.sequences import needed, to_sequences
 from fusion.model import Mesh, Parallel
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint

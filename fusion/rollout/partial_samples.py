@@ -15,20 +15,21 @@ is dropped by whoever put what replaces it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from distqueue import PackedBatch
-from fusion.colocate.samples.columns import pack_outputs
 from fusion.inference import Output, Request
+from fusion.rollout.packing import pack_outputs
+from fusion.rollout.types import SuspendedSample
 
 COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
 RESUMED = "resumed"
 
 
-class Store(Protocol):
+class SampleStore(Protocol):
     """The part of the queue's face that is used here."""
 
     def put(self, batch: PackedBatch) -> Any: ...
@@ -38,24 +39,11 @@ class Store(Protocol):
     def drop(self, ids: Iterable[str], reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Suspended:
-    """What the controller hears of a sample that was suspended. ``earlier``: its row in the queue, "" where it has no
-    token yet; ``versions``: policy versions of its oldest and newest token; ``kv_rank``: the attention rank of the
-    engine at which its KV is (`Output.kv_rank`), None: it is gone."""
-
-    id: str
-    generated: int
-    earlier: str
-    versions: tuple[int, int] | None
-    kv_rank: int | None = None
-
-
-class Partials:
+class PartialSamples:
     """Of one card. ``remembers``: it sees the end of every request that it restores, and so need not read again what it
     has read."""
 
-    def __init__(self, queue: Store, remembers: bool = False):
+    def __init__(self, queue: SampleStore, remembers: bool = False):
         self._queue, self._remembers = queue, remembers
         self._read: dict[str, list[torch.Tensor]] = {}
         """By row, what its columns hold"""
@@ -70,7 +58,7 @@ class Partials:
             replace(one, response=tuple(found[one.earlier][0].tolist())) if one.earlier else one for one in requests
         ]
 
-    def put(self, ended: Sequence[Output], unfinished: Sequence[Output] = ()) -> list[Suspended]:
+    def put(self, ended: Sequence[Output], unfinished: Sequence[Output] = ()) -> list[SuspendedSample]:
         """Puts what has ended, with what was generated before in front, to the queue, and what has not where it can be
         gone on with; what both replace leaves. Returns the unfinished ones."""
         longer = [output for output in unfinished if output.tokens]
@@ -93,7 +81,7 @@ class Partials:
             self._queue.drop(replaced, RESUMED)
         spans = {one.request_id: (min(one.versions), max(one.versions)) for one in parked}
         return [
-            Suspended(
+            SuspendedSample(
                 one.request_id,
                 len(one.before) + len(one.tokens),
                 names.get(one.request_id, one.earlier),
