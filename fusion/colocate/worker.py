@@ -268,7 +268,7 @@ class Worker:
         return int(least)
 
     def _so_far(self) -> StageReport:
-        self.log.timeline.lap("switch/adopt")
+        self.log.timeline.mark("switch/adopt")
         self.generating.count(self.log.metrics)
         return self.log.so_far()
 

@@ -7,7 +7,7 @@
                                                    │        moves: Move, Round, Step (a round as a rank sees it)
     Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: the rounds, two under way; all leave together
               │                                             program: a rank's rounds; segment: their views of storage
-              │                                             opening, exchange: read where it lies (lines tell when) or
+              │                                             opening, exchange: read where it lies (peer_sockets) or
               │                                             collective; buckets: both ends; fill: units from the host
               ▼
     SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part

@@ -1,7 +1,7 @@
 """How the bytes of a round get from rank to rank, and how ranks agree. One interface, two ways:
 
     shared      the receiver maps the sender's storage and copies from it into its own: one copy a byte, no buffers;
-                words over `Lines` say when storage is there and when it was read         all ranks on one machine
+                messages over `PeerSockets` say when it is there, and read       all ranks on one machine
     collective  pack ─► send slot ─ all_to_all_single ─► receive slot ─ unpack: hccl, nccl or gloo          everywhere
 
 The faster one that can be is chosen once per group: `shared` where every rank of the group is on one machine and its
@@ -26,16 +26,16 @@ Kind = Literal["auto", "shared", "collective"]
 
 
 @dataclass(frozen=True)
-class Word:
-    """What a rank says to all others before and after the rounds."""
+class Vote:
+    """What a rank reports to all others before and after the rounds."""
 
     failures: tuple[Failure, ...] = ()
     digest: int = 0
     """Of its plan: `Plan.digest`."""
 
 
-class PeerGone(Exception):
-    """A rank that was waited for will not answer: its process has ended, or (``left``) it has given up and said why."""
+class PeerLost(Exception):
+    """A rank that was waited for will not answer: its process ended, or (``left``) it has aborted and reported why."""
 
     parameter = ""
     """What was waited for."""
@@ -64,8 +64,8 @@ class Exchange(ABC):
         """Takes what buffers it needs, charged to "buckets"."""
 
     @abstractmethod
-    def agree(self, word: Word) -> dict[int, Word]:
-        """Everyone's words. A rank that does not answer is in it with a failure, told by who noticed."""
+    def agree(self, vote: Vote) -> dict[int, Vote]:
+        """Returns every rank's vote. A rank that does not answer is in it with a failure, reported by who noticed."""
 
     @abstractmethod
     def send(self, index: int, segments: Sequence[Segment]) -> None:
@@ -95,8 +95,8 @@ class Alone(Exchange):
 
     def begin(self) -> None: ...
     def open(self, program: Program, checksum: bool) -> None: ...
-    def agree(self, word: Word) -> dict[int, Word]:
-        return {self.rank: word}
+    def agree(self, vote: Vote) -> dict[int, Vote]:
+        return {self.rank: vote}
 
     def send(self, index: int, segments: Sequence[Segment]) -> None: ...
     def settle(self, index: int) -> None: ...
@@ -105,9 +105,9 @@ class Alone(Exchange):
     def close(self) -> None: ...
 
 
-def failures_of(words: dict[int, Word]) -> list[Failure]:
-    """What the words complain of, plans that differ included; the same on every rank that heard the same words."""
-    failures = [failure for word in words.values() for failure in word.failures]
-    if not failures and len({word.digest for word in words.values()}) > 1:
-        return [Failure(rank, -1, "", "plans another switch") for rank in sorted(words)]
+def failures_of(votes: dict[int, Vote]) -> list[Failure]:
+    """Returns the failures in the votes, including plans that differ; the same on every rank with the same votes."""
+    failures = [failure for vote in votes.values() for failure in vote.failures]
+    if not failures and len({vote.digest for vote in votes.values()}) > 1:
+        return [Failure(rank, -1, "", "plans another switch") for rank in sorted(votes)]
     return earliest(failures)

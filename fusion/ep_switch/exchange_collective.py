@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.checksum import NO_SUM
-from fusion.ep_switch.exchange import Exchange, PeerGone, Word
+from fusion.ep_switch.exchange import Exchange, PeerLost, Vote
 from fusion.ep_switch.outcome import Failure
 from fusion.ep_switch.program import Program
 from fusion.ep_switch.segment import Segment
@@ -61,16 +61,16 @@ class CollectiveExchange(Exchange):
             if checksum:  # now, because a rank that has failed for want of memory still has to join the rounds
                 self._sums_out, self._sums_in = (
                     torch.full((2, most), NO_SUM, dtype=torch.int64, device=self.device.torch_device)
-                    for most in program.most_sums
+                    for most in program.max_sums
                 )
 
-    def agree(self, word: Word) -> dict[int, Word]:
+    def agree(self, vote: Vote) -> dict[int, Vote]:
         if not self._broken:
             try:
-                return self._gather(word)
+                return self._gather(vote)
             except RuntimeError as error:
                 self._broken = str(error)
-        return self._roll_call(word)
+        return self._roll_call(vote)
 
     def send(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index
@@ -164,13 +164,13 @@ class CollectiveExchange(Exchange):
         except RuntimeError as error:
             raise self._break(error) from error
 
-    def _break(self, error: Exception) -> PeerGone:
+    def _break(self, error: Exception) -> PeerLost:
         self._broken = str(error)
-        return PeerGone(-1, self._broken, left=True)
+        return PeerLost(-1, self._broken, left=True)
 
-    def _gather(self, word: Word) -> dict[int, Word]:
+    def _gather(self, vote: Vote) -> dict[int, Vote]:
         # On the host: a collective may hold its tensor a moment longer, which must not blur what the card holds.
-        status = torch.tensor([int(bool(word.failures)), word.digest, -word.digest])
+        status = torch.tensor([int(bool(vote.failures)), vote.digest, -vote.digest])
         work = dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         store, look = self._store(), time.monotonic() + _LOOK_S
         while not work.is_completed():
@@ -182,29 +182,29 @@ class CollectiveExchange(Exchange):
         work.wait()
         failed, most, least = status.tolist()
         if not failed and most == -least:
-            return {self.rank: word}
-        words: list[Any] = [None] * len(self.peers)
-        dist.all_gather_object(words, word, group=self.group)
-        return dict(zip(self.peers, words, strict=True))
+            return {self.rank: vote}
+        votes: list[Any] = [None] * len(self.peers)
+        dist.all_gather_object(votes, vote, group=self.group)
+        return dict(zip(self.peers, votes, strict=True))
 
-    def _roll_call(self, word: Word) -> dict[int, Word]:
-        """The words of those who still answer, without the group."""
+    def _roll_call(self, vote: Vote) -> dict[int, Vote]:
+        """The votes of those who still answer, without the group."""
         store = self._store()
         store.set("broken", "1")
-        store.set(str(self.rank), pickle.dumps(word).hex())
-        words, deadline = {self.rank: word}, time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and len(words) < len(self.peers):
+        store.set(str(self.rank), pickle.dumps(vote).hex())
+        votes, deadline = {self.rank: vote}, time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline and len(votes) < len(self.peers):
             for peer in self.peers:
-                if peer not in words and store.check([str(peer)]):
-                    words[peer] = pickle.loads(bytes.fromhex(store.get(str(peer)).decode()))
+                if peer not in votes and store.check([str(peer)]):
+                    votes[peer] = pickle.loads(bytes.fromhex(store.get(str(peer)).decode()))
             time.sleep(_PAUSE_S)
         for peer in self.peers:
-            if peer not in words:
+            if peer not in votes:
                 reason = f"has not answered for {PATIENCE_S:.0f} s; its process has ended or hangs ({self._broken})"
-                words[peer] = Word((Failure(peer, self._round, self._due(peer), reason),), word.digest)
-        if not any(each.failures for each in words.values()):
-            words[self.rank] = Word((Failure(self.rank, self._round, "", self._broken),), word.digest)
-        return words
+                votes[peer] = Vote((Failure(peer, self._round, self._due(peer), reason),), vote.digest)
+        if not any(each.failures for each in votes.values()):
+            votes[self.rank] = Vote((Failure(self.rank, self._round, "", self._broken),), vote.digest)
+        return votes
 
     def _due(self, peer: int) -> str:
         """The next thing that ``peer`` had to send to this rank."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion.ep_switch.segment import Fault
+from fusion.ep_switch.segment import TransferError
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 
@@ -67,7 +67,7 @@ class HostFill:
         taken there, and earlier work may still use it.
 
         Raises:
-            Fault: with the parameter whose copy failed.
+            TransferError: with the parameter whose copy failed.
         """
         if unit not in self._parts:
             return
@@ -79,7 +79,7 @@ class HostFill:
                 try:
                     self._copy(flat[start : start + values.numel()], values)
                 except Exception as error:
-                    raise Fault(name, f"{type(error).__name__}: {error}") from error
+                    raise TransferError(name, f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """What the current stream does from now on sees what was filled; gives the staging buffer back."""

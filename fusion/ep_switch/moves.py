@@ -64,8 +64,8 @@ class Move(NamedTuple):
             start = stop
 
 
-class Unspelled(Protocol):
-    """What is enough of a move to plan with."""
+class MoveSketch(Protocol):
+    """The part of a move that planning needs; `move` completes it."""
 
     @property
     def source_rank(self) -> int: ...
@@ -81,21 +81,21 @@ class Unspelled(Protocol):
 
 
 class Moves(Sequence[Move]):
-    """The moves of a round, each spelled out when it is asked for: a plan of many ranks has too many to keep."""
+    """The moves of a round, each completed when it is read: a plan of many ranks has too many to store."""
 
-    __slots__ = ("unspelled",)
+    __slots__ = ("sketches",)
 
-    def __init__(self, unspelled: Iterable[Unspelled]):
-        self.unspelled: tuple[Unspelled, ...] = tuple(unspelled)
+    def __init__(self, sketches: Iterable[MoveSketch]):
+        self.sketches: tuple[MoveSketch, ...] = tuple(sketches)
 
     def __len__(self) -> int:
-        return len(self.unspelled)
+        return len(self.sketches)
 
     def __iter__(self) -> Iterator[Move]:
-        return (one.move() for one in self.unspelled)
+        return (sketch.move() for sketch in self.sketches)
 
     def __getitem__(self, index: Any) -> Any:
-        chosen = self.unspelled[index]
+        chosen = self.sketches[index]
         return tuple(one.move() for one in chosen) if isinstance(index, slice) else chosen.move()
 
     def __eq__(self, other: object) -> bool:
@@ -117,18 +117,18 @@ class Round:
     release_after: tuple[UnitId, ...]
 
     @property
-    def unspelled(self) -> Sequence[Unspelled]:
-        """The moves, without spelling them out if they are not yet."""
-        return self.moves.unspelled if isinstance(self.moves, Moves) else self.moves
+    def sketches(self) -> Sequence[MoveSketch]:
+        """The moves as sketches, without completing them."""
+        return self.moves.sketches if isinstance(self.moves, Moves) else self.moves
 
     @property
     def exchange(self) -> bool:
         """Whether any two ranks exchange anything."""
-        return any(not one.local for one in self.unspelled)
+        return any(not one.local for one in self.sketches)
 
     def of(self, rank: int) -> list[Move]:
         """The moves that a rank sends, receives or copies."""
-        return [one.move() for one in self.unspelled if one.source_rank == rank or one.target_rank == rank]
+        return [one.move() for one in self.sketches if one.source_rank == rank or one.target_rank == rank]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which exchange a group of ranks has: they meet once, and find out what they can do with each other."""
+"""Chooses the exchange of a group of ranks: they connect once, and find out what they can do with each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from fusion.ep_switch.exchange import Alone, Exchange, Kind
 from fusion.ep_switch.exchange_collective import CollectiveExchange
-from fusion.ep_switch.exchange_shared import SharedExchange, Talk
-from fusion.ep_switch.lines import Door, machine
+from fusion.ep_switch.exchange_shared import PeerMessages, SharedExchange
+from fusion.ep_switch.peer_sockets import Listener, machine
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 
-_talks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The `Talk` of a process group, None where there can be none. It lives as long as the group, or until a failure."""
+_messages: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The `PeerMessages` of a process group, None where it has none. It lives as long as the group, or until a failure."""
 
 
 def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, clock: Stopwatch) -> Exchange:
@@ -30,30 +30,32 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, c
     rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
     if len(peers) == 1:
         return Alone(rank, peers, device, clock)
-    if kind != "collective" and group not in _talks:
-        _talks[group] = _meet(device, group, rank, peers)
-    talk = _talks.get(group) if kind != "collective" else None
-    if talk is not None:
-        return SharedExchange(rank, peers, device, clock, talk, forget=lambda: _talks.pop(group, None))
+    if kind != "collective" and group not in _messages:
+        _messages[group] = _connect(device, group, rank, peers)
+    messages = _messages.get(group) if kind != "collective" else None
+    if messages is not None:
+        return SharedExchange(rank, peers, device, clock, messages, forget=lambda: _messages.pop(group, None))
     if kind == "shared":
         raise ValueError("exchange='shared': the ranks are not all on one machine with cards that share memory")
     return CollectiveExchange(rank, peers, device, clock, group)
 
 
-def _meet(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequence[int]) -> Any:
-    door, probe, handle = Door(), None, b""
+def _connect(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequence[int]) -> Any:
+    listener, probe, handle = Listener(), None, b""
     if device.can_share:
         probe = torch.zeros(1, device=device.torch_device)
         handle = device.share(probe)
     cards: list[Any] = [None] * len(peers)
-    dist.all_gather_object(cards, (machine(), handle, door.address), group=group)
-    together = len({where for where, _, _ in cards}) == 1 and all(handle for _, handle, _ in cards)
+    dist.all_gather_object(cards, (machine(), handle, listener.address), group=group)
+    near = len({where for where, _, _ in cards}) == 1 and all(handle for _, handle, _ in cards)
     able: list[Any] = [None] * len(peers)
-    dist.all_gather_object(able, together and _can_map(device, [handle for _, handle, _ in cards]), group=group)
+    dist.all_gather_object(able, near and _can_map(device, [handle for _, handle, _ in cards]), group=group)
     if not all(able):
-        door.close()
+        listener.close()
         return None
-    return Talk(door.meet(rank, {peer: address for peer, (_, _, address) in zip(peers, cards, strict=True)}), peers)
+    return PeerMessages(
+        listener.connect(rank, {peer: address for peer, (_, _, address) in zip(peers, cards, strict=True)}), peers
+    )
 
 
 def _can_map(device: Device, handles: Sequence[bytes]) -> bool:

@@ -40,7 +40,7 @@ import torch
 
 from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
-from fusion.ep_switch.moves import Round, Step, UnitId, Unspelled, steps_of
+from fusion.ep_switch.moves import MoveSketch, Round, Step, UnitId, steps_of
 from fusion.ep_switch.order import Storage, fill_order
 from fusion.ep_switch.rounds import pack_rounds
 from fusion.ep_switch.senders import Job, choose_senders
@@ -101,7 +101,7 @@ class Plan:
     @cached_property
     def relays(self) -> bool:
         """Whether a rank passes on what it has received: the others read its target while it is being filled."""
-        return any(one.relayed for round_ in self.rounds for one in round_.unspelled)
+        return any(one.relayed for round_ in self.rounds for one in round_.sketches)
 
     def shared_units(self, rank: int) -> dict[int, int]:
         """Unit of the target → unit of the source that is the same storage on a rank."""
@@ -186,8 +186,8 @@ class Plan:
         return found
 
 
-def _travelling(round_: Round) -> Iterator[Unspelled]:
-    return (one for one in round_.unspelled if not one.local)
+def _travelling(round_: Round) -> Iterator[MoveSketch]:
+    return (one for one in round_.sketches if not one.local)
 
 
 @lru_cache(maxsize=32)

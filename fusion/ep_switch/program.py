@@ -52,7 +52,7 @@ class Program:
     received_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
-    def most_sums(self) -> tuple[int, int]:
+    def max_sums(self) -> tuple[int, int]:
         """Checksums that go out and come in with a round, at most."""
         ends = [
             [sum(len(segment.ends) for segment in way) for way in (stage.send, stage.receive)] for stage in self.stages

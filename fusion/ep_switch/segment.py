@@ -20,7 +20,7 @@ from fusion.ep_switch.moves import Move
 from fusion.model.table import Box
 from fusion.npu import Device
 
-MOST_SUMS = 1024
+MAX_SUMS = 1024
 """Checksums of one segment that are sent with it."""
 
 
@@ -79,7 +79,7 @@ class Segment:
     def ends(self) -> list[int]:
         """Where its pieces end, of very many only some: what a checksum tells apart."""
         ends = [end for _, _, end in self.pieces]
-        return ends[:: -(len(ends) // MOST_SUMS + 1)][::-1]
+        return ends[:: -(len(ends) // MAX_SUMS + 1)][::-1]
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
@@ -133,18 +133,18 @@ class Segment:
         """Checksums (int64, on the card) of what lies on ``wire`` [numel], one for each of `ends`.
 
         Raises:
-            Fault: there is no memory for the arithmetic.
+            TransferError: there is no memory for the arithmetic.
         """
         try:
             return run_sums(wire, self.ends)
         except Exception as error:
-            raise Fault(self.name, f"{type(error).__name__}: {error}") from error
+            raise TransferError(self.name, f"{type(error).__name__}: {error}") from error
 
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
         """Holds what was unpacked, read back out of the storage into ``scratch`` [numel], against the sender's sums.
 
         Raises:
-            Fault: they differ; names the first parameter that does.
+            TransferError: they differ; names the first parameter that does.
         """
         self.pack(scratch)
         expected = expected.cpu()
@@ -154,7 +154,7 @@ class Segment:
             start, stop = self.ends[first - 1] if first else 0, self.ends[first]
             (name, box, _), *others = (piece for piece in self.pieces if start < piece[2] <= stop)
             more = f", or one of the {len(others)} pieces behind it," if others else ""
-            raise Fault(name, f"{name} {list(box)}{more} from rank {self.peer} arrived with another checksum")
+            raise TransferError(name, f"{name} {list(box)}{more} from rank {self.peer} arrived with another checksum")
 
     def _along(self, wire: torch.Tensor) -> list[torch.Tensor]:
         """Where its runs lie in ``wire`` [numel], as views in their shapes."""
@@ -164,7 +164,7 @@ class Segment:
         return [piece if len(run.shape) == 1 else piece.view(run.shape) for piece, run in pieces]
 
 
-class Fault(RuntimeError):
+class TransferError(RuntimeError):
     """What failed in a round; ``parameter`` is the tensor it was about."""
 
     def __init__(self, parameter: str, reason: str):
@@ -176,7 +176,7 @@ def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Ru
     """Copies views pairwise, in one call.
 
     Raises:
-        Fault: with the name of the run that failed.
+        TransferError: with the name of the run that failed.
     """
     try:
         if len(into) == 1:
@@ -188,7 +188,7 @@ def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Ru
             try:
                 target.copy_(source)
             except Exception as error:
-                raise Fault(run.name, f"{type(error).__name__}: {error}") from error
+                raise TransferError(run.name, f"{type(error).__name__}: {error}") from error
         raise
 
 

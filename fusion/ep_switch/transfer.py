@@ -12,7 +12,7 @@ All copies and all storage are queued on the caller's current stream, and what i
 stream. Where rounds are collectives the wire runs beside it: while round k is on the wire, round k+1 is packed and
 round k-1 taken. Where storage is read in place, a rank is ahead of its slowest reader by two rounds. A rank that fails
 keeps nobody waiting, so all ranks leave together. The target is then released on all of them: a half-switched model
-cannot serve, its storage is gone.
+cannot serve, its storage is lost.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
-from fusion.ep_switch.exchange import Alone, Exchange, Kind, PeerGone, Word, failures_of
+from fusion.ep_switch.exchange import Alone, Exchange, Kind, PeerLost, Vote, failures_of
 from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.outcome import PARTS, Failure, SwitchError, SwitchReport
 from fusion.ep_switch.plan import Plan
 from fusion.ep_switch.program import Program, Stage, compile_program
 from fusion.ep_switch.rounds import IN_FLIGHT
-from fusion.ep_switch.segment import Fault, copy
+from fusion.ep_switch.segment import TransferError, copy
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.model.weights import Buckets
 from fusion.npu import Device
@@ -138,8 +138,8 @@ class Switcher:
         except Exception as error:
             cause = error
             failures.append(Failure(exchange.rank, -1, "", self._told(error)))
-        words = exchange.agree(Word(tuple(failures), self.plan.digest))
-        if failed := failures_of(words):
+        votes = exchange.agree(Vote(tuple(failures), self.plan.digest))
+        if failed := failures_of(votes):
             self._leave(exchange, failed, cause)
         assert self._program is not None
         return self._program
@@ -177,19 +177,19 @@ class Switcher:
                 if 0 < index <= len(stages):
                     self._round = index - 1
                     exchange.receive(index - 1, stages[index - 1].receive)
-        except PeerGone as gone:
-            cause = gone
-            if not gone.left:
-                failures.append(Failure(gone.rank, self._round, gone.parameter, gone.reason))
+        except PeerLost as lost:
+            cause = lost
+            if not lost.left:
+                failures.append(Failure(lost.rank, self._round, lost.parameter, lost.reason))
         except Exception as error:
             cause = error
-            parameter = error.parameter if isinstance(error, Fault) else ""
+            parameter = error.parameter if isinstance(error, TransferError) else ""
             failures.append(Failure(exchange.rank, self._round, parameter, self._told(error)))
         self._fill.close()
         if cause is not None:
             exchange.abandon()
-        words = exchange.agree(Word(tuple(failures), self.plan.digest))
-        if failed := failures_of(words):
+        votes = exchange.agree(Vote(tuple(failures), self.plan.digest))
+        if failed := failures_of(votes):
             if self._target is not None:
                 self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
             self._leave(exchange, failed, cause)
@@ -217,11 +217,11 @@ class Switcher:
         except Exception as error:
             first = next(unit for unit in units if not self._target.held(unit))
             name = self._target.plans[first].entries[0][0].name
-            raise Fault(name, f"{type(error).__name__}: {error}") from error
+            raise TransferError(name, f"{type(error).__name__}: {error}") from error
 
     def _told(self, error: Exception) -> str:
         """Why this rank leaves; where it ran out of memory, with who held it, before anything is given back."""
-        reason = str(error) if isinstance(error, Fault) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
         if "OutOfMemoryError" not in reason:
             return reason
         held = ", ".join(f"{owner} {nbytes / MIB:.1f} MiB" for owner, nbytes in self.device.memory_by_owner().items())

@@ -67,11 +67,11 @@ class EngineStage:
         engine.go_on()
         if requests:
             engine.submit(self._partials.restore(requests))
-        with timeline.laps() as lap:
-            pending = self._step_on(stay, lap)
+        with timeline.strip() as mark:
+            pending = self._step_on(stay, mark)
             suspended = engine.suspend()
             self._put(pending, suspended)
-            lap("put")
+            mark("put")
         self.count(metrics)
         return self._hand_over()
 
@@ -89,10 +89,10 @@ class EngineStage:
         """Steps until all requests have ended, while nothing else is in the engine. Nothing enters the queue."""
         if requests:
             self.engine.submit(requests)
-        with timeline.laps() as lap:
-            outputs = self._step(lap)
+        with timeline.strip() as mark:
+            outputs = self._step(mark)
             while not self.engine.idle:
-                outputs += self._step(lap)
+                outputs += self._step(mark)
         return [replace(output, routing=None) for output in outputs]  # nobody trains on them
 
     def control(self, request: str, *args: Any) -> Any:
@@ -111,12 +111,12 @@ class EngineStage:
                 return self._hand_over()
         raise ValueError(f"control request {request!r}: expected status, submit, abort, forget, pause or chunks")
 
-    def _step_on(self, stay: bool, lap: Callable[[str], None]) -> list[Output]:
+    def _step_on(self, stay: bool, mark: Callable[[str], None]) -> list[Output]:
         """Until the engine is paused or, unless it is to ``stay``, idle. Returns what has ended and was not put yet."""
         engine, pending, said_s = self.engine, list[Output](), time.monotonic()
         sent: Future[None] | None = None
         while not engine.paused:
-            pending += self._step(lap)
+            pending += self._step(mark)
             if engine.idle and not stay:  # on all ranks at the same step, as is `paused`
                 break
             if sent is not None and sent.done():
@@ -126,14 +126,14 @@ class EngineStage:
                 sent, pending, said_s = self._sender.submit(self._put, pending), [], time.monotonic()
             elif engine.idle:
                 time.sleep(IDLE_S)
-                lap(WAIT_DATA)
+                mark(WAIT_DATA)
         if sent is not None:
             sent.result()
         return pending
 
-    def _step(self, lap: Callable[[str], None]) -> list[Output]:
+    def _step(self, mark: Callable[[str], None]) -> list[Output]:
         outputs = self.engine.step()
-        lap(self.engine.computed or WAIT_DATA)
+        mark(self.engine.computed or WAIT_DATA)
         return outputs
 
     def _put(self, outputs: list[Output], suspended: Sequence[Output] = ()) -> None:

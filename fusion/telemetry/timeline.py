@@ -2,7 +2,7 @@
 
     worker, card 0:  timeline = Timeline("card 0")
                      with timeline.span("generate", kind="gen"):
-                         with timeline.laps() as lap: ...          each step: lap("decode"), inside the stage
+                         with timeline.strip() as mark: ...        each step: mark("decode"), inside the stage
                      spans = timeline.drain()                      plain tuples, travel to the controller
     controller:      file.append(spans)                            timeline.json, opens in Perfetto
                      summarize_run(spans)                          per card: seconds of each kind + idle = wall
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fusion.telemetry.laps import Laps
+from fusion.telemetry.stage_strip import StageStrip
 
 _WALL_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
 
@@ -72,7 +72,7 @@ class Timeline:
         self.card = card
         self.clock_ns = clock_ns
         self._spans: deque[Span] = deque()
-        self._strip: _Strip | None = None
+        self._strip: _OpenStrip | None = None
 
     def span(self, name: str, kind: str = "", lane: str = MAIN) -> _Open:
         """Context manager: records the block as one span, also when it raises. `kind` defaults to the name."""
@@ -85,26 +85,26 @@ class Timeline:
         self._spans.append(Span(self.card, name, kind or name, start_ns, end_ns, lane))
 
     @contextmanager
-    def laps(self, lane: str = MAIN) -> Iterator[Callable[[str], None]]:
-        """Yields ``lap(kind)``: since the last lap it was this kind. Recorded at the end of the block, also when it
-        raises, as few spans whose seconds by kind are exact (`Laps`); what follows the last lap is not recorded. Called
-        from one thread."""
-        assert self._strip is None, "laps within laps"
-        self._strip = strip = _Strip(self, lane)
+    def strip(self, lane: str = MAIN) -> Iterator[Callable[[str], None]]:
+        """Yields ``mark(kind)``, which records the time since the last mark as this kind. The block becomes a bounded
+        number of spans whose seconds by kind are exact (`StageStrip`), also when it raises; what follows the last mark
+        is not recorded. Called from one thread."""
+        assert self._strip is None, "a strip is open already"
+        self._strip = strip = _OpenStrip(self, lane)
         try:
-            yield strip.lap
+            yield strip.mark
         finally:
             self.cut()
             self._strip = None
 
-    def lap(self, kind: str) -> None:
-        """Of the `laps` under way. Called from their thread."""
+    def mark(self, kind: str) -> None:
+        """Marks the open `strip`, if there is one. Called from its thread."""
         if self._strip is not None:
-            self._strip.lap(kind)
+            self._strip.mark(kind)
 
     def cut(self) -> None:
-        """Records the `laps` under way up to the last one, as if their block ended there and another began. Called from
-        their thread."""
+        """Records the open `strip` up to its last mark, as if the block ended there and another began. Called from its
+        thread."""
         if self._strip is not None:
             self._strip.cut()
 
@@ -114,22 +114,22 @@ class Timeline:
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
 
-class _Strip:
-    """The laps of a block."""
+class _OpenStrip:
+    """Turns the strip of a block into spans."""
 
     def __init__(self, timeline: Timeline, lane: str):
         self._timeline, self._lane, self._clock_ns = timeline, lane, timeline.clock_ns
-        self._laps = Laps(self._clock_ns())
+        self._runs = StageStrip(self._clock_ns())
 
-    def lap(self, kind: str) -> None:
-        self._laps.lap(kind, self._clock_ns())
+    def mark(self, kind: str) -> None:
+        self._runs.mark(kind, self._clock_ns())
 
     def cut(self) -> None:
-        runs = self._laps.runs()
+        runs = self._runs.runs()
         for kind, start_ns, end_ns in runs:
             self._timeline.add(kind.rpartition("/")[2], start_ns, end_ns, kind, self._lane)
         if runs:
-            self._laps = Laps(runs[-1].end_ns)
+            self._runs = StageStrip(runs[-1].end_ns)
 
 
 class _Open:

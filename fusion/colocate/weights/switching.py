@@ -210,15 +210,15 @@ class PhaseSwitcher:
             self.engine.release_kv()
 
     def _part(self, group: dist.ProcessGroup | None, name: str, work: Callable[[], T]) -> T:
-        with self._clock(name), self.timeline.laps() as lap:
+        with self._clock(name), self.timeline.strip() as mark:
 
             def own() -> T:
                 result = work()
-                lap(f"switch/{name}")
+                mark(f"switch/{name}")
                 return result
 
             result = together(group, self.rank, name, own)
-            lap(WAIT_WEIGHTS if group is not None else f"switch/{name}")
+            mark(WAIT_WEIGHTS if group is not None else f"switch/{name}")
         return result
 
     def _span(self, part: str) -> AbstractContextManager[None]:
