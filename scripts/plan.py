@@ -25,7 +25,7 @@ def main() -> int:
         print(__doc__)
         return 0
     sys.path.insert(0, str(ROOT))
-    from fusion.colocate.estimate.ask import answer
+    from fusion.costmodel.command_line import answer
 
     try:
         return answer(sys.argv[1:], ROOT / "recipes")

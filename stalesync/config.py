@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
-from fusion.colocate.hardware import hardware_named
-from fusion.colocate.pace import Pace
 from fusion.colocate.spec import engine_size
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.pace import Pace
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
@@ -31,7 +31,7 @@ class ClusterConfig:
     address: str | None = None
     """Ray cluster to join ("auto" on a head node); null starts Ray on this machine."""
     hardware: str | None = None
-    """What the cards are, a name in `fusion/colocate/hardware.py`: which links are fast; null: all alike."""
+    """What the cards are, a name in `fusion/costmodel/hardware`: which links are fast; null: all alike."""
     stage_timeout_s: float = 1800.0
     """A stage that takes longer than this ends the run with a message naming the ranks that are still at it."""
 

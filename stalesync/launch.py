@@ -15,7 +15,7 @@ from typing import Any
 from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.translate import speaks_alike
-from fusion.colocate.hardware import hardware_named
+from fusion.costmodel.hardware import hardware_named
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool
 from fusion.telemetry import LiveView, RunFolder, RunReport

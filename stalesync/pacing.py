@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from fusion.colocate.pace import Pace
+from fusion.costmodel.pace import Pace
 
 TOLERANCE = 0.03
 """Overrun / modelled wall above which a run's times are not those of what it stands for."""

@@ -7,8 +7,7 @@
     weights/           the actor's, in two layouts: where they go, how, and who waits for whom
     frozen/            reference and reward model: where their weights are, what they say
     samples/           between queue, engine and trainer
-    pace, paced        what an emulated card stands for; trainer, engine and switch that take its time
-    hardware, estimate/    what cards are; a run on paper
+    paced              trainer, engine and switch of an emulated card that take the time of the one it stands for
     saving             a checkpoint is copied in a pause and written beside what follows
     worker, stages     Worker: switch, generate, reference, score, train, save; what a card tells of each
 

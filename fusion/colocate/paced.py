@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fusion.colocate.frozen.roles import FrozenRoles
-from fusion.colocate.pace import EngineCost, SwitchCost, TrainerCost
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.switching import PhaseSwitcher
+from fusion.costmodel.pace import EngineCost, SwitchCost, TrainerCost
 from fusion.inference import Engine, Output
 from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer

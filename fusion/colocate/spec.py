@@ -8,7 +8,7 @@ from math import lcm
 import torch
 
 from fusion.colocate.deployment import Deployment
-from fusion.colocate.pace import Pace
+from fusion.costmodel.pace import Pace
 from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig

@@ -26,7 +26,7 @@ class DeviceConfig:
 
     pace: str | None = None
     """Emulated cards: the model whose steps they take the time of, on the cards that `cluster.hardware` names: a preset
-    of recipes/shapes or a Hugging Face folder (`fusion/colocate/pace.py`). null: as fast as the host computes."""
+    of recipes/shapes or a Hugging Face folder (`fusion/costmodel/pace.py`). null: as fast as the host computes."""
 
     pace_tokens: int = 1
     """Tokens of the modelled run that one of this run's stands for, in prompts, responses and contexts."""

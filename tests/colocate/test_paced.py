@@ -11,8 +11,8 @@ import torch
 
 from distqueue import LocalQueue, PackedBatch
 from fusion.colocate import Deployment, Worker, WorkerSpec
-from fusion.colocate.pace import EngineCost, Pace, TrainerCost
 from fusion.colocate.paced import PacedEngine
+from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
 from fusion.ep_switch import FusionConfig
 from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights

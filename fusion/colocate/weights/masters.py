@@ -26,8 +26,8 @@ from fusion.ep_switch import Layout, Topology, shared_units
 from fusion.ep_switch.fill import HostPart
 from fusion.ep_switch.fragments import intersect
 from fusion.ep_switch.moves import UnitId
+from fusion.ep_switch.unit_sources import Part, plan_return
 from fusion.model.table import Box
-from fusion.offload import Part, plan_return
 from fusion.training.shards import gradient_buckets, own_range, shard_pieces
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion.colocate.estimate import Setup, Traffic, memory, published, to_infer, to_train, traffic
-from fusion.colocate.estimate.ask import check_figures, load_shape
-from fusion.colocate.estimate.seconds import PUBLISHED, wire
-from fusion.colocate.estimate.work import generate_s, train_s
-from fusion.colocate.hardware import ASCEND_910C, Figure
+from fusion.costmodel import Setup, Traffic, memory, published, to_infer, to_train, traffic
+from fusion.costmodel.command_line import check_figures, load_shape
+from fusion.costmodel.hardware import ASCEND_910C, Figure
+from fusion.costmodel.step_time import generate_s, train_s
+from fusion.costmodel.switch_time import PUBLISHED, wire
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 
-SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 A3_RUN = Setup(
     load_shape("deepseek_r1_671b", SHAPES).shape,
     ASCEND_910C,

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fusion.colocate.estimate import Setup, Shape, memory
-from fusion.colocate.estimate.ask import load_shape
-from fusion.colocate.estimate.memory import held
-from fusion.colocate.hardware import ASCEND_910C
+from fusion.costmodel import Setup, Shape, memory
+from fusion.costmodel.command_line import load_shape
+from fusion.costmodel.hardware import ASCEND_910C
+from fusion.costmodel.memory import held
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel, local_params, plan_units
 from fusion.training.config import TrainingConfig
 from tests.helpers import tiny_config
 
-SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 PANGU = Setup(load_shape("pangu_718b", SHAPES).shape, ASCEND_910C, Parallel(768, 8, 8, 16), Parallel(768, 8, 256))
 
 

@@ -1,7 +1,7 @@
 """What a cluster is made of: figures of the machines, each with where it comes from.
 
 A cluster is a number of dies (`cluster.npus`) of a kind of hardware (`cluster.hardware`, a name in HARDWARE). The
-switch asks it for the topology, the estimates (`fusion.colocate.estimate`) for everything else. What is measured is
+switch asks it for the topology, the estimates (`fusion.costmodel`) for everything else. What is measured is
 preferred to what is promised; what is assumed is called so.
 """
 

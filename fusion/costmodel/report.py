@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fusion.colocate.estimate.layouts import layout_text
-from fusion.colocate.estimate.search import Estimate, Ranking, Split
-from fusion.colocate.estimate.seconds import PUBLISHED
+from fusion.costmodel.layouts import layout_text
+from fusion.costmodel.search import Estimate, Ranking, Split
+from fusion.costmodel.switch_time import PUBLISHED
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 

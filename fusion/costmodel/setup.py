@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fusion.colocate.estimate.shape import Shape
-from fusion.colocate.estimate.traffic import Side
-from fusion.colocate.hardware import Hardware
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.traffic import Side
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fusion.colocate.hardware import ASCEND_910C, HARDWARE, hardware_named
+from fusion.costmodel.hardware import ASCEND_910C, HARDWARE, hardware_named
 from fusion.ep_switch.topology import LEVELS
 from stalesync.config import ClusterConfig
 

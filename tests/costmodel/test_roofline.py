@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.colocate.estimate import Workload
-from fusion.colocate.estimate.ask import PUBLISHED_RUN, load_shape
-from fusion.colocate.estimate.roofline import CHUNK_TOKENS, Roofline, pairs
-from fusion.colocate.hardware import ASCEND_910C
+from fusion.costmodel import Workload
+from fusion.costmodel.command_line import PUBLISHED_RUN, load_shape
+from fusion.costmodel.hardware import ASCEND_910C
+from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, pairs
 from fusion.model import Parallel
 
-SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 ROOFLINES = [
     Roofline(load_shape(name, SHAPES).shape, ASCEND_910C, parallel)
     for name, parallel in (

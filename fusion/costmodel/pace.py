@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fusion.colocate.estimate.layouts import misfit
-from fusion.colocate.estimate.memory import memory
-from fusion.colocate.estimate.roofline import Roofline, Work, pairs
-from fusion.colocate.estimate.seconds import adopt_s, to_infer, to_train
-from fusion.colocate.estimate.setup import Setup
-from fusion.colocate.estimate.shape import Shape
-from fusion.colocate.estimate.traffic import traffic
-from fusion.colocate.hardware import Figure, Hardware, hardware_named
+from fusion.costmodel.hardware import Figure, Hardware, hardware_named
+from fusion.costmodel.layouts import misfit
+from fusion.costmodel.memory import memory
+from fusion.costmodel.roofline import Roofline, Work, pairs
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.switch_time import adopt_s, to_infer, to_train
+from fusion.costmodel.traffic import traffic
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.sequence import Step
 from fusion.model import Parallel
@@ -62,7 +62,7 @@ class Pace:
             return None
         if hardware is None:
             raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to say what the cards stand for")
-        from fusion.colocate.estimate.ask import load_shape
+        from fusion.costmodel.command_line import load_shape
 
         try:
             shape = load_shape(device.pace, SHAPES).shape

@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import gcd, lcm
 
-from fusion.colocate.estimate.memory import WEIGHT, Memory, held, memory
-from fusion.colocate.estimate.seconds import Switch, to_infer, to_train
-from fusion.colocate.estimate.setup import Setup
-from fusion.colocate.estimate.traffic import Traffic, traffic
-from fusion.colocate.estimate.work import generate_s, layouts, reference_s, train_s
+from fusion.costmodel.memory import WEIGHT, Memory, held, memory
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.step_time import generate_s, layouts, reference_s, train_s
+from fusion.costmodel.switch_time import Switch, to_infer, to_train
+from fusion.costmodel.traffic import Traffic, traffic
 from fusion.model import Parallel
 
 GIB = 2.0**30

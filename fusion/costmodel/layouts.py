@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fusion.colocate.estimate.shape import Shape
+from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 
 FORM = "sizes of tp, pp, ep and etp written together, like tp8pp8ep32 (those left out are 1), or auto"

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from fusion.colocate.estimate.memory import GRADIENT, STATES, WEIGHT, held
-from fusion.colocate.estimate.shape import Shape
-from fusion.colocate.estimate.work import crowding, reach
-from fusion.colocate.hardware import Hardware
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.memory import GRADIENT, STATES, WEIGHT, held
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.step_time import crowding, reach
 from fusion.model import Parallel
 
 CHUNK_TOKENS = 8192

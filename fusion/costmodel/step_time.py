@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from math import log, sqrt
 
-from fusion.colocate.estimate.layouts import misfit
-from fusion.colocate.estimate.memory import WEIGHT, held
-from fusion.colocate.estimate.setup import Setup
-from fusion.colocate.estimate.shape import Shape
-from fusion.colocate.hardware import Hardware
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.layouts import misfit
+from fusion.costmodel.memory import WEIGHT, held
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 
 EXPERT_SPREAD = 0.25

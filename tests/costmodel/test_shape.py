@@ -9,12 +9,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.colocate.estimate import Shape, boxes
-from fusion.colocate.estimate.ask import load_shape
+from fusion.costmodel import Shape, boxes
+from fusion.costmodel.command_line import load_shape
 from fusion.model import Parallel, local_params
 from tests.helpers import tiny_config
 
-SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 NAMES = sorted(path.stem for path in SHAPES.glob("*.yaml"))
 TINY = [
     tiny_config(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, moe_intermediate_size=32),

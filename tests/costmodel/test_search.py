@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fusion.colocate.estimate import Setup, rank
-from fusion.colocate.estimate.ask import load_shape
-from fusion.colocate.estimate.search import problems
-from fusion.colocate.hardware import ASCEND_910C, Figure
+from fusion.costmodel import Setup, rank
+from fusion.costmodel.command_line import load_shape
+from fusion.costmodel.hardware import ASCEND_910C, Figure
+from fusion.costmodel.search import problems
 from fusion.model import Parallel
 
-SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 
 
 def setup(name: str, dies: int) -> Setup:

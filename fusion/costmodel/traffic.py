@@ -23,7 +23,7 @@ from math import lcm
 
 import numpy as np
 
-from fusion.colocate.estimate.shape import Cut, Shape, share
+from fusion.costmodel.shape import Cut, Shape, share
 from fusion.ep_switch.topology import LEVELS, Topology
 from fusion.model import Parallel
 

@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from fusion.colocate.estimate.layouts import parse_layout
-from fusion.colocate.estimate.report import as_dict, render
-from fusion.colocate.estimate.search import Estimate, Ranking, estimate, rank
-from fusion.colocate.estimate.seconds import published
-from fusion.colocate.estimate.setup import Setup
-from fusion.colocate.estimate.shape import Shape
-from fusion.colocate.hardware import ASCEND_910C, Hardware, hardware_named
+from fusion.costmodel.hardware import ASCEND_910C, Hardware, hardware_named
+from fusion.costmodel.layouts import parse_layout
+from fusion.costmodel.report import as_dict, render
+from fusion.costmodel.search import Estimate, Ranking, estimate, rank
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.switch_time import published
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fusion.colocate.estimate import layout_text, parse_layout
-from fusion.colocate.estimate.ask import load_shape
+from fusion.costmodel import layout_text, parse_layout
+from fusion.costmodel.command_line import load_shape
 from fusion.model import Parallel
 
-SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from fusion.colocate.estimate.setup import Setup
-from fusion.colocate.estimate.shape import Layer, Shape
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Layer, Shape
 from fusion.model import Parallel
 from fusion.npu.device import OWNERS
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.colocate.estimate import Shape, Side, boxes, traffic
-from fusion.colocate.estimate.ask import load_shape
+from fusion.costmodel import Shape, Side, boxes, traffic
+from fusion.costmodel.command_line import load_shape
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
-from tests.colocate.estimate.test_shape import NAMES, SHAPES, layouts
+from tests.costmodel.test_shape import NAMES, SHAPES, layouts
 from tests.helpers import tiny_config
 
 CONFIG = tiny_config(

@@ -1,4 +1,4 @@
-"""The invariants of `fusion/offload/plan.py`."""
+"""The invariants of `fusion/ep_switch/unit_sources.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.offload import Part, plan_return
+from fusion.ep_switch.unit_sources import Part, plan_return
 
 parts = st.lists(
     st.builds(Part, wire_bytes=st.integers(0, 1000), master_bytes=st.none() | st.integers(0, 2000)), max_size=8

@@ -4,9 +4,9 @@ A rank that needs a part of the weights in the training layout gets it from the 
 part's fp32 masters lie on its own host, it may instead copy those in and round them, which gives the same bits: the
 weights were made that way. The wire and the host link run at the same time, so a return takes the longer of the two.
 
-Invariants (property-tested in tests/offload/test_plan.py): a part the rank holds stays where it is, and one without
-masters comes over the wire; the longer side is never longer than with everything over the wire, nor than with all that
-can come from the host; it is within one part's s·h/(s+h) of the optimum over fractional parts (s: seconds the part
+Invariants (property-tested in tests/ep_switch/test_unit_sources.py): a part the rank holds stays where it is, and one
+without masters comes over the wire; the longer side is never longer than with everything over the wire, nor than with
+all that can come from the host; it is within one part's s·h/(s+h) of the optimum over fractional parts (s: seconds the part
 saves on the wire, h: seconds it costs on the host link); the same input gives the same plan on every rank.
 
 This is scheduling on two unrelated machines (R2||Cmax, NP-hard in whole parts). The fractional optimum moves parts to

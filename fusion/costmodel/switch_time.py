@@ -11,7 +11,7 @@ links inside a supernode are one port, the network between supernodes is another
 exchange takes however little it moves.
 
 `published` gives the same figures for another way of doing it, which was measured and published: DeepSeek-R1 on 128
-Atlas A3 cards (256 dies). It is the check on the figures of `fusion.colocate.hardware`. None is fitted to it, but the
+Atlas A3 cards (256 dies). It is the check on the figures of `fusion.costmodel.hardware`. None is fitted to it, but the
 speed of giving HBM back was measured on the same run, and is most of its offload; reshard rests on figures of others.
 """
 
@@ -22,15 +22,15 @@ from math import ceil
 
 import numpy as np
 
-from fusion.colocate.estimate.memory import WEIGHT, Memory, held
-from fusion.colocate.estimate.setup import Setup
-from fusion.colocate.estimate.shape import Shape
-from fusion.colocate.estimate.traffic import Traffic
-from fusion.colocate.hardware import Hardware
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.memory import WEIGHT, Memory, held
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.traffic import Traffic
 from fusion.ep_switch.topology import LEVELS
+from fusion.ep_switch.unit_sources import Part, plan_return
 from fusion.model import Parallel
 from fusion.model.weights import UNITS_A_BUCKET
-from fusion.offload.plan import Part, plan_return
 
 PUBLISHED = {"reshard": 11.5, "offload": 5.5}
 """Seconds of the A3 run (cann-recipes-train, docs/llm_rl/deepseek_rl_train_optimization.md, 1.4.1: real weights)."""

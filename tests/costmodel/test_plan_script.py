@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fusion.colocate.estimate.ask import answer
-from tests.colocate.estimate.test_shape import NAMES
+from fusion.costmodel.command_line import answer
+from tests.costmodel.test_shape import NAMES
 from tests.helpers import tiny_config
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PLAN = [sys.executable, "scripts/plan.py"]
 RECIPE = ["bash", "recipes/cloudmatrix384_pangu_718b.sh"]
 
