@@ -6,8 +6,8 @@ weights were made that way. The wire and the host link run at the same time, so 
 
 Invariants (property-tested in tests/ep_switch/test_unit_sources.py): a part the rank holds stays where it is, and one
 without masters comes over the wire; the longer side is never longer than with everything over the wire, nor than with
-all that can come from the host; it is within one part's s·h/(s+h) of the optimum over fractional parts (s: seconds the part
-saves on the wire, h: seconds it costs on the host link); the same input gives the same plan on every rank.
+all that can come from the host; it is within one part's s·h/(s+h) of the optimum over fractional parts (s: seconds the
+part saves on the wire, h: seconds it costs on the host link); the same input gives the same plan on every rank.
 
 This is scheduling on two unrelated machines (R2||Cmax, NP-hard in whole parts). The fractional optimum moves parts to
 the host in the order of h/s and splits one of them; the best of all cuts of that order rounds it.
