@@ -14,7 +14,8 @@ savepoint    what of a run a checkpoint holds beside weights and optimizer
 saving       a checkpoint is written while the run goes on
 pacing       whether a run of modelled cards kept its pace
 control      a run is told to generate otherwise while it goes on
-cards        the workers as Ray actors, called stage by stage; `placing` which is which rank, `failures` what ends a run
+card         one worker as a Ray actor; `cards` all of them, called by typed methods; `placing` their ranks
+failures     what ends a run
 launch       from a config to a finished run and its report
 base_model   a small base model to start from, by supervised warm-up with the same trainer
 """

@@ -1,10 +1,15 @@
 """The workers of a run as Ray actors, one a card, called stage by stage.
 
-A stage is one method of the worker, called on every card at once; some cards may be at one while others are at another.
+    cards.on(ranks).call(Worker.train, minibatches, version=7)       on some cards at once: results by rank
+    cards.on(ranks).begin(Worker.generate, []) … cards.wait(stage)   other cards may run other stages meanwhile
+    cards.call_each({0: stage_call(Worker.answer, requests), …})     arguments of their own for each rank
+    cards.on([rank]).ask(Worker.status)                              a control call: answered while a stage runs
+
+A stage is a method of `Worker`, named by the method itself, so that a type checker sees its arguments and results.
 Nothing hangs without a message and nothing fails without one: a card that raises or dies ends the stage, and the error
-names its rank and the stage; the others, which may wait for it in a collective, are ended with it. Of those that are
-not done in time, the one that answers nothing is named. What goes wrong beside the stages (``heed``) ends whatever is
-waited for, too.
+names its rank and the stage; the other cards, which may wait for it in a collective, are ended with it. Of cards that
+exceed the stage timeout, the one that does not answer a control call is named. A failing health check
+(`health_checks`) ends whatever is waited for, too.
 """
 
 from __future__ import annotations
@@ -12,10 +17,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 
@@ -23,69 +28,94 @@ from distqueue import DistQueue, QueueClosed
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.config import claim
 from fusion.telemetry import wall_ns
+from stalesync.card import Card
 from stalesync.failures import CardFailed, QueueFailed, consequence, say
 from stalesync.placing import check_cards, order_by_place
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S = 30.0
-"""A stage that is not done is spoken of after this long, and again."""
+WARN_EVERY_S = 30.0
+"""A stage that is still running is reported after this long, and again."""
 
-ATTEND_S = 0.2
-"""While a stage is waited for, what is to be done meanwhile is done as often as this"""
+POLL_S = 0.2
+"""While a stage is waited for, the callback of `Cards.polling` is called this often."""
 
-CONTROL_S = 30.0
-"""A control call is answered within this (and `cluster.stage_timeout_s`), whatever the card is at"""
+CONTROL_TIMEOUT_S = 30.0
+"""A control call is answered within this (and `cluster.stage_timeout_s`), whatever stage the card runs."""
 
-ANSWER_S = 5.0
-"""A card that says within this what it is at, when others are late, is taken to wait for somebody else."""
+STATUS_TIMEOUT_S = 5.0
+"""When a stage times out, a card that reports its status within this is taken to wait for another card."""
 
 GATHER_FAILURES_S = 1.5
-"""After a first failure the others' are awaited this long: the card that broke off a collective is not always the first
+"""Other cards' failures are awaited this long after the first: the card that left a collective is not always the first
 to report, and the one that died is the one to name."""
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StageCall(Generic[Result]):
+    """One card's call of a stage: the name of the worker's method, and its arguments."""
+
+    stage: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def stage_call(
+    stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+) -> StageCall[Result]:
+    """Binds arguments to a stage, for `Cards.call_each`."""
+    return StageCall(stage.__name__, args, kwargs)
 
 
 @dataclass
-class Running:
-    """A stage that cards are at. ``pending``: Ray's references → rank; ``results``: of the others, by rank."""
+class RunningStage(Generic[Result]):
+    """A stage in progress on some cards. ``pending``: Ray's references → rank; ``results``: by rank, of the others."""
 
     stage: str
     ranks: tuple[int, ...]
     pending: dict[Any, int]
-    results: dict[int, Any] = field(default_factory=dict)
-    told_ns: int = field(default_factory=wall_ns)
-    """Up to when it has been reported: its beginning, until it reports so far"""
+    results: dict[int, Result] = field(default_factory=dict)
+    reported_until_ns: int = field(default_factory=wall_ns)
+    """Up to when its work has been reported: its beginning, until it reports in progress"""
     thread: int = field(default_factory=threading.get_ident)
-    """Who takes its results: another thread may run other stages on other cards."""
+    """The thread that takes its results; another one may run other stages on other cards."""
 
 
-class Card(Worker):
-    """`Worker` as an actor: stages run one after the other; control calls are answered, and a checkpoint is written,
-    meanwhile. It gets its rank once Ray has placed it."""
+class CardGroup:
+    """Some cards of a run (`Cards.on`)."""
 
-    def __init__(self, spec: WorkerSpec, queue: DistQueue):
-        self._given = spec, queue
+    def __init__(self, cards: Cards, ranks: Sequence[int]):
+        self._cards, self._ranks = cards, tuple(ranks)
 
-    def place(self) -> tuple[str, list[str]]:
-        """The node and the card Ray has put this actor on."""
-        ids = ray.get_runtime_context().get_accelerator_ids()
-        return ray.util.get_node_ip_address(), [card for cards in ids.values() for card in cards]
+    def call(
+        self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> list[Result]:
+        """Runs a stage on these cards at once; returns the results by rank.
 
-    def take_rank(self, rank: int) -> None:
-        spec, queue = self._given
-        super().__init__(spec, rank, queue)
+        Raises:
+            CardFailed: the first card that raised, died or timed out; or one of another stage in progress.
+        """
+        return self._cards.wait(self.begin(stage, *args, **kwargs))
 
-    @ray.method(concurrency_group="weights")
-    def receive(self, *args: Any) -> Any:
-        return super().receive(*args)
+    def begin(
+        self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> RunningStage[Result]:
+        """Starts a stage and returns at once; `Cards.wait` waits for it."""
+        call = stage_call(stage, *args, **kwargs)
+        return self._cards.begin_each({rank: call for rank in self._ranks})
 
-    @ray.method(concurrency_group="control")
-    def control(self, request: str, *args: Any) -> Any:
-        return super().control(request, *args)
+    def ask(
+        self, request: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> list[Result]:
+        """Sends a control call to these cards, which answer while a stage runs; returns the answers by rank.
 
-    @ray.method(concurrency_group="save")
-    def save(self, *args: Any) -> None:
-        super().save(*args)
+        Raises:
+            CardFailed: a card is dead, or does not answer.
+        """
+        return self._cards.ask_each(self._ranks, stage_call(request, *args, **kwargs))
 
 
 class Cards:
@@ -93,20 +123,21 @@ class Cards:
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
-        self._running: list[Running] = []
-        self._meanwhile: tuple[Callable[[], None] | None, int] = None, 0
-        self.heed: list[Callable[[], None]] = []
-        """Asked at every look at the cards: what one raises ends the run."""
+        self.health_checks: list[Callable[[], None]] = []
+        """Polled while waiting: what one raises ends the run."""
+        self._running: list[RunningStage[Any]] = []
+        self._poll: Callable[[], None] | None = None
+        self._polling_thread = 0
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
         actor = remote(concurrency_groups={"control": 2, "weights": 1, "save": 1}, **resources)(Card)
-        self.actors = [actor.remote(spec, queue) for _ in range(spec.world)]
+        self._actors = [actor.remote(spec, queue) for _ in range(spec.world)]
         try:
-            order = order_by_place(self.call("place"))
-            self.actors = [self.actors[index] for index in order]
-            self.call("take_rank", each=[(rank,) for rank in range(self.world)])
+            order = order_by_place(self.on().call(Card.place))
+            self._actors = [self._actors[index] for index in order]
+            self.call_each({rank: stage_call(Card.take_rank, rank) for rank in range(self.world)})
         except BaseException:
             self.close()
             raise
@@ -117,132 +148,129 @@ class Cards:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prepare(self) -> list[Any]:
-        """Joins the workers in one process group and loads the model."""
-        return self.call("prepare", self.call("rendezvous", ranks=[0])[0])
+    def prepare(self) -> list[str]:
+        """Joins the workers in one process group and loads the model; returns a description of each card."""
+        return self.on().call(Worker.prepare, self.on([0]).call(Worker.rendezvous)[0])
 
-    def call(
-        self, stage: str, *args: Any, each: Sequence[tuple] | None = None, ranks: Sequence[int] | None = None
-    ) -> list[Any]:
-        """Runs ``stage(*args)``, or ``stage(*each[rank])``, on all cards (or ``ranks``); returns the results by rank.
+    def on(self, ranks: Sequence[int] | None = None) -> CardGroup:
+        """Selects cards by rank (None: all of them)."""
+        return CardGroup(self, range(self.world) if ranks is None else ranks)
+
+    def call_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
+        """Runs one stage on several cards at once, each with its own arguments (by rank); returns the results in the
+        same order.
 
         Raises:
-            CardFailed: the first card that raised, died, or was not done in time; or one that `begin` has set to work.
+            CardFailed: as `CardGroup.call`.
         """
-        return self.wait(self.begin(stage, *args, each=each, ranks=ranks))
+        return self.wait(self.begin_each(calls))
 
-    def begin(
-        self, stage: str, *args: Any, each: Sequence[tuple] | None = None, ranks: Sequence[int] | None = None
-    ) -> Running:
-        """As `call`, but goes on at once; `wait` for it later. Other cards may be called meanwhile."""
-        ranks = range(self.world) if ranks is None else ranks
+    def begin_each(self, calls: Mapping[int, StageCall[Result]]) -> RunningStage[Result]:
+        """Starts what `call_each` runs, and returns at once; `wait` waits for it."""
+        (stage,) = {call.stage for call in calls.values()}
         refs = {
-            getattr(self.actors[rank], stage).remote(*(each[rank] if each is not None else args)): rank
-            for rank in ranks
+            getattr(self._actors[rank], stage).remote(*call.args, **call.kwargs): rank for rank, call in calls.items()
         }
-        running = Running(stage, tuple(ranks), refs)
+        running: RunningStage[Result] = RunningStage(stage, tuple(calls), refs)
         self._running.append(running)
         return running
 
-    def wait(self, running: Running) -> list[Any]:
-        """The results of a stage by rank.
+    def wait(self, running: RunningStage[Result]) -> list[Result]:
+        """Waits for a stage; returns its results in the order of its ranks.
 
         Raises:
-            CardFailed: as `call`.
+            CardFailed: as `CardGroup.call`.
         """
-        start = said = time.monotonic()
+        start = warned = time.monotonic()
         while running.pending:
-            attend, thread = self._meanwhile
-            self.check(ATTEND_S if attend else 1.0)
-            if attend and thread == threading.get_ident():
-                attend()
-            now, left = time.monotonic(), sorted(running.pending.values())
-            if left and now - start > self.timeout_s:
+            poll = self._poll if self._polling_thread == threading.get_ident() else None
+            self.check(POLL_S if poll else 1.0)
+            if poll:
+                poll()
+            now, late = time.monotonic(), sorted(running.pending.values())
+            if late and now - start > self.timeout_s:
                 raise CardFailed(
-                    f"stage {running.stage!r}: ranks {left} were not done after {self.timeout_s:.0f} s "
-                    f"(cluster.stage_timeout_s){self.silent(left)}"
+                    f"stage {running.stage!r}: ranks {late} were not done after {self.timeout_s:.0f} s "
+                    f"(cluster.stage_timeout_s){self.describe_unresponsive(late)}"
                 )
-            if left and now - said > SAY_EVERY_S:
-                said = now
-                log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, left, now - start)
+            if late and now - warned > WARN_EVERY_S:
+                warned = now
+                log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, now - start)
         self._running.remove(running)
         return [running.results[rank] for rank in running.ranks]
 
     @contextmanager
-    def meanwhile(self, attend: Callable[[], None]) -> Iterator[None]:
-        """Inside, this thread calls that again and again while it waits for a stage."""
-        self._meanwhile = attend, threading.get_ident()
+    def polling(self, poll: Callable[[], None]) -> Iterator[None]:
+        """Inside the block, this thread calls ``poll`` again and again while it waits for a stage."""
+        self._poll, self._polling_thread = poll, threading.get_ident()
         try:
             yield
         finally:
-            self._meanwhile = None, 0
+            self._poll, self._polling_thread = None, 0
 
-    def check(self, patience_s: float = 0.0) -> None:
-        """Takes what cards have to tell of the stages that this thread has begun; waits at most so long for the first.
+    def check(self, timeout_s: float = 0.0) -> None:
+        """Polls the health checks and collects results of the stages that this thread began, waiting at most this
+        long for the first.
 
         Raises:
-            CardFailed: as `call`; and what those in ``heed`` raise.
+            CardFailed: as `CardGroup.call`; and whatever the health checks raise.
         """
-        for raise_what_went_wrong in self.heed:
-            raise_what_went_wrong()
-        mine = [running for running in list(self._running) if running.thread == threading.get_ident()]
-        of = {ref: running for running in mine for ref in running.pending}
-        if not of:
+        for health_check in self.health_checks:
+            health_check()
+        running = [stage for stage in list(self._running) if stage.thread == threading.get_ident()]
+        stage_by_ref = {ref: stage for stage in running for ref in stage.pending}
+        if not stage_by_ref:
             return
-        done, _ = ray.wait(list(of), timeout=patience_s)
+        done, _ = ray.wait(list(stage_by_ref), timeout=timeout_s)
         for ref in done:
-            running = of[ref]
+            stage = stage_by_ref[ref]
             try:
-                running.results[running.pending[ref]] = ray.get(ref)
+                stage.results[stage.pending[ref]] = ray.get(ref)
             except Exception as error:
-                self._running.remove(running)
-                self._fail(running.stage, running.pending, {running.pending[ref]: error})
-            del running.pending[ref]
+                self._running.remove(stage)
+                self._fail(stage, stage.pending[ref], error)
+            del stage.pending[ref]
 
     @property
-    def settled_ns(self) -> int:
-        """Up to when all is reported (`wall_ns`): now, or where the first of the stages under way has got to."""
-        return min([wall_ns(), *(running.told_ns for running in list(self._running))])
+    def reported_until_ns(self) -> int:
+        """Up to when the work of all cards has been reported (`wall_ns`)."""
+        return min([wall_ns(), *(running.reported_until_ns for running in list(self._running))])
 
-    def control(self, rank: int, request: str, *args: Any) -> Any:
-        """A control call, answered while a stage runs.
-
-        Raises:
-            CardFailed: the card is dead, or does not answer.
-        """
-        return self.ask([rank], request, *args)[0]
-
-    def ask(self, ranks: Iterable[int], request: str, *args: Any) -> list[Any]:
-        """The same control call to several cards at once; their answers in this order.
+    def ask_each(self, ranks: Sequence[int], request: StageCall[Result]) -> list[Result]:
+        """Sends one control call to several cards at once; returns their answers in this order.
 
         Raises:
-            CardFailed: as `control`.
+            CardFailed: as `CardGroup.ask`.
         """
-        patience_s, answers = min(CONTROL_S, self.timeout_s), []
-        deadline = time.monotonic() + patience_s
-        for rank, asked in [(rank, self.actors[rank].control.remote(request, *args)) for rank in ranks]:
+        timeout_s, name, answers = min(CONTROL_TIMEOUT_S, self.timeout_s), request.stage, list[Result]()
+        deadline = time.monotonic() + timeout_s
+        refs = [getattr(self._actors[rank], name).remote(*request.args, **request.kwargs) for rank in ranks]
+        for rank, ref in zip(ranks, refs, strict=True):
             try:
-                answers.append(ray.get(asked, timeout=max(0.0, deadline - time.monotonic())))
+                answers.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
             except ray.exceptions.GetTimeoutError:
-                raise CardFailed(f"rank {rank} did not answer {request!r} in {patience_s:.0f} s: it hangs") from None
+                raise CardFailed(f"rank {rank} did not answer {name!r} in {timeout_s:.0f} s: it hangs") from None
             except ray.exceptions.RayActorError as error:
-                raise CardFailed(say(rank, request, error)) from None
+                raise CardFailed(say(rank, name, error)) from None
         return answers
 
-    def silent(self, ranks: Iterable[int]) -> str:
-        """Says for an error which of these ranks answer nothing; empty where all of them do."""
-        asked = {self.actors[rank].control.remote("status"): rank for rank in ranks}
-        _, unheard = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        names = " and ".join(f"rank {rank}" for rank in sorted(asked[ref] for ref in unheard))
-        return f"; {names} did not answer when asked what it is at: it hangs" if names else ""
+    def describe_unresponsive(self, ranks: Sequence[int]) -> str:
+        """Names, for an error message, which of these ranks do not answer a control call; empty if all of them do."""
+        rank_by_ref = {self._actors[rank].status.remote(): rank for rank in ranks}
+        _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
+        names = " and ".join(f"rank {rank}" for rank in sorted(rank_by_ref[ref] for ref in unanswered))
+        return f"; {names} did not answer when asked for its status: it hangs" if names else ""
 
     def close(self) -> None:
-        for actor in self.actors:
+        """Ends all workers."""
+        for actor in self._actors:
             ray.kill(actor)
 
-    def _fail(self, stage: str, pending: dict[Any, int], failures: dict[int, Exception]) -> None:
+    def _fail(self, running: RunningStage[Any], rank: int, error: Exception) -> None:
+        """Raises the root cause among the failures of a stage; ``rank`` was the first to report one."""
+        failures = {rank: error}
         deadline = time.monotonic() + GATHER_FAILURES_S
-        left = {ref: rank for ref, rank in pending.items() if rank not in failures}
+        left = {ref: other for ref, other in running.pending.items() if other != rank}
         while left and time.monotonic() < deadline:
             done, _ = ray.wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
             for ref in done:
@@ -252,6 +280,6 @@ class Cards:
                     failures[left[ref]] = error
                 del left[ref]
         rank = min(failures, key=lambda rank: (consequence(rank, failures[rank]), rank))
-        if isinstance(ended := getattr(failures[rank], "cause", None), QueueClosed):
-            raise QueueFailed(f"{ended}, as rank {rank} was told in stage {stage!r}") from None
-        raise CardFailed(say(rank, stage, failures[rank])) from None
+        if isinstance(closed := getattr(failures[rank], "cause", None), QueueClosed):
+            raise QueueFailed(f"{closed}, as rank {rank} was told in stage {running.stage!r}") from None
+        raise CardFailed(say(rank, running.stage, failures[rank])) from None

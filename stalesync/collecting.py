@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion.colocate import InferenceShare, WorkerSpec
+from fusion.colocate import InferenceShare, Worker, WorkerSpec
 from fusion.inference import Output
 from fusion.telemetry import LiveView
 from stalesync.cards import Cards
@@ -109,9 +109,9 @@ class Collector:
         unchanged, self._share = share == self._share, share
         if unchanged and (beside := self.generation.go_on_beside(share.engines)):
             self.view.phase("send weights")
-            arrives = self.cards.begin("receive", self.ledger.version, share, ranks=beside)
+            arrives = self.cards.on(beside).begin(Worker.receive, self.ledger.version, share)
             others = [rank for rank in cards if rank not in beside]
-            take(self.cards.call("switch", "infer", self.ledger.version, share, True, ranks=others))
+            take(self.cards.on(others).call(Worker.switch, "infer", self.ledger.version, share, beside=True))
             reports = self.cards.wait(arrives)
             take(reports)
             self.generation.told(min(report.until_ns for report in reports))
@@ -191,7 +191,7 @@ class Collector:
     def _switch(self, phase: str, share: InferenceShare) -> None:
         self.view.phase(f"switch to {phase}")
         ranks = self.spec.deployment.actor if phase == "infer" else self.spec.deployment.train
-        self.record.take(self.cards.call("switch", phase, self.ledger.version, share, ranks=ranks))
+        self.record.take(self.cards.on(ranks).call(Worker.switch, phase, self.ledger.version, share))
 
     def _judge(self) -> None:
         """Scores what could not be scored while the cards generated."""

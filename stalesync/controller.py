@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distqueue import DistQueue
-from fusion.colocate import WorkerSpec
+from fusion.colocate import Worker, WorkerSpec
 from fusion.telemetry import Answer, LiveView, RunFolder, compare, throughput
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
@@ -73,7 +73,7 @@ class Controller:
         self.collector = Collector(config, spec, cards, self.source, self.scorer, self.view, *parts)
         self.updater = Updater(spec, cards, self.queue, self.view, algorithm, self.record.take)
         self.saver = Saver()
-        cards.heed.append(self.saver.check)
+        cards.health_checks.append(self.saver.check)
         self.pace = PaceTally(spec.pace)
         self._kv_tokens: float | None = None
 
@@ -109,7 +109,7 @@ class Controller:
         trained = self.ledger.enough() or self.ledger.ready()
         groups, batch = self.groups.take(trained)
         self._say(batch)
-        with self.cards.meanwhile(self.collector.attend):
+        with self.cards.polling(self.collector.attend):
             self.updater.train(groups, self.ledger.version, metrics)
         for group in trained:
             self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
@@ -121,7 +121,7 @@ class Controller:
         metrics.add("timing_s/step", seconds)
         self.record.take(self.scorer.reports())
         figures = self.ledger.metrics() | self.source.metrics() | self.queue.stats()
-        return self.pace.count(self.record.close(self.cards.settled_ns, figures))
+        return self.pace.count(self.record.close(self.cards.reported_until_ns, figures))
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Answers held-out prompts once with the present weights: `val/rewards/<when>` and one row a prompt.
@@ -165,7 +165,7 @@ class Controller:
         self.view.phase("save")
         with self.saver.pause():
             self.collector.settle()
-            snapshot = self.cards.begin("snapshot", ranks=self.spec.deployment.train)
+            snapshot = self.cards.on(self.spec.deployment.train).begin(Worker.snapshot)
             state = savepoint.begin(self.checkpoint, self)
             self.record.take(self.cards.wait(snapshot))
         return state
@@ -173,10 +173,10 @@ class Controller:
     def save(self, cut: str) -> None:
         """Has a checkpoint written from which a run of the same name goes on, and the Hugging Face export beside it.
         Steps go on meanwhile."""
-        target, export, ranks = self.checkpoint, str(self.folder.hf), self.spec.deployment.train
+        target, export, trainers = self.checkpoint, str(self.folder.hf), self.cards.on(self.spec.deployment.train)
 
         def write() -> None:
-            self.cards.call("save", str(target / savepoint.TRAINER), export, ranks=ranks)
+            trainers.call(Worker.save, str(target / savepoint.TRAINER), export)
             savepoint.finish(target, cut)
             savepoint.prune(target.parent, self.config.run.keep)
 
@@ -190,7 +190,7 @@ class Controller:
     def restore(self, checkpoint: Path) -> None:
         savepoint.read(checkpoint, self)
         self.folder.rewind(self.step)
-        self.cards.call("restore", str(checkpoint / savepoint.TRAINER), ranks=self.spec.deployment.train)
+        self.cards.on(self.spec.deployment.train).call(Worker.restore, str(checkpoint / savepoint.TRAINER))
 
     def _say(self, scored: list[Scored]) -> None:
         metrics = self.record.metrics

@@ -14,10 +14,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from fusion.colocate import StageReport, WorkerSpec
+from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.inference import Output, Request
 from fusion.rollout import Entry, RequestBuffer, SuspendedSample, assign_groups
-from stalesync.cards import SAY_EVERY_S, Cards, Running
+from stalesync.cards import WARN_EVERY_S, Cards, RunningStage, StageCall, stage_call
 from stalesync.failures import CardFailed
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
@@ -49,7 +49,7 @@ class Generation:
         self.buffer = RequestBuffer()
         self.prompts: dict[str, Prompt] = {}
         """Of the groups in the buffer"""
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningStage[StageReport]] = {}
         """By engine"""
         self._gathered_s = 0.0
         """When engines were asked for chunks last"""
@@ -68,14 +68,13 @@ class Generation:
         for engine, entries in self.buffer.dispatch(engines, self._most).items():
             ranks, requests = self._spec.engines[engine], [self._request(entry) for entry in entries]
             if engine not in self._running:
-                each: list[tuple] = [([],)] * self._spec.world
-                each[ranks[0]] = (requests,)
-                self._running[engine] = self._cards.begin("generate", each=each, ranks=ranks)
+                calls = {rank: stage_call(Worker.generate, requests if rank == ranks[0] else []) for rank in ranks}
+                self._running[engine] = self._cards.begin_each(calls)
             elif requests:
-                self._cards.control(ranks[0], "submit", requests)
+                self._cards.on(ranks[:1]).ask(Worker.submit, requests)
         for engine, ids in self.buffer.left().items():
             if self._spec.rollout.keeps_kv:
-                self._cards.control(self._spec.engines[engine][0], "forget", ids)
+                self._cards.on(self._spec.engines[engine][:1]).ask(Worker.forget, ids)
 
     def hand_over(self) -> None:
         """Gives what waits to the engines that run."""
@@ -109,7 +108,7 @@ class Generation:
         with tokens were left unfinished."""
         chosen = [engine for engine in (self._running if engines is None else engines) if engine in self._running]
         for engine in chosen:
-            self._cards.control(self._spec.engines[engine][0], "pause")
+            self._cards.on(self._spec.engines[engine][:1]).ask(Worker.pause)
         unfinished = 0
         for engine in chosen:
             reports = self._cards.wait(self._running.pop(engine))
@@ -123,7 +122,7 @@ class Generation:
             return 0
         self._gathered_s = time.monotonic()
         engine_of = {rank: engine for engine in self._running for rank in self._spec.engines[engine]}
-        told = self._cards.ask(engine_of, "chunks")
+        told = self._cards.on(list(engine_of)).ask(Worker.take_ended_chunks)
         return sum(self._take_back(engine, mine) for engine, mine in zip(engine_of.values(), told, strict=True))
 
     def _take_back(self, engine: int, suspended: Iterable[SuspendedSample]) -> int:
@@ -137,7 +136,7 @@ class Generation:
     def told(self, until_ns: int) -> None:
         """All engines that run have reported what they did so far."""
         for running in self._running.values():
-            running.told_ns = until_ns
+            running.reported_until_ns = until_ns
 
     def check_alive(self, silent_s: float) -> None:
         """Says that no sample has come for so long and, beyond the cards' patience, ends the run.
@@ -145,14 +144,14 @@ class Generation:
         Raises:
             CardFailed: names the engines that run, and what they have.
         """
-        if silent_s < min(self._said_s + SAY_EVERY_S, self._cards.timeout_s):
+        if silent_s < min(self._said_s + WARN_EVERY_S, self._cards.timeout_s):
             self._said_s = min(self._said_s, silent_s)
             return
         self._said_s = silent_s
         held = {engine: sum(one.engine == engine for one in self.buffer.of("running")) for engine in self._running}
         told = ", ".join(f"engine {n} (ranks {list(self._spec.engines[n])}) has {held[n]} samples" for n in held)
         if silent_s > self._cards.timeout_s:
-            hangs = self._cards.silent(rank for n in held for rank in self._spec.engines[n])
+            hangs = self._cards.describe_unresponsive([rank for n in held for rank in self._spec.engines[n]])
             raise CardFailed(f"no sample has come for {silent_s:.0f} s (cluster.stage_timeout_s): {told}{hangs}")
         log.warning("no sample has come for %.0f s: %s", silent_s, told)
 
@@ -171,11 +170,12 @@ class Generation:
         assert not self._running, "engines are suspended before they answer"
         load = {prompt.id: len(prompt.ids) for prompt in prompts}
         requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, prompt.id) for prompt in prompts}
-        each: list[tuple] = [([],)] * self._spec.world
-        ranks = [self._spec.engines[engine] for engine in engines]
-        for cards, ids in zip(ranks, assign_groups(load, [0] * len(ranks)), strict=True):
-            each[cards[0]] = ([requests[id] for id in ids],)
-        reports = self._cards.call("answer", each=each, ranks=[rank for cards in ranks for rank in cards])
+        calls: dict[int, StageCall[StageReport]] = {}
+        for engine, ids in zip(engines, assign_groups(load, [0] * len(engines)), strict=True):
+            first, *others = self._spec.engines[engine]
+            calls[first] = stage_call(Worker.answer, [requests[id] for id in ids])
+            calls |= {rank: stage_call(Worker.answer, []) for rank in others}
+        reports = self._cards.call_each(calls)
         return {output.request_id: output for report in reports for output in report.outputs}
 
     def _request(self, entry: Entry) -> Request:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from distqueue import DistQueue, PackedBatch
 from distqueue.core import QueueClosed
-from fusion.colocate import StageReport, WorkerSpec
+from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.inference import Output
 from fusion.rewards import RewardOutcome, RewardPool, RewardSample
 from fusion.training import split_over_ranks
@@ -111,7 +111,7 @@ class ModelJudge:
         shares = split_over_ranks([one.length for one in samples], self._replicas)
         kept = {one.id: one.tokens for one in samples if one.tokens is not None}
         ids = [[samples[index].id for index in share] for share in shares]
-        reports = self._cards.call("score", ids, kept or None, ranks=self._ranks)
+        reports = self._cards.on(self._ranks).call(Worker.score, ids, kept or None)
         self._reports += reports
         found = {id: outcome for report in reports for id, outcome in report.scores.items()}
         return [found[one.id] for one in samples]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distqueue import DistQueue, PackedBatch
-from fusion.colocate import StageReport, WorkerSpec
+from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
@@ -53,7 +53,7 @@ class Updater:
         leased = self.queue.get("train", ["advantage"], count=len(ids))
         assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
         with metrics.timer("train"):
-            self.take(self.cards.call("train", minibatches, version, ranks=self.spec.deployment.train))
+            self.take(self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version=version))
         self.queue.ack("train", ids)
 
     def _advantages(self, samples: list[Scored], metrics: Metrics) -> list[Scored]:
@@ -81,7 +81,7 @@ class Updater:
         """Reference log-probabilities of samples; each one's KL, where rewards are made of it."""
         self.view.phase("reference")
         with metrics.timer("ref"):
-            reports = self.cards.call("reference", shares, ranks=self.spec.deployment.reference)
+            reports = self.cards.on(self.spec.deployment.reference).call(Worker.reference, shares)
         self.take(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 

@@ -39,6 +39,7 @@ from fusion.inference import Engine, Request
 from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
+from fusion.rollout import SuspendedSample
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import Sequences, TrainEngine, load_checkpoint
@@ -247,14 +248,34 @@ class Worker:
             self.switcher.await_optimizer()
             load_checkpoint(self.trainer, checkpoint)
 
-    def control(self, request: str, *args: Any) -> Any:
-        """Answered while a stage runs: ``status``, and what `EngineStage.control` knows."""
-        if request == "status":
-            stage = self.log.stage_name if hasattr(self, "log") else "start"
-            figures = self.engine.status() if self.engine is not None else {}
-            return {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value, "stage": stage} | figures
-        assert self.engine is not None, f"rank {self.rank} generates nothing"
-        return self.generating.control(request, *args)
+    # Control calls: answered while a stage runs, whatever it is. All but the first are for cards that generate; all but
+    # the first and the last for the first card of an engine.
+
+    def status(self) -> dict[str, Any]:
+        """Reports rank, process id, phase, stage and, of a card that generates, the figures of `Engine.status`."""
+        stage = self.log.stage_name if hasattr(self, "log") else "start"
+        figures = self.engine.status() if self.engine is not None else {}
+        return {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value, "stage": stage} | figures
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hands further requests to the engine; they start at its next step."""
+        self.generating.submit(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests at the engine's next step, with what they have generated; ids it does not have are ignored."""
+        self.generating.engine.abort(request_ids)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Frees the parked KV of suspended requests that have been resumed elsewhere."""
+        self.generating.engine.forget(request_ids)
+
+    def pause(self) -> None:
+        """Ends `generate` after the engine's next step; what is unfinished is suspended."""
+        self.generating.engine.pause()
+
+    def take_ended_chunks(self) -> list[SuspendedSample]:
+        """Returns the requests of this card that were suspended at their chunk's end since the last call."""
+        return self.generating.take_suspended()
 
     def _stage(self, name: str, kind: str) -> AbstractContextManager[None]:
         trains = self.rank in self.spec.deployment.train

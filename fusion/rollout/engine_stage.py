@@ -2,7 +2,7 @@
 
 requests ─► engine ─ ended ─► merged with what was generated before ─► queue
               │
-              ├─ a chunk's end ─► suspended: a row of `partial_samples`, until `control("chunks")` asks for them
+              ├─ a chunk's end ─► suspended: a row of `partial_samples`, until `take_suspended` asks for them
               └─ pause ─────────► suspended likewise; the stage ends
 
 Its time is told step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed nothing
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from fusion.inference import Engine, Output, Request
 from fusion.rollout.partial_samples import PartialSamples, SampleStore
@@ -46,7 +45,7 @@ IDLE_S = 0.001
 
 
 class EngineStage:
-    """Collective over the engine's cards: `run`, `answer`. Any thread: `control`, most of it of the first card."""
+    """Collective over the engine's cards: `run`, `answer`. Any thread: `submit`, `take_suspended`."""
 
     def __init__(self, engine: Engine, queue: SampleStore):
         self.engine = engine
@@ -66,14 +65,14 @@ class EngineStage:
         engine, self._counted = self.engine, self.engine.status()
         engine.go_on()
         if requests:
-            engine.submit(self._partials.restore(requests))
+            self.submit(requests)
         with timeline.strip() as mark:
             pending = self._step_on(stay, mark)
             suspended = engine.suspend()
             self._put(pending, suspended)
             mark("put")
         self.count(metrics)
-        return self._hand_over()
+        return self.take_suspended()
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since they were counted last, on its first card those of all."""
@@ -95,21 +94,15 @@ class EngineStage:
                 outputs += self._step(mark)
         return [replace(output, routing=None) for output in outputs]  # nobody trains on them
 
-    def control(self, request: str, *args: Any) -> Any:
-        """`submit` (requests), `abort`, `forget` (request ids), `pause`; `chunks`, of any card: what has ended with its
-        chunk since that was asked last."""
-        match request:
-            case "submit":
-                return self.engine.submit(self._partials.restore(args[0]))
-            case "abort":
-                return self.engine.abort(*args)
-            case "forget":
-                return self.engine.forget(*args)
-            case "pause":
-                return self.engine.pause()
-            case "chunks":
-                return self._hand_over()
-        raise ValueError(f"control request {request!r}: expected status, submit, abort, forget, pause or chunks")
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hands requests to the engine, those that were suspended with the tokens they have. On the first card."""
+        self.engine.submit(self._partials.restore(requests))
+
+    def take_suspended(self) -> list[SuspendedSample]:
+        """Returns what was suspended since the last call, at its chunk's end or by a pause. On any card."""
+        with self._handing_over:
+            unfinished, self._unfinished = self._unfinished, []
+        return unfinished
 
     def _step_on(self, stay: bool, mark: Callable[[str], None]) -> list[Output]:
         """Until the engine is paused or, unless it is to ``stay``, idle. Returns what has ended and was not put yet."""
@@ -142,8 +135,3 @@ class EngineStage:
         unfinished = self._partials.put(ended, [*chunks, *suspended])
         with self._handing_over:
             self._unfinished += unfinished
-
-    def _hand_over(self) -> list[SuspendedSample]:
-        with self._handing_over:
-            unfinished, self._unfinished = self._unfinished, []
-        return unfinished

@@ -201,7 +201,7 @@ def test_a_sleep_does_not_hold_up_the_control_channel(tmp_path):
     slowest, asked = 0.0, 0
     while stage.is_alive():
         start = time.perf_counter()
-        assert worker.control("status")["rank"] == 0
+        assert worker.status()["rank"] == 0
         slowest, asked = max(slowest, time.perf_counter() - start), asked + 1
         time.sleep(0.01)
     assert asked > 20 and slowest < 0.3, "steps take half a second"

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from distqueue import DistQueue
-from fusion.colocate import Deployment, InferenceShare, WorkerSpec
+from fusion.colocate import Deployment, InferenceShare, Worker, WorkerSpec
 from fusion.ep_switch import FusionConfig
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.model import Parallel
@@ -18,7 +18,7 @@ from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
-from stalesync.cards import Cards
+from stalesync.cards import Cards, stage_call
 from stalesync.failures import CardFailed
 from stalesync.placing import check_cards, order_by_place
 from tests.helpers import tiny_checkpoint
@@ -56,36 +56,37 @@ def cards(spec, queue):
 
 
 def test_a_card_answers_while_it_generates(cards):
-    cards.call("switch", "infer", 0)
+    cards.on().call(Worker.switch, "infer", 0)
     endless = Request("a", (3, 4, 5), SamplingParams(max_tokens=8000, stop_token_ids=()))
     late = Request("b", (3, 4, 5), SamplingParams(max_tokens=4, stop_token_ids=()))
     reports = []
-    stage = threading.Thread(target=lambda: reports.extend(cards.call("answer", each=[([endless],), ([],)])))
+    calls = {0: stage_call(Worker.answer, [endless]), 1: stage_call(Worker.answer, [])}
+    stage = threading.Thread(target=lambda: reports.extend(cards.call_each(calls)))
     stage.start()
     deadline = time.monotonic() + 60
-    while cards.control(0, "status")["running"] < 1:
+    while cards.on([0]).ask(Worker.status)[0]["running"] < 1:
         assert time.monotonic() < deadline
-    assert cards.control(0, "status")["stage"] == "answer"
-    cards.control(0, "submit", [late])
+    assert cards.on([0]).ask(Worker.status)[0]["stage"] == "answer"
+    cards.on([0]).ask(Worker.submit, [late])
     time.sleep(0.3)
-    cards.control(0, "abort", ["a"])
+    cards.on([0]).ask(Worker.abort, ["a"])
     stage.join(timeout=60)
     outputs = {output.request_id: output for report in reports for output in report.outputs}
     assert outputs["a"].finish_reason == "abort" and 0 < len(outputs["a"].tokens) < 8000
     assert outputs["b"].finish_reason == "length" and len(outputs["b"].tokens) == 4
-    cards.call("switch", "train", 0)
+    cards.on().call(Worker.switch, "train", 0)
 
 
 def test_what_a_card_raises_names_its_rank_and_stage(cards):
     with pytest.raises(CardFailed, match="rank 0 failed in stage 'generate': .*in phase train"):
-        cards.call("generate", [])
+        cards.on().call(Worker.generate, [])
 
 
 def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(spec, queue, cards):
     with Cards(spec, queue, timeout_s=60) as others:
-        address = others.call("rendezvous", ranks=[0])[0]
+        address = others.on([0]).call(Worker.rendezvous)[0]
         with pytest.raises(CardFailed, match="rank 1 failed in stage 'prepare'.*nowhere"):
-            others.call("prepare", each=[(address,), ("nowhere://",)])
+            others.call_each({0: stage_call(Worker.prepare, address), 1: stage_call(Worker.prepare, "nowhere://")})
 
 
 def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
@@ -93,25 +94,26 @@ def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
     with pytest.raises(
         CardFailed, match="rank 1 failed in stage 'switch': .* failed on rank 1, settings: ValueError: r"
     ):
-        cards.call("switch", each=[("infer", 1, share), ("infer", 1, replace(share, max_seqs=0))])
+        shares = {0: share, 1: replace(share, max_seqs=0)}
+        cards.call_each({rank: stage_call(Worker.switch, "infer", 1, shares[rank]) for rank in shares})
     for rank in range(2):
-        assert cards.control(rank, "status")["phase"] == "broken", "no half-switched model serves"
+        assert cards.on([rank]).ask(Worker.status)[0]["phase"] == "broken", "no half-switched model serves"
     with pytest.raises(CardFailed, match="in phase broken and was asked to generate"):
-        cards.call("generate", [])
+        cards.on().call(Worker.generate, [])
 
 
 def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards):
     with Cards(spec, queue, timeout_s=60) as others:
         others.prepare()
         others.timeout_s = 2
-        hangs = others.control(1, "status")["pid"]
+        hangs = others.on([1]).ask(Worker.status)[0]["pid"]
         os.kill(hangs, signal.SIGSTOP)
         with pytest.raises(
             CardFailed, match=r"'switch': ranks \[0, 1\] were not done after 2 s .*; rank 1 did not answ"
         ):
-            others.call("switch", "infer", 0)
+            others.on().call(Worker.switch, "infer", 0)
         with pytest.raises(CardFailed, match="rank 1 did not answer 'pause' in 2 s: it hangs"):
-            others.control(1, "pause")
+            others.on([1]).ask(Worker.pause)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """The controller's side of the engines, without any."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from fusion.colocate import Deployment
+from fusion.colocate import Deployment, Worker
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.rollout import SuspendedSample
-from stalesync.cards import Running
+from stalesync.cards import RunningStage
 from stalesync.failures import CardFailed
 from stalesync.generation import Generation
 from stalesync.prompts import Prompt
@@ -24,18 +25,21 @@ class Calls:
         self.chunks = {}
         """By card"""
 
-    def begin(self, stage, each, ranks):
-        self.begun.append((stage, {rank: [request.id for request in each[rank][0]] for rank in ranks}))
-        return Running(stage, ranks, {})
+    def begin_each(self, calls):
+        (stage,) = {call.stage for call in calls.values()}
+        self.begun.append((stage, {rank: [one.id for one in call.args[0]] for rank, call in calls.items()}))
+        return RunningStage(stage, tuple(calls), {})
 
-    def control(self, rank, request, requests):
-        self.begun.append((request, {rank: [getattr(request, "id", request) for request in requests]}))
+    def on(self, ranks):
+        return SimpleNamespace(ask=partial(self.ask, ranks))
 
-    def ask(self, ranks, request):
-        assert request == "chunks"
-        return [self.chunks.pop(rank, []) for rank in ranks]
+    def ask(self, ranks, request, *args):
+        if request is Worker.take_ended_chunks:
+            return [self.chunks.pop(rank, []) for rank in ranks]
+        (requests,) = args
+        self.begun.append((request.__name__, {ranks[0]: [getattr(one, "id", one) for one in requests]}))
 
-    def silent(self, ranks):
+    def describe_unresponsive(self, ranks):
         return f"; of {list(ranks)} none answered"
 
 
@@ -94,7 +98,7 @@ def test_what_ends_with_its_chunk_goes_on_where_its_kv_is_or_where_there_is_room
 
 def test_nobody_is_asked_for_chunks_where_there_are_none():
     made, cards = _generation()
-    cards.ask = None
+    cards.on = None
     assert made.gather() == 0
 
 

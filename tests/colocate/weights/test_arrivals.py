@@ -56,7 +56,7 @@ def new_weights_arrive(rank, device, spec, versions):
             told.append(worker.arrivals.shadow.pause_s)
         dist.barrier()
         if worker.engine.mesh.rank == 0:
-            worker.control("pause")
+            worker.pause()
 
     thread = threading.Thread(target=receive)
     thread.start()

@@ -1,0 +1,74 @@
+"""One card of a run as a Ray actor.
+
+Stages run one after the other. Concurrency groups run beside them: control calls, new weights on a card that goes on
+generating, and the writing of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from distqueue import DistQueue
+from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
+from fusion.inference import Request
+from fusion.rollout import SuspendedSample
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_group(name: str) -> Callable[[Method], Method]:
+    """Runs a method in a concurrency group of the actor; to a type checker the method stays as it is."""
+    method: Any = ray.method
+    return method(concurrency_group=name)
+
+
+class Card(Worker):
+    """`Worker` as an actor. It gets its rank once Ray has placed it; nothing else is called before."""
+
+    def __init__(self, spec: WorkerSpec, queue: DistQueue):
+        self._unranked = spec, queue
+
+    def place(self) -> tuple[str, list[str]]:
+        """Returns the node's address and the accelerators that Ray has given this actor."""
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return ray.util.get_node_ip_address(), [card for cards in ids.values() for card in cards]
+
+    def take_rank(self, rank: int) -> None:
+        """Becomes the worker of this rank."""
+        spec, queue = self._unranked
+        super().__init__(spec, rank, queue)
+
+    @_in_group("weights")
+    def receive(self, version: int, share: InferenceShare) -> StageReport:
+        return super().receive(version, share)
+
+    @_in_group("save")
+    def save(self, checkpoint: str, export: str) -> None:
+        super().save(checkpoint, export)
+
+    @_in_group("control")
+    def status(self) -> dict[str, Any]:
+        return super().status()
+
+    @_in_group("control")
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit(requests)
+
+    @_in_group("control")
+    def abort(self, request_ids: Sequence[str]) -> None:
+        super().abort(request_ids)
+
+    @_in_group("control")
+    def forget(self, request_ids: Sequence[str]) -> None:
+        super().forget(request_ids)
+
+    @_in_group("control")
+    def pause(self) -> None:
+        super().pause()
+
+    @_in_group("control")
+    def take_ended_chunks(self) -> list[SuspendedSample]:
+        return super().take_ended_chunks()
