@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams  # noqa: E402
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams  # noqa: E402
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights  # noqa: E402
 from fusion.npu import open_device  # noqa: E402
 
@@ -106,7 +106,7 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def build(device: Any, batch_invariant: bool) -> tuple[Any, Engine]:
+def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
     """Both sides from one checkpoint folder."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -122,13 +122,13 @@ def build(device: Any, batch_invariant: bool) -> tuple[Any, Engine]:
     config = RolloutConfig(
         max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
     )
-    engine = Engine(model, mesh, device, config)
+    engine = EmbeddedEngine(model, mesh, device, config)
     engine.allocate_kv()
     return hf, engine
 
 
 def measure(
-    hf: Any, engine: Engine, device: Any, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
+    hf: Any, engine: EmbeddedEngine, device: Any, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
 ) -> dict[str, float]:
     """Alternating rounds of the three; each has different noise but the same prompts."""
     torch.manual_seed(1)
@@ -154,7 +154,7 @@ def measure(
 
 
 def run_engine(
-    engine: Engine, device: Any, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
+    engine: EmbeddedEngine, device: Any, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
 ) -> tuple[list[int], int, float]:
     """Returns the rows of every step, useful tokens, seconds."""
     engine.policy_version = round_  # no prefix of the last round helps this one

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from fusion.inference import Engine, Request, RolloutConfig
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig
 from fusion.model import Mesh, ModelConfig, Transformer, save_folder
 from fusion.npu import Device
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
 from fusion.telemetry import progress
-from fusion.training import Sequences, TrainEngine, TrainingConfig
+from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
 
@@ -73,7 +73,7 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     tokenizer = make_tokenizer(folder)
     source = PromptSource(plan.data, tokenizer, seed)
     model = _initial_model(plan, tokenizer, device, seed)
-    trainer = TrainEngine(model, model.mesh, device, plan.training)
+    trainer = EmbeddedTrainEngine(model, model.mesh, device, plan.training)
     accuracy = 0.0
     reward = RewardConfig(name="arithmetic", workers=1)
     with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.most_steps, unit="steps") as bar:
@@ -127,7 +127,7 @@ def _accuracy(
 ) -> float:
     """Mean reward of one sampled answer a prompt."""
     config = RolloutConfig(max_response_length=plan.response_tokens, max_seqs=plan.check_prompts)
-    engine = Engine(model, model.mesh, model.device, config, seed=step)
+    engine = EmbeddedEngine(model, model.mesh, model.device, config, seed=step)
     engine.allocate_kv()
     engine.submit(Request(prompt.id, prompt.ids, config.sampling()) for prompt in prompts)
     texts = {out.request_id: tokenizer.decode(_without_end(out.tokens, tokenizer)) for out in engine.run()}

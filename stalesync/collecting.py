@@ -111,7 +111,7 @@ class Collector:
             self.view.phase("send weights")
             arrives = self.cards.on(beside).begin(Worker.receive, self.ledger.version, share)
             others = [rank for rank in cards if rank not in beside]
-            take(self.cards.on(others).call(Worker.switch, "infer", self.ledger.version, share, beside=True))
+            take(self.cards.on(others).call(Worker.switch, "infer", self.ledger.version, share, while_generating=True))
             reports = self.cards.wait(arrives)
             take(reports)
             self.generation.told(min(report.until_ns for report in reports))

@@ -14,7 +14,7 @@ from typing import Any
 
 from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
-from fusion.colocate.frozen.translate import speaks_alike
+from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.costmodel.hardware import hardware_named
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool
@@ -136,13 +136,13 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
     path = config.reward.model
     assert path is not None
     model = ModelConfig.from_hf(path)
-    translate = not speaks_alike(config.model.path, path)
-    if not translate and model.vocab_size < len(tokenizer):
+    retokenize = not same_tokenizer(config.model.path, path)
+    if not retokenize and model.vocab_size < len(tokenizer):
         raise ValueError(
             f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer of its own; the policy's has "
             f"{len(tokenizer)} tokens"
         )
-    return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), translate)
+    return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), retokenize)
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:

@@ -8,7 +8,7 @@
     frozen/            reference and reward model: where their weights are, what they say
     samples/           between queue, engine and trainer
     paced              trainer, engine and switch of an emulated card that take the time of the one it stands for
-    saving             a checkpoint is copied in a pause and written beside what follows
+    checkpoint_writer  a checkpoint is copied in a pause and written beside what follows
     worker, stages     Worker: switch, generate, reference, score, train, save; what a card tells of each
 
 A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls it in its own process.

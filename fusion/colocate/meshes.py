@@ -16,7 +16,7 @@ class Meshes:
     """A mesh is None where the card has no part in it, a group where it has one member.
 
     ``actor`` and ``trainers``: the cards of a switch to INFER, and to TRAIN. ``replica``: the cards that train on the
-    same samples. ``savers``: those of ``trainers`` again, over the host, for what they write beside all else.
+    same samples. ``checkpoint_group``: those of ``trainers`` again, over the host, for what they write beside all else.
     """
 
     train: Mesh | None
@@ -26,7 +26,7 @@ class Meshes:
     actor: dist.ProcessGroup | None
     trainers: dist.ProcessGroup | None
     replica: dist.ProcessGroup | None
-    savers: dist.ProcessGroup | None
+    checkpoint_group: dist.ProcessGroup | None
 
     @classmethod
     def create(cls, spec: WorkerSpec, rank: int) -> Meshes:

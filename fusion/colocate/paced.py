@@ -19,11 +19,11 @@ from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.costmodel.pace import EngineCost, SwitchCost, TrainerCost
-from fusion.inference import Engine, Output
+from fusion.inference import EmbeddedEngine, Output
 from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
-from fusion.training import Sequences, TrainEngine
+from fusion.training import EmbeddedTrainEngine, Sequences
 from fusion.training.algorithms import Loss
 
 
@@ -31,10 +31,10 @@ from fusion.training.algorithms import Loss
 class Parts:
     """What a worker is built of."""
 
-    trainer: Callable[..., TrainEngine] = TrainEngine
-    engine: Callable[..., Engine] = Engine
+    trainer: Callable[..., EmbeddedTrainEngine] = EmbeddedTrainEngine
+    engine: Callable[..., EmbeddedEngine] = EmbeddedEngine
     switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
-    beside: Callable[..., PhaseSwitcher] = PhaseSwitcher
+    background_switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
     """The same of a thread that runs beside an engine"""
     roles: Callable[..., FrozenRoles] = FrozenRoles
 
@@ -58,7 +58,7 @@ def paced_parts(spec: WorkerSpec) -> tuple[Parts, Pacer]:
     return parts, pacer
 
 
-class PacedEngine(Engine):
+class PacedEngine(EmbeddedEngine):
     """KV goes to the host before what follows, but at a chunk's end beside it; its way back is part of a step."""
 
     def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float = 0.0, **options: Any):
@@ -95,7 +95,7 @@ class PacedEngine(Engine):
         return blocks * self.config.block_size
 
 
-class PacedTrainEngine(TrainEngine):
+class PacedTrainEngine(EmbeddedTrainEngine):
     def __init__(self, *args: Any, pacer: Pacer, cost: TrainerCost, **options: Any):
         super().__init__(*args, **options)
         self.pacer, self.cost = pacer, cost
@@ -121,9 +121,9 @@ class PacedSwitcher(PhaseSwitcher):
         self.pacer, self.cost = pacer, cost
         self._arrives = 0.0
 
-    def to_infer(self, version: int, share: InferenceShare, beside: bool = False) -> None:
+    def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
         with self._paced(self.cost.infer, self.meshes.actor):
-            super().to_infer(version, share, beside)
+            super().to_infer(version, share, while_generating)
 
     def to_train(self) -> None:
         with self._paced(self.cost.train, self.meshes.trainers):
@@ -148,7 +148,7 @@ class PacedRoles(FrozenRoles):
         super().__init__(*args)
         self.pacer, self.reference_cost, self.reward_cost = pacer, reference_cost, reward_cost
 
-    def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
+    def logprobs(self, sequences: Sequences, trainer: EmbeddedTrainEngine | None) -> torch.Tensor:
         if self.reference is None:
             return super().logprobs(sequences, trainer)  # the trainer's pace
         seconds = self.reference_cost.forward(sequences.lengths, "logprobs")

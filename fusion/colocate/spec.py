@@ -20,12 +20,12 @@ from fusion.training.config import AlgorithmConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class RewardModelSpec:
-    """The reward model and its layout over the cards that host it. ``translate``: its tokens are not the policy's, so
+    """The reward model and its layout over the cards that host it. ``retokenize``: its tokens are not the policy's, so
     samples are taken apart into text and tokenised again."""
 
     path: str
     layout: Parallel
-    translate: bool = False
+    retokenize: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WorkerSpec:
         return Parallel(self.engine_size, shape.tp, shape.ep, shape.pp, shape.etp)
 
     @property
-    def masters_away(self) -> bool:
+    def masters_on_host(self) -> bool:
         """Whether cards that train and generate have float32 masters of their weights, and those on the host while
         they generate."""
         return self.fusion.offload != "none" and self.model.torch_dtype != torch.float32

@@ -1,7 +1,7 @@
 """What a card tells of the stages it runs: figures, spans, who held its memory, and who held it when it ran out.
 
 On the timeline a stage is a span, and what is told of its inside lies within it. Between two stages the card waits for
-the controller; the stage that ends the wait says for what (`awaited`). What is nobody's stays idle, so that all kinds
+the controller; the stage that ends the wait says for what (`wait_kind`). What is nobody's stays idle, so that all kinds
 of a card add up to its wall clock.
 """
 
@@ -45,7 +45,7 @@ class StageReport:
     """Of a stage that goes on: up to when this tells of it (`wall_ns`)"""
 
 
-def awaited(stage: str, phase: Phase, trains: bool) -> str:
+def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
     """The kind of the time that a card has waited for a stage, "" (idle) where it lacked nothing but the order.
 
     Args:
@@ -96,11 +96,11 @@ class StageLog:
     @contextmanager
     def work(self, name: str, kind: str = "") -> Iterator[None]:
         """The block is on the timeline (``kind``: default the name), and says so if it runs out of memory."""
-        with self.timeline.span(name, kind), self.told(name):
+        with self.timeline.span(name, kind), self.explain_out_of_memory(name):
             yield
         self._left_ns = self.timeline.clock_ns()
 
-    def remember(self, phase: str) -> None:
+    def record_memory(self, phase: str) -> None:
         """Records who holds the memory now, and the stage's peak, as those of a phase."""
         self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
 
@@ -115,7 +115,7 @@ class StageLog:
         told = list(outputs), dict(scores or {}), list(suspended), dict(reference_kl or {})
         return StageReport(self.metrics.take(), self.timeline.drain(), self._ledger, *told)
 
-    def so_far(self) -> StageReport:
+    def interim_report(self) -> StageReport:
         """Of the stage that runs, what was not reported yet. Called by who runs it."""
         if self.pacer:
             self.pacer.tell(self.metrics, self._kind)
@@ -124,7 +124,7 @@ class StageLog:
         return StageReport(self.metrics.take(), self.timeline.drain(), MemoryLedger(), until_ns=until_ns)
 
     @contextmanager
-    def told(self, stage: str) -> Iterator[None]:
+    def explain_out_of_memory(self, stage: str) -> Iterator[None]:
         """Whoever runs out of memory inside says who held it.
 
         Raises:

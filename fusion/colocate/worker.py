@@ -23,26 +23,26 @@ import torch
 import torch.distributed as dist
 
 from distqueue import PackedBatch
+from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.paced import Parts, paced_parts
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.samples.reader import StageReader
 from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed_log_ratios, to_sequences
-from fusion.colocate.saving import Saving
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.stages import StageLog, StageReport, awaited
+from fusion.colocate.stages import StageLog, StageReport, wait_kind
 from fusion.colocate.together import together
-from fusion.colocate.weights.arrivals import Arrivals
 from fusion.colocate.weights.policy import PolicyWeights
-from fusion.inference import Engine, Request
+from fusion.colocate.weights.weight_receiver import WeightReceiver
+from fusion.inference import EmbeddedEngine, Request
 from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout import SuspendedSample
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
-from fusion.training import Sequences, TrainEngine, load_checkpoint
+from fusion.training import EmbeddedTrainEngine, Sequences, load_checkpoint
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
 
@@ -53,8 +53,8 @@ class Worker:
     def __init__(self, spec: WorkerSpec, rank: int, queue: SampleStore):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
-        self.trainer: TrainEngine | None = None
-        self.engine: Engine | None = None
+        self.trainer: EmbeddedTrainEngine | None = None
+        self.engine: EmbeddedEngine | None = None
 
     def rendezvous(self) -> str:
         """An address at which the other cards can reach this one."""
@@ -103,9 +103,11 @@ class Worker:
                 total_steps=spec.steps,
                 states=streamed if spec.fusion.offload == "stream" else ResidentStates,
             )
-            self.saving = Saving(self.trainer, device, pool, meshes.savers, spec.model.path)
+            self.checkpoint_writer = CheckpointWriter(
+                self.trainer, device, pool, meshes.checkpoint_group, spec.model.path
+            )
             self.algorithm = make_algorithm(spec.algorithm, spec.rollout.max_response_length)
-            self.roles.settle(self._least(device.memory().free))
+            self.roles.settle(self._min_over_trainers(device.memory().free))
         if self.weights.infer is not None:
             assert meshes.engine is not None
             replay = spec.algorithm.replay == "rollout"
@@ -117,34 +119,36 @@ class Worker:
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, *told)
         if spec.ahead and self.engine is not None and self.trainer is None:
             policy = self.weights, meshes, self.engine
-            self.arrivals = Arrivals(spec, self.rank, device, *policy, self.parts.beside, self._so_far)
-            self.switcher.shadow = self.arrivals.shadow
+            self.receiver = WeightReceiver(
+                spec, self.rank, device, *policy, self.parts.background_switcher, self._interim_report
+            )
+            self.switcher.staged = self.receiver.staged
 
     def switch(
-        self, phase: str, version: int = 0, share: InferenceShare | None = None, beside: bool = False
+        self, phase: str, version: int = 0, share: InferenceShare | None = None, while_generating: bool = False
     ) -> StageReport:
-        """Moves the card to the phase ``infer``, whose weights are policy ``version`` and whose engines and memory are
-        those of ``share`` (None: all), or to ``train``. ``beside``: the cards that only generate go on meanwhile, and
+        """Switches the card to ``infer``, with the weights of policy ``version`` and the engines and memory of
+        ``share`` (None: all), or to ``train``. ``while_generating``: cards that only generate keep decoding and call
         `receive`."""
         target = Phase(phase)
         name = f"switch to {phase}"
         with self._stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
-                self.switcher.to_infer(version, share, beside)
+                self.switcher.to_infer(version, share, while_generating)
             else:
                 self.switcher.to_train()
         if target is Phase.TRAIN and not self.roles.needs_room:
-            with self.log.told(
+            with self.log.explain_out_of_memory(
                 name
             ):  # behind the stage, which waits for the card: the copies go on beside what follows
                 self.switcher.load_optimizer()
         return self.log.report()
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
-        """Takes new weights in on a card that only generates, while it does: `switch` to ``infer`` with ``beside`` on
-        the other cards. Called on a thread of its own."""
-        return self.arrivals.receive(version, share)
+        """Receives new weights on a card that only generates, while it generates. The other cards call `switch` to
+        ``infer`` with ``while_generating``. Runs on a thread of its own."""
+        return self.receiver.receive(version, share)
 
     def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
         """Runs this card's engine until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do.
@@ -153,7 +157,7 @@ class Worker:
         self.phases.require("generate")
         with self._stage("generate", "gen"):
             suspended = self.generating.run(requests, stay, self.log.metrics, self.log.timeline)
-            self.log.remember("infer")
+            self.log.record_memory("infer")
         return self.log.report(suspended=suspended)
 
     def answer(self, requests: Sequence[Request]) -> StageReport:
@@ -162,7 +166,7 @@ class Worker:
         self.phases.require("generate")
         with self._stage("answer", "gen"):
             outputs = self.generating.answer(requests, self.log.timeline)
-            self.log.remember("infer")
+            self.log.record_memory("infer")
         return self.log.report(outputs)
 
     def reference(self, shares: list[list[str]]) -> StageReport:
@@ -180,7 +184,7 @@ class Worker:
             if _first_of_replica(mesh) and ids:
                 columns = {REFERENCE: split_responses(logprobs, delivery)}
                 self.queue.put(PackedBatch.from_samples(ids, columns))
-            self.log.remember("reference")
+            self.log.record_memory("reference")
         speaks = in_reward and mesh.tp_rank == 0 and mesh.last_stage
         sums = summed_log_ratios(sequences, logprobs) if speaks else []
         return self.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
@@ -202,7 +206,7 @@ class Worker:
             else:
                 samples = [(list(kept[id][0]), list(kept[id][1])) for id in ids]
             outcomes = self.roles.scores(samples)
-            self.log.remember("reward")
+            self.log.record_memory("reward")
         return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
     def train(self, minibatches: list[list[list[str]]], version: int | None = None) -> StageReport:
@@ -223,7 +227,7 @@ class Worker:
                 arrived = self.switcher.await_optimizer if number == 0 else None
                 with self.log.timeline.span("optimizer_step", "optimizer"):
                     self.log.metrics.update(trainer.optimizer_step(arrived))
-            self.log.remember("train")
+            self.log.record_memory("train")
         self.switcher.unload_optimizer()
         return self.log.report()
 
@@ -232,13 +236,13 @@ class Worker:
         ended."""
         self.phases.require("snapshot")
         with self.log.work("snapshot", "save"):
-            self.saving.copy(self.switcher.training_state())
+            self.checkpoint_writer.copy(self.switcher.training_state())
         return self.log.report()
 
     def save(self, checkpoint: str, export: str) -> None:
         """Writes what the last `snapshot` has copied: the trainer's state and, as a Hugging Face folder, the weights.
         Other stages may run meanwhile. Returns when all of it is on disk, that of the other cards, too."""
-        self.saving.write(checkpoint, export)
+        self.checkpoint_writer.write(checkpoint, export)
 
     def restore(self, checkpoint: str) -> None:
         self.phases.require("restore")
@@ -252,7 +256,7 @@ class Worker:
     # the first and the last for the first card of an engine.
 
     def status(self) -> dict[str, Any]:
-        """Reports rank, process id, phase, stage and, of a card that generates, the figures of `Engine.status`."""
+        """Reports rank, process id, phase, stage and, of a card that generates, the figures of `InferEngine.status`."""
         stage = self.log.stage_name if hasattr(self, "log") else "start"
         figures = self.engine.status() if self.engine is not None else {}
         return {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value, "stage": stage} | figures
@@ -279,19 +283,19 @@ class Worker:
 
     def _stage(self, name: str, kind: str) -> AbstractContextManager[None]:
         trains = self.rank in self.spec.deployment.train
-        return self.log.stage(name, kind, awaited(name, self.phases.phase, trains))
+        return self.log.stage(name, kind, wait_kind(name, self.phases.phase, trains))
 
-    def _least(self, nbytes: int) -> int:
+    def _min_over_trainers(self, nbytes: int) -> int:
         """The smallest of a number of all cards that train, so that they decide alike."""
         least = torch.tensor([nbytes])
         if self.meshes.trainers is not None:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
         return int(least)
 
-    def _so_far(self) -> StageReport:
+    def _interim_report(self) -> StageReport:
         self.log.timeline.mark("switch/adopt")
         self.generating.count(self.log.metrics)
-        return self.log.so_far()
+        return self.log.interim_report()
 
     def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
         return replace(self.algorithm.weigh(sequences), version=version)

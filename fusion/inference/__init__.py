@@ -15,14 +15,14 @@
     sampler     temperature, top-k, top-p, min-p, and the token under that number
     drawing     the next tokens of a step, the same on all ranks
     forward     one step through this rank's layers
-    engine      Engine: puts them together; all ranks of the group step together
+    engine      EmbeddedEngine: puts them together; all ranks of the group step together
 
 Its place for what comes: a decode that verifies a draft is a chunk whose rows are all sampled; KV that leaves and comes
 back goes by block names (`blocks`), which are the same in every process.
 """
 
 from fusion.inference.config import RolloutConfig
-from fusion.inference.engine import Engine
+from fusion.inference.engine import EmbeddedEngine
 from fusion.inference.request import FinishReason, Output, Request, SamplingParams
 
-__all__ = ["Engine", "FinishReason", "Output", "Request", "RolloutConfig", "SamplingParams"]
+__all__ = ["EmbeddedEngine", "FinishReason", "Output", "Request", "RolloutConfig", "SamplingParams"]

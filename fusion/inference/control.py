@@ -142,7 +142,7 @@ class ControlChannel:
         dist.broadcast(data, group=self.mesh.world_group, group_src=0)
         return orders if payload else Orders.decode(data.numpy().tobytes())
 
-    def smallest(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The least over all ranks of a number. Collective."""
         if self.mesh.world_group is None:
             return value

@@ -21,7 +21,7 @@ from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.forward import Forward
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.parked import HostMemory, ParkedKV, most_blocks
+from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler, place
@@ -34,9 +34,9 @@ WORKSPACE_TOKENS = 8192
 the last cache level of a host."""
 
 
-class Engine:
+class EmbeddedEngine:
     """One rank of an engine. Collective over the mesh, in the same order on every rank: construction, `allocate_kv`,
-    `release_kv`, `step`, `run`, `go_on`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time:
+    `release_kv`, `step`, `run`, `resume`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time:
     `submit`, `abort`, `forget`, `pause`, `adopt`, `status`.
 
     Args:
@@ -73,11 +73,11 @@ class Engine:
         )
         assert not routing or shape.num_experts, "a model without experts has no routing"
         self.routing = RoutingCache(shape, config.block_size) if routing else None
-        if self.routing and self._speaks:
+        if self.routing and self._reports:
             self.scheduler.routing_of = self.routing.read
         most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
-        limit = most_blocks(config, self.cache, most_layers)
-        self.parked = parked = ParkedKV(memory, self.cache, self.routing if self._speaks else None, limit)
+        limit = max_parked_blocks(config, self.cache, most_layers)
+        self.parked = parked = ParkedKV(memory, self.cache, self.routing if self._reports else None, limit)
         self.scheduler.leave = lambda seq: parked.park([seq])  # not by way of self: no cycle may keep KV alive
         parts = self.cache, self.parked, self.routing
         self.forward = Forward(model, mesh, device, *parts, seed, config.batch_invariant)
@@ -87,7 +87,7 @@ class Engine:
         """Changes the model's weights to those of this policy; all ranks call it between the same two steps"""
         self._idle = True
         self.paused = False
-        """Whether `pause` was asked for since `go_on`; the same on every rank"""
+        """Whether `pause` was asked for since `resume`; the same on every rank"""
         self.computed = ""
         """`Step.kind` of what this rank computed in the last step"""
         self._dummy_steps = 0
@@ -111,7 +111,7 @@ class Engine:
         blocks = min(budget // self.cache.block_bytes, config.max_seqs * per_sequence)
         if config.max_kv_tokens is not None:
             blocks = min(blocks, config.max_kv_tokens // config.block_size)
-        blocks = self.control.smallest(blocks)
+        blocks = self.control.min_over_ranks(blocks)
         if blocks < 1:
             raise ValueError(
                 f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
@@ -121,7 +121,7 @@ class Engine:
         for seq in (*self.scheduler.running, *self.scheduler.waiting):
             check_fits(seq.request, self.max_length, self.capacity_tokens)
         self.cache.allocate(blocks, workspace)
-        if self.routing and self._speaks:
+        if self.routing and self._reports:
             self.routing.allocate(blocks)
         self.scheduler.restart(BlockManager(blocks, config.block_size))
 
@@ -196,7 +196,7 @@ class Engine:
         assert self.mesh.rank == 0, "new weights are told to rank 0 of the engine"
         self.control.inbox.adopt(version)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Forgets the last pause."""
         self.paused = False
 
@@ -243,7 +243,7 @@ class Engine:
             if step or self.mesh.ep_group is not None:
                 outputs += self._compute(step)
             self._busy_s += time.perf_counter() - began
-        return outputs if self._speaks else []
+        return outputs if self._reports else []
 
     def run(self) -> list[Output]:
         """Steps until nothing is left to do on any rank. Collective; returns as `step`."""
@@ -260,7 +260,7 @@ class Engine:
     def suspend(self) -> list[Output]:
         """Ends every request with reason "abort", also those not taken in yet, and says of those whose KV is parked
         where; returns as `step`. Collective."""
-        outputs = self._obey(self.control.exchange(self._counters()))
+        outputs = self._apply_orders(self.control.exchange(self._counters()))
         self.parked.park(self.scheduler.running)
         suspended = self.scheduler.abort(lambda request: True)
         for output in suspended:
@@ -268,21 +268,21 @@ class Engine:
         outputs += suspended
         self.control.exchange(self._counters())
         self._idle = True
-        return outputs if self._speaks else []
+        return outputs if self._reports else []
 
     @property
-    def _speaks(self) -> bool:
+    def _reports(self) -> bool:
         """Of the ranks that schedule the same requests, one reports."""
         return self.mesh.tp_rank == 0 and self.mesh.first_stage
 
     def _take_orders(self) -> list[Output]:
         orders = self.control.exchange(self._counters())
-        outputs = self._obey(orders) if orders else []
+        outputs = self._apply_orders(orders) if orders else []
         unfinished = sum(counters.waiting + counters.running for counters in self.control.table)
         self._idle = not unfinished and not orders
         return outputs
 
-    def _obey(self, orders: Orders) -> list[Output]:
+    def _apply_orders(self, orders: Orders) -> list[Output]:
         parallel = self.mesh.parallel
         self.parked.forget(orders.forget)
         loads = [first.waiting + first.running for first in self.control.table[: parallel.stage_world : parallel.tp]]
@@ -330,7 +330,7 @@ class Engine:
 
     def _counters(self) -> Counters:
         scheduler = self.scheduler
-        if not self._speaks:
+        if not self._reports:
             return Counters()
         return Counters(
             len(scheduler.waiting),

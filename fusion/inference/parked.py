@@ -179,7 +179,7 @@ class ParkedKV:
         self._memory.give([entry.region])
 
 
-def most_blocks(config: RolloutConfig, cache: KVCache, most_layers: int) -> int | None:
+def max_parked_blocks(config: RolloutConfig, cache: KVCache, most_layers: int) -> int | None:
     """Blocks that a rank may park (None: no limit), as many on every stage as on that which has ``most_layers``."""
     if not config.keeps_kv or config.max_parked_kv_mib is None:
         return None if config.keeps_kv else 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from fusion.inference import Engine, Output, Request
+from fusion.inference import EmbeddedEngine, Output, Request
 from fusion.rollout.partial_samples import PartialSamples, SampleStore
 from fusion.rollout.types import SuspendedSample
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
@@ -32,7 +32,7 @@ TOTALS = (
     "recomputed_tokens",
     "interrupted",
 )
-"""Figures of `Engine.status` of which a stage tells what was added."""
+"""Figures of `EmbeddedEngine.status` of which a stage tells what was added."""
 
 PUT_EVERY = 64
 """Finished samples a card gathers before it puts them to the queue: one message for many short ones …"""
@@ -47,7 +47,7 @@ IDLE_S = 0.001
 class EngineStage:
     """Collective over the engine's cards: `run`, `answer`. Any thread: `submit`, `take_suspended`."""
 
-    def __init__(self, engine: Engine, queue: SampleStore):
+    def __init__(self, engine: EmbeddedEngine, queue: SampleStore):
         self.engine = engine
         self._partials = PartialSamples(queue, remembers=engine.mesh.parallel.world == 1)
         self._counted: dict[str, float] = {}
@@ -63,7 +63,7 @@ class EngineStage:
         """Steps until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do. The requests are
         the first card's. Returns what was left unfinished."""
         engine, self._counted = self.engine, self.engine.status()
-        engine.go_on()
+        engine.resume()
         if requests:
             self.submit(requests)
         with timeline.strip() as mark:

@@ -12,25 +12,25 @@
     corrections   for samples of another policy, pure;   gaps   how far trainer and engine are apart
     replay        routing imposed on a batch and recorded of it
     objective     what the micro-batches of all ranks and stages add up to, and its metrics
-    engine        TrainEngine: one path for every layout
+    engine        EmbeddedTrainEngine: one path for every layout
     shards        which elements an optimizer owns, shares and counts, pure
     optimizer     ShardedAdamW on them, bucket by bucket;           states     where its states live
     schedule      learning rate by step, pure;                      checkpoint one file a rank, atomic, bitwise
 
-Beside `TrainEngine` there is room for another trainer with its face (`backends/`).
+Beside `EmbeddedTrainEngine` there is room for another trainer with its face (`backends/`).
 """
 
 from fusion.training.batch import Sequences, plan_micro_batches, split_over_ranks
 from fusion.training.checkpoint import load_checkpoint, save_checkpoint
 from fusion.training.config import AlgorithmConfig, TrainingConfig
-from fusion.training.engine import TrainEngine
+from fusion.training.engine import EmbeddedTrainEngine
 from fusion.training.optimizer import ShardedAdamW
 
 __all__ = [
     "AlgorithmConfig",
     "Sequences",
     "ShardedAdamW",
-    "TrainEngine",
+    "EmbeddedTrainEngine",
     "TrainingConfig",
     "load_checkpoint",
     "plan_micro_batches",

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from fusion.telemetry.files import sync
-from fusion.training.engine import TrainEngine
+from fusion.training.engine import EmbeddedTrainEngine
 
 MANIFEST = "trainer.json"
 
 
 def save_checkpoint(
-    engine: TrainEngine,
+    engine: EmbeddedTrainEngine,
     folder: str | Path,
     state: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -65,7 +65,7 @@ def save_checkpoint(
     _barrier(group)
 
 
-def load_checkpoint(engine: TrainEngine, folder: str | Path) -> None:
+def load_checkpoint(engine: EmbeddedTrainEngine, folder: str | Path) -> None:
     """Puts a saved state back, bit for bit. Every rank reads its own file.
 
     Raises:
@@ -83,7 +83,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path) -> None:
     engine.load_state_dict(torch.load(folder / _file(engine.mesh.rank), map_location="cpu", weights_only=True))
 
 
-def _layout(engine: TrainEngine) -> dict[str, int]:
+def _layout(engine: EmbeddedTrainEngine) -> dict[str, int]:
     parallel = engine.layout()
     return {axis: getattr(parallel, axis) for axis in ("world", "tp", "ep", "pp", "etp")}
 

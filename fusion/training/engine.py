@@ -32,7 +32,7 @@ from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
 
 
-class TrainEngine:
+class EmbeddedTrainEngine:
     """Trains ``model``, whose weights are loaded already (fp32 masters of bf16 weights are taken from them here).
 
     Args:

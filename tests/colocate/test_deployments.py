@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fusion.colocate import InferenceShare
-from fusion.inference import Engine
+from fusion.inference import EmbeddedEngine
 from fusion.model import Transformer, load_weights
 from tests.colocate.cards import Card, make_spec, tiny_reward_model
 from tests.helpers import run_ranks, tiny_checkpoint
@@ -148,7 +148,7 @@ def said_by_both(rank, device, spec, folder):
     mesh = worker.meshes.engine
     model = Transformer(worker.weights.config, mesh, device, spec.model.torch_dtype, bucket_bytes=1 << 14)
     load_weights(model, f"{folder}/hf")
-    fresh = Engine(model, mesh, device, spec.rollout, spec.seed)
+    fresh = EmbeddedEngine(model, mesh, device, spec.rollout, spec.seed)
     fresh.allocate_kv()
     if requests:
         fresh.submit(requests)

@@ -14,7 +14,7 @@ from fusion.colocate import Deployment, Worker, WorkerSpec
 from fusion.colocate.paced import PacedEngine
 from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
 from fusion.ep_switch import FusionConfig
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.options import ModelOptions
 from fusion.npu import DeviceConfig, open_device
@@ -49,7 +49,7 @@ def _engine(model, pace=None, memory=None):
     config = RolloutConfig(max_length=256, max_seqs=64, max_batch_tokens=512, max_kv_tokens=8192, suspended_kv=kept)
     given = model, Mesh.single(), model.device, config, 5, False, memory
     cost = pace and EngineCost(pace, Parallel(), config.max_seqs)
-    made = PacedEngine(*given, pacer=Pacer(), cost=cost) if pace else Engine(*given)
+    made = PacedEngine(*given, pacer=Pacer(), cost=cost) if pace else EmbeddedEngine(*given)
     made.allocate_kv()
     return made
 
@@ -120,7 +120,7 @@ def test_kv_goes_to_the_host_and_comes_back_in_the_time_of_the_cards_link(model)
     assert out == pytest.approx(nbytes / link.out_bytes_per_s.value / 1e3)
     made.release_kv()
     made.allocate_kv()
-    made.go_on()
+    made.resume()
     made.submit([replace(request, response=tuple(output.tokens), kv_rank=0)])
     made.step()
     assert made.pacer.modelled_s["kv"] - out == pytest.approx(nbytes / link.back_bytes_per_s.value / 1e3)

@@ -11,10 +11,10 @@ import torch
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
 from fusion.colocate.samples.sequences import needed, to_sequences
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.packing import pack_outputs
-from fusion.training import AlgorithmConfig, TrainEngine, TrainingConfig
+from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from fusion.training.replay import new_record
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
@@ -41,7 +41,7 @@ def generated(device, folder, count=24, max_tokens=40):
     for model in models:
         load_weights(model, folder)
     rollout = RolloutConfig(max_length=256, max_seqs=24, max_batch_tokens=256, max_kv_tokens=4096)
-    engine = Engine(models[0], models[0].mesh, device, rollout, seed=5, routing=True)
+    engine = EmbeddedEngine(models[0], models[0].mesh, device, rollout, seed=5, routing=True)
     engine.allocate_kv()
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(2, 128) for _ in range(draw.choice((5, 20, 40)))) for _ in range(count // 4)]
@@ -49,7 +49,7 @@ def generated(device, folder, count=24, max_tokens=40):
     engine.submit(Request(f"r{i}", prompts[i // 4], params, group=f"g{i // 4}") for i in range(count))
     outputs = engine.run()
     assert engine.status()["prefix_hit_tokens"] > 0
-    return outputs, TrainEngine(models[1], models[1].mesh, device, TrainingConfig(lr=1e-3, token_budget=1000))
+    return outputs, EmbeddedTrainEngine(models[1], models[1].mesh, device, TrainingConfig(lr=1e-3, token_budget=1000))
 
 
 def gaps(rank, device, folder):

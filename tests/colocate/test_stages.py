@@ -1,7 +1,7 @@
 import pytest
 
 from fusion.colocate.phases import Phase
-from fusion.colocate.stages import StageLog, awaited
+from fusion.colocate.stages import StageLog, wait_kind
 from fusion.npu import open_device
 from fusion.telemetry import Span, summarize
 from tests.colocate.cards import Card, make_spec
@@ -25,7 +25,7 @@ from tests.helpers import run_ranks, tiny_checkpoint
     ],
 )
 def test_the_next_stage_says_what_was_waited_for(stage, phase, trains, kind):
-    assert awaited(stage, phase, trains) == kind
+    assert wait_kind(stage, phase, trains) == kind
 
 
 def test_the_wait_lies_between_the_stages():

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from fusion.inference import Engine, Output, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Output, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.npu import open_device
 from tests.helpers import tiny_checkpoint
@@ -37,10 +37,10 @@ def model(
 
 def engine(
     dtype: torch.dtype = torch.float32, seed: int = 5, experts: bool = True, routing: bool = False, **rollout
-) -> Engine:
+) -> EmbeddedEngine:
     """One process, KV allocated. Small by default: allocation is not what most tests are about."""
     config = RolloutConfig(**(dict(max_length=256, max_seqs=64, max_batch_tokens=512) | rollout))
-    built = Engine(model(dtype, config.batch_invariant, experts), Mesh.single(), card(), config, seed, routing)
+    built = EmbeddedEngine(model(dtype, config.batch_invariant, experts), Mesh.single(), card(), config, seed, routing)
     built.allocate_kv()
     return built
 
@@ -65,13 +65,13 @@ def tokens(outputs: list[Output]) -> dict[str, list[int]]:
     return {name: pair[0] for name, pair in by_id(outputs).items()}
 
 
-def generate(made: Engine, wanted: list[Request]) -> list[Output]:
+def generate(made: EmbeddedEngine, wanted: list[Request]) -> list[Output]:
     made.submit(wanted)
     return made.run()
 
 
 def generate_brokenly(
-    made: Engine, wanted: list[Request], seed: int, ended: dict[str, Output] | None = None
+    made: EmbeddedEngine, wanted: list[Request], seed: int, ended: dict[str, Output] | None = None
 ) -> dict[str, tuple[list[int], list[float]]]:
     """The same requests in random order, arriving at random steps, in chunks, aborted and resumed, KV thrown away.
     ``ended`` takes the last output of each."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh
 from fusion.offload import HostPool
 from tests.inference.engines import card, model
@@ -17,7 +17,7 @@ LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="k
 def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):
     """An engine that keeps, and its pool."""
     config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(card())
-    made = Engine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
+    made = EmbeddedEngine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
     made.allocate_kv()
     return made, pool
 
@@ -50,5 +50,5 @@ def suspend_and_return(made, new_version=False):
     if new_version:
         made.policy_version += 1
     made.allocate_kv()
-    made.go_on()
+    made.resume()
     return outputs

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion.inference import Engine, RolloutConfig
+from fusion.inference import EmbeddedEngine, RolloutConfig
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.offload import HostPool
 from tests.helpers import run_ranks
@@ -24,7 +24,7 @@ def away_rank(rank, device, folder, parallel, rollout, chunks=0):
         config = RolloutConfig(**(LIMITS | dict(batch_invariant=True) | rollout))
         loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=True)
         load_weights(loaded, folder)
-        made = Engine(loaded, mesh, device, config, 5, memory=HostPool(device))
+        made = EmbeddedEngine(loaded, mesh, device, config, 5, memory=HostPool(device))
         made.allocate_kv()
         wanted, had, away = long(8, chunk_tokens=chunks if breaks else 0), {}, []
         again = wanted
@@ -36,7 +36,7 @@ def away_rank(rank, device, folder, parallel, rollout, chunks=0):
             made.release_kv()
             made.policy_version += 1
             made.allocate_kv()
-            made.go_on()
+            made.resume()
             everyone = [None] * parallel.world
             torch.distributed.all_gather_object(everyone, outputs)
             again = resumed(wanted, [output for mine in everyone for output in mine], had)
@@ -76,7 +76,7 @@ def copies_rank(rank, device, folder):
     """Whether the copy was done before it was waited for, and whether host and card hold the same behind that."""
     loaded = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
     load_weights(loaded, folder)
-    made = Engine(loaded, loaded.mesh, device, RolloutConfig(**LIMITS), 5, memory=HostPool(device))
+    made = EmbeddedEngine(loaded, loaded.mesh, device, RolloutConfig(**LIMITS), 5, memory=HostPool(device))
     made.allocate_kv()
     made.submit(long(1))
     steps(made, 5)

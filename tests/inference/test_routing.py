@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, PackedAttention, Parallel, Transformer, load_weights, routing_of
 from tests.helpers import run_ranks
 from tests.inference.engines import checkpoint, engine, generate, generate_brokenly, model, requests, tokens
@@ -117,7 +117,7 @@ def generate_rank(rank, device, folder, parallel):
     config = RolloutConfig(max_length=256, max_seqs=8, max_batch_tokens=64, max_kv_tokens=160)
     network = Transformer(ModelConfig.from_hf(folder), mesh, device, torch.float64)
     load_weights(network, folder)
-    made = Engine(network, mesh, device, config, 5, routing=True)
+    made = EmbeddedEngine(network, mesh, device, config, 5, routing=True)
     made.allocate_kv()
     if rank == 0:
         made.submit(requests(12))

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from fusion.inference import Engine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
@@ -14,7 +14,7 @@ def build(device, folder, parallel, dtype=torch.float32, **rollout):
     config = RolloutConfig(**(dict(max_length=256, max_seqs=8, max_batch_tokens=64) | rollout))
     loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, dtype, batch_invariant=config.batch_invariant)
     load_weights(loaded, folder)
-    made = Engine(loaded, mesh, device, config, seed=5)
+    made = EmbeddedEngine(loaded, mesh, device, config, seed=5)
     made.allocate_kv()
     return made
 

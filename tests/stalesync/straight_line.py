@@ -7,11 +7,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from fusion.inference import Engine, Request
+from fusion.inference import EmbeddedEngine, Request
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights, save_folder
 from fusion.npu import open_device
 from fusion.rewards.arithmetic import arithmetic
-from fusion.training import Sequences, TrainEngine, split_over_ranks
+from fusion.training import EmbeddedTrainEngine, Sequences, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from stalesync.config import Config
 from stalesync.prompts import PromptSource
@@ -30,8 +30,8 @@ def run(config: Config, export: Path) -> list[float]:
     )
     load_weights(policy, config.model.path)
     served.requires_grad_(False)
-    trainer = TrainEngine(policy, mesh, device, config.training, temperature=config.rollout.temperature)
-    engine = Engine(served, mesh, device, config.rollout, config.run.seed)
+    trainer = EmbeddedTrainEngine(policy, mesh, device, config.training, temperature=config.rollout.temperature)
+    engine = EmbeddedEngine(served, mesh, device, config.rollout, config.run.seed)
     source = PromptSource(config.data, tokenizer, config.run.seed)
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
     rewards = []

@@ -10,7 +10,7 @@ import torch
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.huggingface import gather_tensors
 from fusion.offload import StreamedStates
-from fusion.training import AlgorithmConfig, Sequences, TrainEngine, TrainingConfig, split_over_ranks
+from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
 
@@ -65,17 +65,17 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
     return replace(batch, version=3)
 
 
-def make_engine(case: Case, device: Any, **options: Any) -> TrainEngine:
+def make_engine(case: Case, device: Any, **options: Any) -> EmbeddedTrainEngine:
     mesh = Mesh.create(case.layout)
     config = ModelConfig.from_hf(case.checkpoint)
     model = Transformer(config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     load_weights(model, case.checkpoint)
     training = TrainingConfig(**({"lr": 1e-3, "token_budget": 1000} | case.training))
     training.validate()
-    return TrainEngine(model, mesh, device, training, **options)
+    return EmbeddedTrainEngine(model, mesh, device, training, **options)
 
 
-def with_policy(batch: Sequences, engine: TrainEngine) -> Sequences:
+def with_policy(batch: Sequences, engine: EmbeddedTrainEngine) -> Sequences:
     logprobs, _ = engine.logprobs(batch)
     assert batch.behaviour_logprobs is not None and batch.ref_logprobs is not None
     return replace(
@@ -85,7 +85,7 @@ def with_policy(batch: Sequences, engine: TrainEngine) -> Sequences:
     )
 
 
-def my_share(batch: Sequences, engine: TrainEngine) -> Sequences:
+def my_share(batch: Sequences, engine: EmbeddedTrainEngine) -> Sequences:
     share = batch.select(split_over_ranks(batch.lengths, engine.layout().dp)[engine.mesh.dp_rank])
     return with_policy(share, engine)
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 
 from fusion.colocate.frozen.residency import Residency, choose_residency
+from fusion.colocate.frozen.retokenize import Retokenizer
 from fusion.colocate.frozen.scoring import sequence_scores, token_logprobs
-from fusion.colocate.frozen.translate import Translator
-from fusion.colocate.frozen.weights import FrozenWeights, wearing
+from fusion.colocate.frozen.weights import FrozenWeights, computing_with
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.policy import PolicyWeights
@@ -23,11 +23,11 @@ from fusion.model import Buckets, Mesh, ModelConfig, Transformer, load_weights
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
 from fusion.rewards import RewardOutcome
-from fusion.training import Sequences, TrainEngine
+from fusion.training import EmbeddedTrainEngine, Sequences
 
 
 class FrozenRoles:
-    """Made before the trainer, so that its weights can be copied while there is room. ``riding``: the roles' weights
+    """Made before the trainer, so that its weights can be copied while there is room. ``on_host``: the roles' weights
     that wait on this card's host, by name."""
 
     def __init__(
@@ -36,35 +36,35 @@ class FrozenRoles:
         self.spec, self.device, self.meshes, self.policy = spec, device, meshes, policy
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
         self.residency: Residency = "beside"
-        self.riding: dict[str, FrozenWeights] = {}
+        self.on_host: dict[str, FrozenWeights] = {}
         self.reference: Transformer | None = None
         self.reward_model: Transformer | None = None
-        self.translate: Translator | None = None
+        self.retokenize: Retokenizer | None = None
         if meshes.reference is not None:
             self.reference = self._load(spec.model.path, meshes.reference)
         elif rank in spec.deployment.reference:
-            self.riding["reference"] = FrozenWeights(self._copy_of_trainer(), device, pool)
+            self.on_host["reference"] = FrozenWeights(self._copy_of_trainer(), device, pool)
         reward = spec.reward_model
         if meshes.reward_model is not None and reward is not None:
             self.reward_model = self._load(reward.path, meshes.reward_model)
             if policy.train is not None:
-                self.riding["reward_model"] = FrozenWeights(self.reward_model.weights, device, pool)
-            if reward.translate:
-                self.translate = Translator(spec.model.path, reward.path)
+                self.on_host["reward_model"] = FrozenWeights(self.reward_model.weights, device, pool)
+            if reward.retokenize:
+                self.retokenize = Retokenizer(spec.model.path, reward.path)
 
     def settle(self, free_bytes: int) -> None:
         """Decides who stays in HBM, once all of training is there. ``free_bytes``: of the card with least."""
-        needed = sum(frozen.weights.nbytes for frozen in self.riding.values())
+        needed = sum(frozen.weights.nbytes for frozen in self.on_host.values())
         fusion = self.spec.fusion
         self.residency = choose_residency(fusion.deployment, fusion.resident, free_bytes, needed)
         if self.residency == "all":
-            for frozen in self.riding.values():
+            for frozen in self.on_host.values():
                 frozen.stay()
 
     @property
     def needs_room(self) -> bool:
         """Whether roles still come into HBM, in the room the optimizer leaves."""
-        return bool(self.riding) and self.residency != "all"
+        return bool(self.on_host) and self.residency != "all"
 
     @contextmanager
     def reference_in_hbm(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class FrozenRoles:
                 yield
                 return
             assert self.policy.train is not None
-            with wearing(self.policy.train, self.riding["reference"].weights):
+            with computing_with(self.policy.train, self.on_host["reference"].weights):
                 yield
 
     @contextmanager
@@ -81,7 +81,7 @@ class FrozenRoles:
         with self._in_hbm("reward_model"):
             yield
 
-    def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
+    def logprobs(self, sequences: Sequences, trainer: EmbeddedTrainEngine | None) -> torch.Tensor:
         """float32 [N] on the CPU: the reference's log-probability of every response token. In `reference_in_hbm`;
         collective over the reference's mesh, which is the trainer's where it has no cards of its own."""
         if self.reference is None:
@@ -92,7 +92,7 @@ class FrozenRoles:
     def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
         """One outcome a sample (prompt, response), in order. In `reward_model_in_hbm`; collective over its mesh."""
         assert self.reward_model is not None
-        tokens = [self.translate(*s) if self.translate else [*s[0], *s[1]] for s in samples]
+        tokens = [self.retokenize(*s) if self.retokenize else [*s[0], *s[1]] for s in samples]
         longest = self.reward_model.config.max_positions
         fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= longest]
         found = sequence_scores(
@@ -105,11 +105,11 @@ class FrozenRoles:
 
     @contextmanager
     def _in_hbm(self, role: str) -> Iterator[None]:
-        if role not in self.riding:
+        if role not in self.on_host:
             yield
             return
         assert self.policy.train is not None
-        with self.riding[role].in_hbm(self.residency, self.policy.train.weights, self.offloader):
+        with self.on_host[role].in_hbm(self.residency, self.policy.train.weights, self.offloader):
             yield
 
     def _load(self, path: str, mesh: Mesh) -> Transformer:

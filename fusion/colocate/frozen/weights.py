@@ -78,7 +78,7 @@ class FrozenWeights:
 
 
 @contextmanager
-def wearing(model: Transformer, weights: Buckets) -> Iterator[None]:
+def computing_with(model: Transformer, weights: Buckets) -> Iterator[None]:
     """Inside, the model computes with these weights of its own shape; its own stay untouched."""
     own = {name: parameter.data for name, parameter in model.named_parameters()}
     try:

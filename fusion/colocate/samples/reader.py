@@ -13,7 +13,7 @@ from fusion.model import Mesh
 from fusion.rollout.packing import ROUTING
 from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Timeline
-from fusion.training import Sequences, TrainEngine
+from fusion.training import EmbeddedTrainEngine, Sequences
 
 
 class StageReader:
@@ -38,7 +38,10 @@ class StageReader:
             return self.readers[stage].read(ids)
 
     def minibatches(
-        self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], weigh: Callable[[Sequences], Sequences]
+        self,
+        trainer: EmbeddedTrainEngine,
+        minibatches: Sequence[Sequence[str]],
+        weigh: Callable[[Sequences], Sequences],
     ) -> Iterable[Sequences]:
         """This rank's samples of each minibatch, read when it is their turn; or all at once, where each has to know
         what the policy before the first step says of it: its routing, or log-probabilities. One alone needs none.
@@ -53,7 +56,7 @@ class StageReader:
             batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
         return batches
 
-    def _minibatch(self, trainer: TrainEngine, ids: Sequence[str]) -> Sequences:
+    def _minibatch(self, trainer: EmbeddedTrainEngine, ids: Sequence[str]) -> Sequences:
         mesh, algorithm = trainer.mesh, self.spec.algorithm
         of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference and algorithm.kl_in == "loss" else LOSS
         of_experts = (ROUTING,) if algorithm.replay == "rollout" else ()

@@ -67,15 +67,17 @@ class PolicyWeights:
             self._routes[engines] = plan_route(self.spec, self.config, engines)
         return self._routes[engines]
 
-    def to_infer(self, route: Route, beside: bool = False) -> SwitchReport:
+    def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:
         """Carries the weights to the engines of the route. What an engine elsewhere held before is released here.
 
         Args:
-            beside: cards that only generate go on meanwhile, and take the weights into their `Shadow`.
+            while_generating: cards that only generate go on meanwhile, and take the weights into their `StagedWeights`.
         """
         if self.train is None and self.infer is not None:
             self.infer.weights.release()
-        return self.carry(route.to_infer, self.train, self.infer, self.meshes.actor, beside=beside)[0]
+        return self.reshard(
+            route.to_infer, self.train, self.infer, self.meshes.actor, while_generating=while_generating
+        )[0]
 
     def to_train(
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
@@ -91,7 +93,7 @@ class PolicyWeights:
             return None
         group = self.meshes.trainers
         parts = together(group, self.rank, "masters", lambda: self._hosted(plan, masters))
-        return self.carry(plan, self.infer, self.train, group, parts)[0]
+        return self.reshard(plan, self.infer, self.train, group, parts)[0]
 
     def _hosted(self, plan: Plan, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]) -> HostParts:
         if plan not in self._runs:
@@ -101,14 +103,14 @@ class PolicyWeights:
         runs = self._runs[plan]
         return host_parts(runs, masters({run.shard for unit in runs.values() for run in unit}))
 
-    def carry(
+    def reshard(
         self,
         plan: Plan,
         source: Transformer | None,
         target: Transformer | Buckets | None,
         group: dist.ProcessGroup | None,
         host: HostParts = MappingProxyType({}),
-        beside: bool = False,
+        while_generating: bool = False,
     ) -> tuple[SwitchReport, int | None]:
         """One switch by a plan. Also the checksum of the policy where the config asks for one, else None: every layout
         and every engine holds the same, but for targets that are no model, which are summed when one has taken them.
@@ -119,7 +121,9 @@ class PolicyWeights:
         source = source if self.rank in plan.source.ranks else None
         target = target if self.rank in plan.target.ranks else None
         # What lies on a host cannot be read in place by those to whom it is to be passed on.
-        exchange: Kind = "collective" if beside and plan.relays and not self.spec.fusion.double_buffer else "auto"
+        exchange: Kind = (
+            "collective" if while_generating and plan.relays and not self.spec.fusion.double_buffer else "auto"
+        )
         if (plan, target, exchange) not in self._switchers:
             self._switchers[plan, target, exchange] = Switcher(plan, source, target, self.device, group, exchange)
         before = self._checksum(source, group)

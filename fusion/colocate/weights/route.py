@@ -56,7 +56,7 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
     to_train = None
     if shared:
         topology, both = spec.topology or Topology.single_node(), {rank for ranks in spec.engines for rank in ranks}
-        away = spec.masters_away and [rank for rank in deployment.train if rank in both]
+        away = spec.masters_on_host and [rank for rank in deployment.train if rank in both]
         hosted = choose_hosted(inference(shared), train, away, topology) if away else ()
         to_train = plan_switch(inference(shared), train, bucket_bytes, topology, hosted=hosted)
     return Route(deployment, generating, to_infer, to_train)

@@ -32,14 +32,14 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.together import together
 from fusion.colocate.weights.policy import PolicyWeights
 from fusion.colocate.weights.route import Route
-from fusion.colocate.weights.shadow import Shadow
+from fusion.colocate.weights.staged_weights import StagedWeights
 from fusion.ep_switch import SwitchReport
-from fusion.inference import Engine
+from fusion.inference import EmbeddedEngine
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
 from fusion.telemetry import WAIT_WEIGHTS, Metrics, Timeline
 from fusion.telemetry.memory import MIB
-from fusion.training import TrainEngine
+from fusion.training import EmbeddedTrainEngine
 
 T = TypeVar("T")
 
@@ -54,10 +54,10 @@ class PhaseSwitcher:
         rank: int,
         device: Device,
         phases: PhaseMachine,
-        weights: PolicyWeights | Shadow,
+        weights: PolicyWeights | StagedWeights,
         meshes: Meshes,
-        trainer: TrainEngine | None,
-        engine: Engine | None,
+        trainer: EmbeddedTrainEngine | None,
+        engine: EmbeddedEngine | None,
         pool: HostPool,
         metrics: Metrics,
         timeline: Timeline,
@@ -66,7 +66,7 @@ class PhaseSwitcher:
         self.device, self.trainer, self.engine, self.metrics = device, trainer, engine, metrics
         self.timeline = timeline
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
-        self.shadow: Shadow | None = None
+        self.staged: StagedWeights | None = None
         """Of a card that only generates; it is there before the KV cache"""
         self.route: Route | None = None
         """Of the present INFER phase, or the last one."""
@@ -75,13 +75,13 @@ class PhaseSwitcher:
         self.optimizer = trainer.optimizer.tensors() if trainer is not None and moves else {}
         """What leaves the card while it generates."""
 
-    def to_infer(self, version: int, share: InferenceShare, beside: bool = False) -> None:
+    def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
         """The engines of ``share`` hold the trainer's weights, policy ``version``, and the rest of their cards as KV
         cache.
 
         Args:
-            beside: engines on cards that only generate go on meanwhile: these cards take part with a switcher over
-                their `Shadow` and no engine.
+            while_generating: engines on cards that only generate keep decoding: these cards take part with a switcher
+                over their `StagedWeights` and no engine.
 
         Raises:
             BrokenOff, SwitchError: on all cards, if a part failed on any. Where one of them cannot go there from its
@@ -94,7 +94,7 @@ class PhaseSwitcher:
         engine = self.engine if target is Phase.INFER else None
         self._part(actor, "settings", lambda: self._configure(engine, version, share))
         with self._clock("reshard"), self._span("reshard"):
-            self._tell(self.weights.to_infer(self._planned, beside))
+            self._add_metrics(self.weights.to_infer(self._planned, while_generating))
         self._part(actor, "offload", self.offloader.wait)
         self._part(actor, "kv", lambda: self._allocate_kv(engine))
         self.phases.arrive(target)
@@ -109,7 +109,7 @@ class PhaseSwitcher:
         self.phases.begin(Phase.TRAIN)
         self._part(self.meshes.trainers, "kv", self._drop_kv)
         with self._clock("reshard"), self._span("reshard"):
-            self._tell(self.weights.to_train(self._planned, self._masters))
+            self._add_metrics(self.weights.to_train(self._planned, self._masters))
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
@@ -193,16 +193,16 @@ class PhaseSwitcher:
         plan = self._planned.to_infer
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
-    def _configure(self, engine: Engine | None, version: int, share: InferenceShare) -> None:
+    def _configure(self, engine: EmbeddedEngine | None, version: int, share: InferenceShare) -> None:
         # Apart from the taking of memory, in which the ranks of an engine meet: who fails here must not be waited for.
         if engine is not None:
             engine.reconfigure(share.rollout(self.spec.rollout))
             engine.policy_version = version
 
-    def _allocate_kv(self, engine: Engine | None) -> None:
+    def _allocate_kv(self, engine: EmbeddedEngine | None) -> None:
         if engine is not None:
-            if self.shadow is not None:
-                self.shadow.reserve()
+            if self.staged is not None:
+                self.staged.reserve()
             engine.allocate_kv()
 
     def _drop_kv(self) -> None:
@@ -224,7 +224,7 @@ class PhaseSwitcher:
     def _span(self, part: str) -> AbstractContextManager[None]:
         return self.timeline.span(part, f"switch/{part}")
 
-    def _tell(self, report: SwitchReport | None) -> None:
+    def _add_metrics(self, report: SwitchReport | None) -> None:
         if report is None:
             return
         self.metrics.add("switch/bytes_moved_total", report.bytes_moved, rule="sum")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fusion.colocate.frozen.retokenize import Retokenizer, same_tokenizer
 from fusion.colocate.frozen.scoring import sequence_scores
-from fusion.colocate.frozen.translate import Translator, speaks_alike
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from stalesync.prompts import make_tokenizer
 from tests.colocate.cards import tiny_reward_model
@@ -57,15 +57,15 @@ def test_samples_pass_as_they_are_where_both_speak_alike(tmp_path):
     make_tokenizer(tmp_path / "policy")
     make_tokenizer(tmp_path / "same")
     other = _words(tmp_path / "other", ["?", "<end>", "=", "+", *"0123456789"], "<end>")
-    assert speaks_alike(str(tmp_path / "policy"), str(tmp_path / "same"))
-    assert speaks_alike(str(tmp_path / "policy"), str(tmp_path / "nothing"))
-    assert not speaks_alike(str(tmp_path / "policy"), other)
+    assert same_tokenizer(str(tmp_path / "policy"), str(tmp_path / "same"))
+    assert same_tokenizer(str(tmp_path / "policy"), str(tmp_path / "nothing"))
+    assert not same_tokenizer(str(tmp_path / "policy"), other)
 
 
 def test_samples_are_tokenised_again_for_another_tokenizer(tmp_path):
     policy = make_tokenizer(tmp_path / "policy")
     other = _words(tmp_path / "other", ["?", "<end>", "=", "+", *"0123456789"], "<end>")
-    translate = Translator(str(tmp_path / "policy"), other)
+    retokenize = Retokenizer(str(tmp_path / "policy"), other)
     prompt, response = policy("1+2=")["input_ids"], policy("3")["input_ids"]
-    assert translate(prompt, response) == [5, 3, 6, 2, 7]
-    assert translate(prompt, [*response, policy.eos_token_id]) == [5, 3, 6, 2, 7, 1], "its own end token"
+    assert retokenize(prompt, response) == [5, 3, 6, 2, 7]
+    assert retokenize(prompt, [*response, policy.eos_token_id]) == [5, 3, 6, 2, 7, 1], "its own end token"

@@ -1,11 +1,11 @@
 """New weights on a card whose engine goes on with the old ones meanwhile.
 
-    weights thread   ── receive v+1 into the shadow ──┐ all cards of the engine have it
+    weights thread   ── receive v+1 into staging ─────┐ all cards of the engine have it
     engine's thread  decode v  decode v  decode v  …  └─► adopt ─► decode v+1 …
                                                          the pause: one copy into the model, between two steps
 
-The shadow lies in pinned host memory, taken once and kept, or, with ``fusion.double_buffer``, in HBM, where it is there
-whenever the KV cache is sized and so is taken from it.
+The staged weights lie in pinned host memory that is allocated once and kept or, with ``fusion.double_buffer``, in HBM;
+there they are allocated before the KV cache, which gets that much less.
 
 Invariants: the model's weights change in `adopt` alone, and wholly; what is adopted is a version newer than the
 model's, once; where checksums are on, the model sums to what the trainer's weights did.
@@ -50,7 +50,7 @@ class HostBuckets(Buckets):
         self._there.difference_update(self._own(index))
 
 
-class Shadow:
+class StagedWeights:
     """Of the model of ``weights.infer``. What `PolicyWeights` is to a switch, to one that goes on beside the engine."""
 
     def __init__(self, weights: PolicyWeights, device: Device, pool: HostPool, in_hbm: bool):
@@ -71,11 +71,13 @@ class Shadow:
     def route(self, engines: Sequence[int]) -> Route:
         return self._weights.route(engines)
 
-    def to_infer(self, route: Route, beside: bool) -> SwitchReport:
-        """Takes the policy's weights into the shadow. Collective as `PolicyWeights.to_infer`; on a thread apart."""
+    def to_infer(self, route: Route, while_generating: bool) -> SwitchReport:
+        """Receives the policy's weights into staging. Collective as `PolicyWeights.to_infer`; on a separate thread."""
         self._storage.release()
         group = self._weights.meshes.actor
-        report, self._checksum = self._weights.carry(route.to_infer, None, self._storage, group, beside=beside)
+        report, self._checksum = self._weights.reshard(
+            route.to_infer, None, self._storage, group, while_generating=while_generating
+        )
         return report
 
     def to_train(self, *_: object) -> None:
@@ -91,7 +93,7 @@ class Shadow:
         Raises:
             WeightsDiffer: the model sums to another number than the trainer's weights.
         """
-        assert version == self._version, f"policy {version} is to be adopted, the shadow has {self._version}"
+        assert version == self._version, f"policy {version} is to be adopted, staged is {self._version}"
         began = time.perf_counter()
         for mine, new in zip(self._model.weights.flats, self._storage.flats, strict=True):
             mine.copy_(new, non_blocking=True)

@@ -13,7 +13,7 @@ from typing import Any
 TOKENIZER_FILE = "tokenizer_config.json"
 
 
-def speaks_alike(policy: str, reward_model: str) -> bool:
+def same_tokenizer(policy: str, reward_model: str) -> bool:
     """Whether the two folders' tokenizers have the same vocabulary and the same end token."""
     if not (Path(reward_model) / TOKENIZER_FILE).is_file():
         return True
@@ -21,7 +21,7 @@ def speaks_alike(policy: str, reward_model: str) -> bool:
     return mine.get_vocab() == theirs.get_vocab() and mine.eos_token_id == theirs.eos_token_id
 
 
-class Translator:
+class Retokenizer:
     """The policy's tokens as the reward model's. Special tokens are left out of the text, as they mean nothing there;
     where the response ended with the policy's end token, the reward model's own is put behind it."""
 

@@ -45,7 +45,7 @@ def new_weights_arrive(rank, device, spec, versions):
             for flat in model.weights.flats:
                 flat.mul_(1.25)
             sums.append(weights_checksum(model))
-            worker.switch("infer", version, share, beside=True)
+            worker.switch("infer", version, share, while_generating=True)
         dist.barrier()
         return {"sums": sums, "relays": worker.weights.route(share.engines).to_infer.relays}
 
@@ -53,7 +53,7 @@ def new_weights_arrive(rank, device, spec, versions):
         for version in range(1, versions + 1):
             dist.barrier()
             worker.receive(version, share)
-            told.append(worker.arrivals.shadow.pause_s)
+            told.append(worker.receiver.staged.pause_s)
         dist.barrier()
         if worker.engine.mesh.rank == 0:
             worker.pause()
@@ -112,10 +112,10 @@ def tampered(rank, device, spec):
     worker, share = card.worker, InferenceShare.of(spec.rollout, len(spec.engines))
     worker.switch("infer", 0, share)
     if worker.trainer is not None:
-        worker.switch("infer", 1, share, beside=True)
+        worker.switch("infer", 1, share, while_generating=True)
         return
-    arrivals = worker.arrivals
-    arrivals.shadow.expect(1)
-    arrivals._switcher.to_infer(1, share, beside=True)
-    arrivals.shadow._storage.flats[0][0] += 1
-    arrivals.shadow.adopt(1)
+    receiver = worker.receiver
+    receiver.staged.expect(1)
+    receiver._switcher.to_infer(1, share, while_generating=True)
+    receiver.staged._storage.flats[0][0] += 1
+    receiver.staged.adopt(1)

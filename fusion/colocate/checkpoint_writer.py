@@ -22,16 +22,16 @@ import torch.distributed as dist
 from fusion.model import save_folder
 from fusion.npu import Device
 from fusion.offload import HostPool
-from fusion.training import TrainEngine, save_checkpoint
+from fusion.training import EmbeddedTrainEngine, save_checkpoint
 from fusion.training.checkpoint import replace_folder
 
 
-class Saving:
+class CheckpointWriter:
     """Of one card's trainer. ``group``: the cards that train, in their order, for nothing else."""
 
     def __init__(
         self,
-        trainer: TrainEngine,
+        trainer: EmbeddedTrainEngine,
         device: Device,
         pool: HostPool,
         group: dist.ProcessGroup | None,
