@@ -72,7 +72,7 @@ class Collector:
     def settle(self) -> None:
         """Nothing is on an engine, and what was on its way through the queue has arrived and is scored."""
         self._suspend()
-        while self.generation.buffer.of("running"):  # finished, and on their way through the queue
+        while self.generation.buffer.num("running"):  # finished, and on their way through the queue
             self.groups.note(*self.scorer.news(LOOK_S))
         self._judge()
         while self.scorer.unscored:
@@ -122,9 +122,8 @@ class Collector:
     def _admit(self, engines: Sequence[int] | None = None) -> None:
         """Takes up as many groups as the ledger allows, the run has steps left for, and these engines (None: those that
         run) can begin with."""
-        untrained = len(self.ledger.in_flight) + len(self.ledger.finished)
-        wanted = self._steps * self.ledger.expected_groups - untrained
-        most, begun = self.ledger.may_admit(), self.generation.groups_wanted(engines)
+        wanted = self._steps * self.ledger.expected_groups - self.ledger.num_untrained
+        most, begun = self.ledger.may_admit, self.generation.groups_wanted(engines)
         wanted = min(wanted, most, most if begun is None else begun)
         prompts = self.source.next(wanted) if wanted > 0 else []
         self.ledger.admit([prompt.id for prompt in prompts])
@@ -134,25 +133,25 @@ class Collector:
     def _refill(self) -> bool:
         """Whether a step that lacks groups because some were filtered is to go on for others in their place."""
         batch = self.config.data.prompts_per_step
-        wanted = 0 < self.groups.filtered <= MOST_REFILLS * batch and not self.ledger.enough()
-        return wanted and bool(self.ledger.in_flight or self.ledger.may_admit())
+        wanted = 0 < self.groups.filtered <= MOST_REFILLS * batch and not self.ledger.is_enough
+        return wanted and bool(self.ledger.in_flight or self.ledger.may_admit)
 
     def _generate(self) -> None:
         """Until a step's groups are finished, and the oldest that must be trained in this version are among them."""
         samples_of_group = self.groups.size
         heard_s, few = time.perf_counter(), TAIL * self.ledger.expected_groups * samples_of_group
-        while not self.ledger.enough() and (self.ledger.in_flight or self._more_tokens()):
-            sizes = len(self.ledger.ready()), self.ledger.expected_groups
+        while not self.ledger.is_enough and (self.ledger.in_flight or self._more_tokens()):
+            sizes = self.ledger.num_ready, self.ledger.expected_groups
             self.view.phase("generate", *(groups * samples_of_group for groups in sizes))
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
-            tail = len(self.generation.buffer.of("running")) <= few
+            tail = self.generation.buffer.num("running") <= few
             arrived, scored = self.scorer.news(LOOK_S)
             self.groups.note(arrived, scored)
             chunks = self._feed()
             self.cards.check()
             heard_s = time.perf_counter() if arrived or scored or chunks else heard_s
             self.generation.check_alive(time.perf_counter() - heard_s)
-            if self._refill() and self.ledger.may_admit():
+            if self._refill() and self.ledger.may_admit:
                 self._admit()
                 self.generation.hand_over()
             for name, holds in (("wait_older", waits), ("gen_tail", tail)):

@@ -72,7 +72,7 @@ class Generation:
                 self._running[engine] = self._cards.begin_each(calls)
             elif requests:
                 self._cards.on(ranks[:1]).ask(Worker.submit, requests)
-        for engine, ids in self.buffer.left().items():
+        for engine, ids in self.buffer.take_left_kv().items():
             if self._spec.rollout.keeps_kv:
                 self._cards.on(self._spec.engines[engine][:1]).ask(Worker.forget, ids)
 
@@ -84,14 +84,16 @@ class Generation:
     @property
     def hungry(self) -> bool:
         """Whether an engine that runs soon has too little to do, and could get more."""
-        return self._most is not None and any(self.buffer.count(engine) <= self._low for engine in self._running)
+        return self._most is not None and any(
+            self.buffer.num_running_on(engine) <= self._low for engine in self._running
+        )
 
     def groups_wanted(self, engines: Iterable[int] | None = None) -> int | None:
         """Groups that these engines (None: those that run) could begin with now; None: any number."""
         if self._most is None:
             return None
         engines = self._running if engines is None else engines
-        held = len(self.buffer.of("waiting")) + sum(self.buffer.count(engine) for engine in engines)
+        held = self.buffer.num("waiting") + sum(self.buffer.num_running_on(engine) for engine in engines)
         return max(0, -(-(self._most * len(list(engines)) - held) // self._group_size))
 
     def go_on_beside(self, engines: Sequence[int]) -> list[int]:
@@ -129,7 +131,14 @@ class Generation:
         """Returns how many of them have tokens."""
         begun = 0
         for one in suspended:
-            self.buffer.suspend(engine, one.id, one.generated, one.earlier, one.versions, one.kv_rank)
+            self.buffer.suspend(
+                engine,
+                one.id,
+                generated=one.generated,
+                earlier=one.earlier,
+                versions=one.versions,
+                kv_rank=one.kv_rank,
+            )
             begun += one.generated > 0
         return begun
 
@@ -148,7 +157,7 @@ class Generation:
             self._said_s = min(self._said_s, silent_s)
             return
         self._said_s = silent_s
-        held = {engine: sum(one.engine == engine for one in self.buffer.of("running")) for engine in self._running}
+        held = {engine: self.buffer.num_running_on(engine) for engine in self._running}
         told = ", ".join(f"engine {n} (ranks {list(self._spec.engines[n])}) has {held[n]} samples" for n in held)
         if silent_s > self._cards.timeout_s:
             hangs = self._cards.describe_unresponsive([rank for n in held for rank in self._spec.engines[n]])

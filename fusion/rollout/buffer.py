@@ -1,24 +1,32 @@
-"""The requests of all groups that are under way, and which engine has which. Pure; holds no token.
+"""The requests of all groups under way, and which engine has which. Pure; holds no token.
 
-    add ──► waiting ──dispatch──► on an engine ──finish──► finished, until its group leaves
+    add ──► waiting ──dispatch──► running on an engine ──finish──► finished, until its group is removed
                ▲                      │
-               └───── suspend ────────┘   what it has so far is named by `earlier`; at a chunk's end, or for a while
+               └───── suspend ────────┘   what it has generated is named by `earlier`; at a chunk's end, or by a pause
 
 The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and one that was cut short may
-go on anywhere.
+be resumed on any engine.
+
+A suspended request whose KV an engine has returns to that engine, oldest first, unless the engine has its even share of
+all load already or, where dispatch is bounded, as many requests as it may have. It never waits for that engine: where
+the engine does not run, the request is resumed elsewhere and leaves its KV behind, which `take_left_kv` reports once.
+Where KV is is in no `state_dict`.
+
+Cost, for n requests under way and E engines to dispatch to: `finish` and `suspend` O(log n); `dispatch`
+O(E + d (log n + log E)) for d requests that it dispatches; counts O(1). No method but `of` and `state_dict` visits all
+requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
-what was generated is never less than before; a group leaves as a whole; `state_dict` and back is the same buffer with
-nothing on an engine. A suspended request whose KV an engine has goes back there, oldest first, unless that engine has
-its even share of all load already, or, where engines get no more than ``most``, so many; it never waits for it: where
-that engine does not run, it goes on elsewhere and leaves its KV, which `left` tells once. Where KV is is in no
-`state_dict`.
+its number of generated tokens never decreases; a group is removed as a whole; a buffer restored from `state_dict` is
+the same buffer with nothing on an engine.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from fusion.rollout.router import assign_groups
@@ -28,9 +36,12 @@ State = Literal["waiting", "running", "finished"]
 
 @dataclass
 class Entry:
-    """One request. ``max_tokens``: of its whole response; ``earlier``: where its tokens so far are kept, "" for none;
-    ``oldest``, ``newest``: policy versions of its tokens so far, -1 for none; ``kv``: engine and attention rank that
-    have its KV."""
+    """One request.
+
+    ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
+    ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
+    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV.
+    """
 
     id: str
     group: str
@@ -42,130 +53,115 @@ class Entry:
     earlier: str = ""
     oldest: int = -1
     newest: int = -1
-    suspensions: int = 0
     kv: tuple[int, int] | None = None
+
+    @property
+    def load(self) -> int:
+        """Tokens an engine has to process to begin or resume it, as far as they are known."""
+        return self.prompt_tokens + self.generated
 
 
 class RequestBuffer:
-    """Groups in the order in which they were added: the oldest come first wherever there is a choice."""
+    """Requests by group, in the order in which groups were added: the oldest come first wherever there is a choice."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, list[Entry]] = {}
-        self._left: dict[int, list[str]] = {}
+        self._left_kv: dict[int, list[str]] = {}
+        self._position: dict[str, int] = {}
+        """Request id → its place in the order of all requests ever added"""
+        self._added = 0
+        self._waiting: list[tuple[int, str]] = []
+        """A heap by position. It may also hold requests of groups that were removed."""
+        self._count: Counter[State] = Counter()
+        self._running_count: Counter[int] = Counter()
+        """Engine → requests that it has; `_running_load` their tokens"""
+        self._running_load: Counter[int] = Counter()
 
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
-        assert group not in self._groups, f"group {group!r} is there already"
-        self._groups[group] = [Entry(id, group, prompt_tokens, max_tokens) for id in ids]
-        self.entries |= {entry.id: entry for entry in self._groups[group]}
+        """Adds a group of requests, which wait from now on."""
+        assert group not in self._groups, f"group {group!r} was added before"
+        for id in ids:
+            self._insert(Entry(id, group, prompt_tokens, max_tokens))
 
     def of(self, state: State) -> list[Entry]:
-        """Requests in this state, oldest group first."""
+        """Returns all requests in this state, oldest group first."""
         return [entry for entry in self.entries.values() if entry.state == state]
 
-    def dispatch(self, engines: Sequence[int], most: int | None = None) -> dict[int, list[Entry]]:
-        """Gives waiting requests to engines; returns those of each. Without ``most`` all of them: those with KV to
-        the engine that has it as far as loads stay even, the others of a group together, the least loaded engine
-        first. With it, oldest first until every engine has so many: what waits here may still go anywhere."""
-        chosen = self._deal(engines) if most is None else self._fill({n: most - self.count(n) for n in engines})
-        found: dict[int, list[Entry]] = {engine: [] for engine in engines}
-        for id, engine in chosen.items():
-            entry = self.entries[id]
-            found[engine].append(entry)
-            entry.state, entry.engine = "running", engine
-            if entry.kv and entry.kv[0] != engine:
-                self._left.setdefault(entry.kv[0], []).append(id)
-                entry.kv = None
-        return found
+    def num(self, state: State) -> int:
+        """Counts requests in this state."""
+        return self._count[state]
 
-    def left(self) -> dict[int, list[str]]:
-        """By engine, the requests that have gone elsewhere since this was asked last and left their KV there."""
-        left, self._left = self._left, {}
+    def num_running_on(self, engine: int) -> int:
+        """Counts requests that an engine has."""
+        return self._running_count[engine]
+
+    def dispatch(self, engines: Sequence[int], max_requests: int | None = None) -> dict[int, list[Entry]]:
+        """Assigns waiting requests to engines; returns the assigned ones by engine, in the order of all.
+
+        Without ``max_requests`` all are assigned: those with KV to the engine that has it as far as loads stay even,
+        the others of a group together, to the least loaded engine. With it they are assigned oldest first until every
+        engine has that many: what waits here may still go anywhere.
+        """
+        assigned = self._assign_all(engines) if max_requests is None else self._fill(engines, max_requests)
+        by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
+        for entry, engine in assigned:
+            by_engine[engine].append(entry)
+            self._start(entry, engine)
+        return by_engine
+
+    def take_left_kv(self) -> dict[int, list[str]]:
+        """Returns, by engine, the requests that were resumed elsewhere since the last call and left their KV there."""
+        left, self._left_kv = self._left_kv, {}
         return left
-
-    def count(self, engine: int) -> int:
-        """Requests that an engine has."""
-        return sum(entry.engine == engine for entry in self.of("running"))
-
-    def _fill(self, room: dict[int, int]) -> dict[str, int]:
-        """Waiting request → engine, as far as there is ``room`` by engine: where its KV is, else where its sibling has
-        just gone, else where most is."""
-        chosen: dict[str, int] = {}
-        before: dict[str, int] = {}
-        for entry in self.of("waiting"):
-            widest = max(room, key=lambda engine: room[engine])
-            if room[widest] <= 0:
-                break
-            wish = entry.kv[0] if entry.kv else before.get(entry.group, widest)
-            engine = wish if room.get(wish, 0) > 0 else widest
-            chosen[entry.id] = before[entry.group] = engine
-            room[engine] -= 1
-        return chosen
-
-    def _deal(self, engines: Sequence[int]) -> dict[str, int]:
-        loads = {engine: 0 for engine in engines}
-        for entry in self.of("running"):
-            if entry.engine in loads:
-                loads[entry.engine] += self._load(entry)
-        chosen = self._go_back(loads)
-        waiting: dict[str, list[Entry]] = {}
-        for entry in self.of("waiting"):
-            if entry.id not in chosen:
-                waiting.setdefault(entry.group, []).append(entry)
-        load_by_group = {group: sum(map(self._load, members)) for group, members in waiting.items()}
-        dealt = assign_groups(load_by_group, list(loads.values()))
-        for engine, groups in zip(engines, dealt, strict=True):
-            chosen |= {entry.id: engine for group in groups for entry in waiting[group]}
-        return {entry.id: chosen[entry.id] for entry in self.of("waiting")}
-
-    def _go_back(self, loads: dict[int, int]) -> dict[str, int]:
-        """The engine of each waiting request that returns to its KV; adds them to ``loads`` by engine."""
-        waiting = self.of("waiting")
-        total, chosen = sum(loads.values()) + sum(map(self._load, waiting)), {}
-        for entry in waiting:
-            home = entry.kv[0] if entry.kv else None
-            if home in loads and loads[home] * len(loads) < total:
-                chosen[entry.id] = home
-                loads[home] += self._load(entry)
-        return chosen
 
     def suspend(
         self,
         engine: int,
         id: str,
+        *,
         generated: int,
         earlier: str,
         versions: tuple[int, int] | None,
         kv_rank: int | None = None,
     ) -> None:
-        """An engine has let go of a request. ``versions``: of its oldest and newest token; None: nothing was added.
-        ``kv_rank``: the attention rank at which the engine has its KV; None: it has not."""
+        """Returns a request from an engine to the waiting ones.
+
+        Args:
+            generated: tokens so far.
+            earlier: the queue's row that holds them.
+            versions: of its oldest and newest token; None: nothing was added.
+            kv_rank: the attention rank at which the engine keeps its KV; None: it does not.
+        """
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
-        entry.state, entry.engine = "waiting", None
+        self._stop(entry, "waiting")
         entry.generated, entry.earlier = generated, earlier
         entry.kv = None if kv_rank is None else (engine, kv_rank)
-        entry.suspensions += generated > 0
         if versions is not None:
             entry.oldest, entry.newest = versions
+        heapq.heappush(self._waiting, (self._position[id], id))
 
     def finish(self, id: str, generated: int) -> Entry:
+        """Marks a request finished, with this many tokens."""
         entry = self.entries[id]
         assert entry.state == "running", f"request {id!r} is {entry.state}"
-        entry.state, entry.engine, entry.generated, entry.earlier = "finished", None, generated, ""
-        entry.kv = None
+        self._stop(entry, "finished")
+        entry.generated, entry.earlier, entry.kv = generated, "", None
         return entry
 
     def is_finished(self, group: str) -> bool:
+        """Whether all requests of a group are finished."""
         return all(entry.state == "finished" for entry in self._groups[group])
 
     def remove(self, group: str) -> list[Entry]:
-        """The group has ended, or all of it is somebody else's. Returns its requests."""
+        """Removes a group, none of whose requests is on an engine; returns its requests."""
         members = self._groups.pop(group)
         for entry in members:
             assert entry.state != "running", f"request {entry.id!r} is still on engine {entry.engine}"
-            del self.entries[entry.id]
+            self._count[entry.state] -= 1
+            del self.entries[entry.id], self._position[entry.id]
         return members
 
     @property
@@ -177,16 +173,97 @@ class RequestBuffer:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Plain JSON. Nothing is on an engine."""
-        assert not self.of("running"), "engines are suspended before the buffer is saved"
+        assert not self.num("running"), "engines are suspended before the buffer is saved"
         return [asdict(entry) | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
-        for fields in state:
-            entry = Entry(**fields)
-            self.entries[entry.id] = entry
-            self._groups.setdefault(entry.group, []).append(entry)
+        """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
+        known = {field.name for field in fields(Entry)}
+        for entry in state:
+            self._insert(Entry(**{key: value for key, value in entry.items() if key in known}))
 
-    @staticmethod
-    def _load(entry: Entry) -> int:
-        """Tokens an engine will have to look at, as far as they are known."""
-        return entry.prompt_tokens + entry.generated
+    def _insert(self, entry: Entry) -> None:
+        self.entries[entry.id] = entry
+        self._groups.setdefault(entry.group, []).append(entry)
+        self._position[entry.id] = self._added
+        self._added += 1
+        self._count[entry.state] += 1
+        if entry.state == "waiting":
+            heapq.heappush(self._waiting, (self._position[entry.id], entry.id))
+
+    def _start(self, entry: Entry, engine: int) -> None:
+        self._count["waiting"] -= 1
+        self._count["running"] += 1
+        self._running_count[engine] += 1
+        self._running_load[engine] += entry.load
+        entry.state, entry.engine = "running", engine
+        if entry.kv and entry.kv[0] != engine:
+            self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
+            entry.kv = None
+
+    def _stop(self, entry: Entry, state: State) -> None:
+        assert entry.engine is not None
+        self._count["running"] -= 1
+        self._count[state] += 1
+        self._running_count[entry.engine] -= 1
+        self._running_load[entry.engine] -= entry.load
+        entry.state, entry.engine = state, None
+
+    def _next_waiting(self) -> Entry | None:
+        """Takes the oldest waiting request out of the heap."""
+        while self._waiting:
+            position, id = heapq.heappop(self._waiting)
+            if self._position.get(id) == position:
+                return self.entries[id]
+        return None
+
+    def _fill(self, engines: Sequence[int], max_requests: int) -> list[tuple[Entry, int]]:
+        """Assigns waiting requests as far as there is room: where its KV is, else where its sibling has just gone, else
+        where most room is (of several engines the first)."""
+        room = {engine: max_requests - self._running_count[engine] for engine in engines}
+        place = {engine: place for place, engine in enumerate(engines)}
+        widest_first = [(-room[engine], place[engine], engine) for engine in engines]
+        heapq.heapify(widest_first)
+        assigned: list[tuple[Entry, int]] = []
+        engine_of_sibling: dict[str, int] = {}
+        while widest_first:
+            widest_room, _, widest = widest_first[0]
+            if -widest_room != room[widest]:  # an older item of an engine that has been assigned to since
+                heapq.heappop(widest_first)
+                continue
+            if room[widest] <= 0 or (entry := self._next_waiting()) is None:
+                break
+            wish = entry.kv[0] if entry.kv else engine_of_sibling.get(entry.group, widest)
+            engine = wish if room.get(wish, 0) > 0 else widest
+            assigned.append((entry, engine))
+            engine_of_sibling[entry.group] = engine
+            room[engine] -= 1
+            heapq.heappush(widest_first, (-room[engine], place[engine], engine))
+        return assigned
+
+    def _assign_all(self, engines: Sequence[int]) -> list[tuple[Entry, int]]:
+        """Assigns all waiting requests."""
+        waiting: list[Entry] = []
+        while (entry := self._next_waiting()) is not None:
+            waiting.append(entry)
+        loads = {engine: self._running_load[engine] for engine in engines}
+        engine_of = self._return_to_kv(waiting, loads)
+        groups: dict[str, list[Entry]] = {}
+        for entry in waiting:
+            if entry.id not in engine_of:
+                groups.setdefault(entry.group, []).append(entry)
+        load_by_group = {group: sum(entry.load for entry in members) for group, members in groups.items()}
+        for engine, names in zip(engines, assign_groups(load_by_group, list(loads.values())), strict=True):
+            engine_of |= {entry.id: engine for group in names for entry in groups[group]}
+        return [(entry, engine_of[entry.id]) for entry in waiting]
+
+    def _return_to_kv(self, waiting: Sequence[Entry], loads: dict[int, int]) -> dict[str, int]:
+        """Returns the engine of each waiting request that goes back to its KV; adds them to ``loads`` by engine."""
+        total = sum(loads.values()) + sum(entry.load for entry in waiting)
+        engine_of: dict[str, int] = {}
+        for entry in waiting:
+            home = entry.kv[0] if entry.kv else None
+            if home in loads and loads[home] * len(loads) < total:
+                engine_of[entry.id] = home
+                loads[home] += entry.load
+        return engine_of

@@ -72,12 +72,12 @@ def test_an_engine_that_runs_ahead_gets_what_it_can_begin_with_and_more_when_it_
     made.admit([Prompt(name, (1,), "", "") for name in "cdefg"])
     assert made.groups_wanted([0, 1]) == 0 and made.hungry
     made.hand_over()
-    assert [made.buffer.count(engine) for engine in (0, 1)] == [6, 6] and len(made.buffer.of("waiting")) == 2
+    assert [made.buffer.num_running_on(engine) for engine in (0, 1)] == [6, 6] and len(made.buffer.of("waiting")) == 2
     assert not made.hungry and {name for name, _ in cards.begun} == {"generate", "submit"}
     made.buffer.finish("a/0", 3)
     assert made.hungry
     made.hand_over()
-    assert made.buffer.count(0) == 6 and len(made.buffer.of("waiting")) == 1
+    assert made.buffer.num_running_on(0) == 6 and len(made.buffer.of("waiting")) == 1
 
 
 def test_what_ends_with_its_chunk_goes_on_where_its_kv_is_or_where_there_is_room(monkeypatch):

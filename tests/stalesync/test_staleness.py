@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stalesync.staleness import StalenessLedger
+from tests.stalesync.plain_ledger import plain_enough, plain_may_advance, plain_ready
 
 
 @settings(max_examples=40, deadline=None)
@@ -17,13 +18,13 @@ def test_a_random_schedule_keeps_the_bound_and_loses_nothing(max_staleness, grou
     admitted = 0
     for _ in range(120):
         actions = []
-        if ledger.may_admit():
+        if ledger.may_admit:
             actions.append("admit")
         if ledger.in_flight:
             actions += ["finish", "fail"]
         if ledger.ready():
             actions += ["train", "filter"]
-        if ledger.may_advance() and (ledger.trained_now or random.random() < 0.2):
+        if ledger.may_advance and (ledger.trained_now or random.random() < 0.2):
             actions.append("advance")
         assert actions, "deadlock"
         match random.choice(actions):
@@ -40,6 +41,7 @@ def test_a_random_schedule_keeps_the_bound_and_loses_nothing(max_staleness, grou
                 ledger.train(ledger.ready()[: random.randint(1, groups_per_step)])
             case "advance":
                 ledger.advance()
+        _check_answers(ledger)
         assert max(ledger.ages, default=0) <= max_staleness
         assert sum(ledger.ended.values()) + len(ledger.in_flight) + len(ledger.finished) == admitted
 
@@ -51,8 +53,8 @@ def test_steps_of_so_many_tokens_keep_the_bound_and_are_no_larger_than_they_must
     admitted, sizes = 0, []
     longest = random.choice([2, 10, 60])
     for _ in range(150):
-        assert (ledger.may_admit() > 0) or ledger.in_flight or ledger.finished, "deadlock"
-        if (count := ledger.may_admit()) and random.random() < 0.6:
+        assert (ledger.may_admit > 0) or ledger.in_flight or ledger.finished, "deadlock"
+        if (count := ledger.may_admit) and random.random() < 0.6:
             groups = [f"g{admitted + k}" for k in range(random.randint(1, count))]
             ledger.admit(groups)
             admitted += len(groups)
@@ -68,9 +70,16 @@ def test_steps_of_so_many_tokens_keep_the_bound_and_are_no_larger_than_they_must
             ledger.train(ready)
             ledger.advance()
         ledger = _through_json(ledger)
+        _check_answers(ledger)
         assert max(ledger.ages, default=0) <= bound and max(sizes, default=0) <= most
         assert sum(ledger.ended.values()) + len(ledger.in_flight) + len(ledger.finished) == admitted
         assert ledger.tokens.keys() == ledger.finished.keys()
+
+
+def _check_answers(ledger):
+    assert ledger.ready() == plain_ready(ledger) and ledger.num_ready == len(ledger.ready())
+    assert ledger.enough() == plain_enough(ledger) and ledger.is_enough == bool(ledger.enough())
+    assert ledger.may_advance == plain_may_advance(ledger)
 
 
 def _check_minimal(ledger, chosen):
@@ -80,9 +89,9 @@ def _check_minimal(ledger, chosen):
     fewer = copy.deepcopy(ledger)
     fewer.train(chosen[:-1])
     lacks = held - ledger.tokens[chosen[-1]] < ledger.tokens_per_step
-    assert lacks or not fewer.may_advance(), "smaller would have done"
+    assert lacks or not fewer.may_advance, "smaller would have done"
     fewer.train(chosen[-1:])
-    assert fewer.may_advance()
+    assert fewer.may_advance
 
 
 def _through_json(ledger):
@@ -95,7 +104,7 @@ def _through_json(ledger):
 def test_where_groups_hold_what_a_quarter_of_a_step_needs_steps_are_of_four(bound):
     ledger, sizes = StalenessLedger(bound, 16, 100), []
     for version in range(8):
-        ledger.admit([f"{version}-{k}" for k in range(ledger.may_admit())])
+        ledger.admit([f"{version}-{k}" for k in range(ledger.may_admit)])
         while not (chosen := ledger.enough()):
             ledger.finish(next(iter(ledger.in_flight)), 25)
         sizes.append(len(chosen))
@@ -118,17 +127,17 @@ def test_older_groups_make_a_step_larger_than_its_tokens_ask_for():
 
 def test_at_zero_a_version_admits_its_own_batch_and_waits_for_all_of_it():
     ledger = StalenessLedger(0, 3)
-    assert ledger.may_admit() == 3
+    assert ledger.may_admit == 3
     ledger.admit(["a", "b", "c"])
-    assert ledger.may_admit() == 0
+    assert ledger.may_admit == 0
     for group in ("a", "b"):
         ledger.finish(group)
     ledger.train(["a", "b"])
-    assert not ledger.may_advance() and ledger.may_admit() == 0
+    assert not ledger.may_advance and ledger.may_admit == 0
     ledger.fail("c", "timeout")
-    assert ledger.may_admit() == 1, "a failed group gives its place back"
+    assert ledger.may_admit == 1, "a failed group gives its place back"
     assert ledger.advance() == 1
-    assert ledger.may_admit() == 3
+    assert ledger.may_admit == 3
     assert dict(ledger.ended) == {"trained": 2, "failed:timeout": 1} and dict(ledger.ages) == {0: 2}
 
 
@@ -140,7 +149,7 @@ def test_a_group_is_not_trained_twice_nor_past_its_age():
     with pytest.raises(KeyError):
         ledger.train(["a"])
     ledger.advance()
-    assert not ledger.may_advance(), "b would be two versions old"
+    assert not ledger.may_advance, "b would be two versions old"
     ledger.finish("b")
     ledger.train(ledger.ready())
     assert ledger.ages[1] == 1
@@ -149,7 +158,7 @@ def test_a_group_is_not_trained_twice_nor_past_its_age():
 def test_both_gates_close_exactly_where_a_group_could_no_longer_be_trained_in_time():
     ledger = StalenessLedger(1, 1)
     ledger.admit(["a", "b"])
-    assert not ledger.may_advance(), "one place a version: a and b would both need the last one"
+    assert not ledger.may_advance, "one place a version: a and b would both need the last one"
     ledger.finish("a")
     ledger.train(ledger.ready())
     ledger.advance()
