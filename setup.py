@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["fusion*", "stalesync*", "distqueue*"]),
-    package_data={"fusion.npu.emulator": ["*.cpp", "*.h"]},
+    package_data={"": ["*.pyi"], "fusion.npu.emulator": ["*.cpp", "*.h"]},
     install_requires=[
         "torch>=2.9,<2.14",
         "numpy",
@@ -23,6 +23,7 @@ setup(
         "tensorboard",
         "rich>=14.1",
         "pyyaml",
+        "lazy_loader>=0.6",
     ],
     extras_require={"test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"]},
 )

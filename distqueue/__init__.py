@@ -30,22 +30,6 @@ it is freed when every task has acknowledged it ("done"), or by `drop` ("dropped
     batch = queue.get("train", ["tokens", "reward"], count=512, whole_groups=True)
 """
 
-from distqueue.client import DistQueue
-from distqueue.column import Column
-from distqueue.config import QueueOptions
-from distqueue.core import QueueClosed, QueueDrained
-from distqueue.local import LocalQueue
-from distqueue.packed import PackedBatch
-from distqueue.stream import QueueDataset, stream
+import lazy_loader
 
-__all__ = [
-    "Column",
-    "DistQueue",
-    "LocalQueue",
-    "PackedBatch",
-    "QueueClosed",
-    "QueueDataset",
-    "QueueDrained",
-    "QueueOptions",
-    "stream",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
 from fusion.colocate.spec import engine_size
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.pace import Pace
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
@@ -22,6 +22,9 @@ from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.prompts.config import DataConfig
+
+if TYPE_CHECKING:
+    from fusion.costmodel.pace import Pace
 
 
 @dataclass
@@ -125,6 +128,8 @@ class Config:
     @property
     def pace(self) -> Pace | None:
         """What emulated cards take the time of."""
+        from fusion.costmodel.pace import Pace
+
         return Pace.load(self.device, self.cluster.hardware)
 
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:

@@ -7,8 +7,6 @@ payload, no clock of its own: `LocalQueue` and the queue's actor drive the same 
     stats, state: report.py
 """
 
-from distqueue.core.errors import QueueClosed, QueueDrained
-from distqueue.core.queue import QueueCore
-from distqueue.core.readers import Share
+import lazy_loader
 
-__all__ = ["QueueClosed", "QueueCore", "QueueDrained", "Share"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

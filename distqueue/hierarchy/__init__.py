@@ -9,6 +9,6 @@ The leader is rank 0 of the group.
     tree.py        who passes on what to whom, and what that saves: pure
 """
 
-from distqueue.hierarchy.reader import GroupReader, Received
+import lazy_loader
 
-__all__ = ["GroupReader", "Received"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

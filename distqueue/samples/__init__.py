@@ -11,7 +11,6 @@ state.py ──┴─ a row is a slot of pages.py, and each table has its fields
    segments.py   where the payload of a column lies        endings.py  how samples ended, the last ones by id
 """
 
-from distqueue.samples.face import Ended, Span, Taken, Want
-from distqueue.samples.table import SampleTable
+import lazy_loader
 
-__all__ = ["Ended", "SampleTable", "Span", "Taken", "Want"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,27 +14,6 @@
 A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls it in its own process.
 """
 
-from fusion.colocate.deployment import Deployment, Role, deploy
-from fusion.colocate.phases import Phase, PhaseError, PhaseMachine
-from fusion.colocate.share import InferenceShare
-from fusion.colocate.spec import RewardModelSpec, WorkerSpec, engine_size
-from fusion.colocate.stages import OutOfMemory, StageReport
-from fusion.colocate.together import BrokenOff
-from fusion.colocate.worker import Worker
+import lazy_loader
 
-__all__ = [
-    "BrokenOff",
-    "Deployment",
-    "InferenceShare",
-    "OutOfMemory",
-    "Phase",
-    "PhaseError",
-    "PhaseMachine",
-    "RewardModelSpec",
-    "Role",
-    "StageReport",
-    "Worker",
-    "WorkerSpec",
-    "deploy",
-    "engine_size",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

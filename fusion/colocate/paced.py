@@ -24,7 +24,7 @@ from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
 from fusion.training import EmbeddedTrainEngine, Sequences
-from fusion.training.algorithms import Loss
+from fusion.training.loss import Loss
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-
-import torch
+from typing import TYPE_CHECKING
 
 from fusion.colocate.deployment import Deployment
-from fusion.costmodel.pace import Pace
 from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.model.options import ModelOptions
-from fusion.npu import DeviceConfig
+from fusion.npu.config import DeviceConfig
 from fusion.training.config import AlgorithmConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from fusion.costmodel.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class WorkerSpec:
     def masters_on_host(self) -> bool:
         """Whether cards that train and generate have float32 masters of their weights, and those on the host while
         they generate."""
-        return self.fusion.offload != "none" and self.model.torch_dtype != torch.float32
+        return self.fusion.offload != "none" and self.model.dtype != "float32"
 
     @property
     def temperature(self) -> float:

@@ -13,32 +13,6 @@
 Pure: no device, no process group, nothing of a checkpoint but its shape.
 """
 
-from fusion.costmodel.layouts import layout_text, parse_layout
-from fusion.costmodel.memory import Memory, memory
-from fusion.costmodel.search import Estimate, Ranking, estimate, rank
-from fusion.costmodel.setup import Setup, Workload
-from fusion.costmodel.shape import Shape, boxes
-from fusion.costmodel.switch_time import Switch, published, to_infer, to_train
-from fusion.costmodel.traffic import Side, Traffic, traffic
+import lazy_loader
 
-__all__ = [
-    "Estimate",
-    "Memory",
-    "Ranking",
-    "Setup",
-    "Shape",
-    "Side",
-    "Switch",
-    "Traffic",
-    "Workload",
-    "boxes",
-    "estimate",
-    "layout_text",
-    "memory",
-    "parse_layout",
-    "published",
-    "rank",
-    "to_infer",
-    "to_train",
-    "traffic",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -17,29 +17,6 @@
 Every rank makes the same plan from the same two layouts; nothing but weights (and, if asked, checksums) travels.
 """
 
-from fusion.ep_switch.checksum import weights_checksum
-from fusion.ep_switch.config import FusionConfig
-from fusion.ep_switch.layout import Layout, Place, shared_units
-from fusion.ep_switch.moves import Move, Round, Step
-from fusion.ep_switch.plan import Plan, plan_switch
-from fusion.ep_switch.topology import Topology
-from fusion.ep_switch.transfer import Failure, Switcher, SwitchError, SwitchReport, execute
+import lazy_loader
 
-__all__ = [
-    "Failure",
-    "FusionConfig",
-    "Layout",
-    "Move",
-    "Place",
-    "Plan",
-    "Round",
-    "Step",
-    "SwitchError",
-    "SwitchReport",
-    "Switcher",
-    "Topology",
-    "execute",
-    "plan_switch",
-    "shared_units",
-    "weights_checksum",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -21,8 +21,6 @@ Its place for what comes: a decode that verifies a draft is a chunk whose rows a
 back goes by block names (`blocks`), which are the same in every process.
 """
 
-from fusion.inference.config import RolloutConfig
-from fusion.inference.engine import EmbeddedEngine
-from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+import lazy_loader
 
-__all__ = ["EmbeddedEngine", "FinishReason", "Output", "Request", "RolloutConfig", "SamplingParams"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

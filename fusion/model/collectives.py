@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.model.parallel import Mesh
+from fusion.model.mesh import Mesh
 
 
 def shard_sizes(rows: int, ranks: int) -> list[int]:

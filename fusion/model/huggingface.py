@@ -17,12 +17,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusion.model.config import ModelConfig, read_json
+from fusion.model.folder import INDEX, SINGLE, tensor_files
 from fusion.model.table import LocalParam, Part, global_params, local_params
 from fusion.model.transformer import Transformer
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,7 +38,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         ValueError: a tensor is missing or has another shape than `config.json` implies (named).
     """
     folder = Path(folder)
-    files, shapes = _tensor_files(folder), global_params(model.config)
+    files, shapes = tensor_files(folder), global_params(model.config)
     with ExitStack() as stack, torch.no_grad():
         opened: dict[str, object] = {}
         for param in model.table:
@@ -58,18 +56,6 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
                         f"config.json implies {list(shapes[part.name])}"
                     )
                 part.view(view).copy_(stored[tuple(slice(start, stop) for start, stop in part.region)])
-
-
-def check_folder(folder: str | Path, config: ModelConfig) -> None:
-    """Reads the index only: what `load_weights` would refuse for a tensor that is missing, before any worker starts.
-
-    Raises:
-        ValueError: no weights, or a tensor is missing (named).
-    """
-    files = _tensor_files(Path(folder))
-    for name in global_params(config):
-        if name not in files:
-            raise ValueError(f"model.path: {folder} lacks the tensor {name!r}")
 
 
 def save_folder(
@@ -186,12 +172,3 @@ class _ShardWriter:
         if count > 1:
             index_json = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
             (self.folder / INDEX).write_text(json.dumps(index_json, indent=2) + "\n")
-
-
-def _tensor_files(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).is_file():
-        return read_json(folder / INDEX)["weight_map"]
-    if not (folder / SINGLE).is_file():
-        raise ValueError(f"model.path: {folder} holds neither {SINGLE} nor {INDEX}")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE)

@@ -20,7 +20,7 @@ from torch import nn
 from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
 from fusion.model.config import ModelConfig
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
-from fusion.model.parallel import Mesh
+from fusion.model.mesh import Mesh
 from fusion.model.replay import Forced, Routed
 from fusion.npu.ops import grouped_linear
 

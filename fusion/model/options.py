@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass
@@ -18,11 +20,13 @@ class ModelOptions:
 
     def validate(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"model.dtype={self.dtype!r}: expected one of {list(DTYPES)}")
+            raise ValueError(f"model.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        import torch
+
+        return getattr(torch, self.dtype)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fusion.model.collectives import gather_rows, shard_sizes
-from fusion.model.parallel import Mesh
+from fusion.model.mesh import Mesh
 
 
 class Routed(NamedTuple):

@@ -33,11 +33,14 @@ tensor belongs to exactly one part.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-import torch
+from math import prod
+from typing import TYPE_CHECKING
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
+
+if TYPE_CHECKING:
+    import torch
 
 Box = tuple[tuple[int, int], ...]
 """One (start, stop) a dimension."""
@@ -80,7 +83,7 @@ class LocalParam:
 
     @property
     def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
+        return prod(self.shape)
 
     def cut(self, max_numel: int) -> list[LocalParam]:
         """The tensor as blocks of rows of at most ``max_numel`` elements; itself where it fits or is a vector."""

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
 from fusion.model.config import ModelConfig
 from fusion.model.matrix import Weights, blocks_of, parameter, project
+from fusion.model.mesh import Mesh
 from fusion.model.moe import MoE
-from fusion.model.parallel import Mesh
 from fusion.model.replay import Forced, Replay, Routed
 from fusion.model.table import Placement, local_params
 from fusion.model.weights import Buckets, plan_units, unit_bytes

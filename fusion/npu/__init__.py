@@ -13,9 +13,6 @@ pacer.py makes an emulated card take as long for its steps as the card it stands
 No other room asks which device it is. Nothing is built or initialised by importing this package.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from fusion.npu.config import DeviceConfig
-from fusion.npu.device import HANDLE_BYTES, OWNERS, Device, Memory, open_device
-
-__all__ = ["HANDLE_BYTES", "OWNERS", "Device", "DeviceConfig", "Memory", "open_device"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,12 +11,6 @@
 offload: Offloader; pool: HostPool; states: StreamedStates.
 """
 
-from fusion.offload.offload import Offloader
-from fusion.offload.pool import HostPool
-from fusion.offload.states import StreamedStates
+import lazy_loader
 
-__all__ = [
-    "HostPool",
-    "Offloader",
-    "StreamedStates",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,8 +15,6 @@
 0.
 """
 
-from fusion.rewards.config import RewardConfig
-from fusion.rewards.guard import RewardPool
-from fusion.rewards.outcome import RewardOutcome, RewardSample, reward_metrics
+import lazy_loader
 
-__all__ = ["RewardConfig", "RewardOutcome", "RewardPool", "RewardSample", "reward_metrics"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

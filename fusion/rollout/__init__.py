@@ -15,8 +15,6 @@ This package exports only what is pure; the rest is imported by module, so that 
 no torch. An engine is one TP/EP group.
 """
 
-from fusion.rollout.buffer import Entry, RequestBuffer
-from fusion.rollout.router import assign_groups
-from fusion.rollout.types import SuspendedSample
+import lazy_loader
 
-__all__ = ["Entry", "RequestBuffer", "SuspendedSample", "assign_groups"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,48 +11,6 @@
 Files are written so that a killed run leaves them readable; figures follow verl's names.
 """
 
-from fusion.telemetry.live import Bar, LiveView, progress
-from fusion.telemetry.memory import MemoryLedger, human_bytes
-from fusion.telemetry.metrics import Metrics, merge_metrics, rule_of, throughput
-from fusion.telemetry.report import Answer, RunReport, compare
-from fusion.telemetry.run_folder import RunFolder, describe
-from fusion.telemetry.timeline import (
-    WAIT_DATA,
-    WAIT_WEIGHTS,
-    CardSummary,
-    Span,
-    Timeline,
-    summarize,
-    summarize_run,
-    wall_ns,
-)
-from fusion.telemetry.trace import TimelineFile, read_timeline
-from fusion.telemetry.usage import Usage
+import lazy_loader
 
-__all__ = [
-    "WAIT_DATA",
-    "WAIT_WEIGHTS",
-    "Answer",
-    "Bar",
-    "CardSummary",
-    "LiveView",
-    "MemoryLedger",
-    "Metrics",
-    "RunFolder",
-    "RunReport",
-    "Span",
-    "Timeline",
-    "TimelineFile",
-    "Usage",
-    "compare",
-    "describe",
-    "human_bytes",
-    "merge_metrics",
-    "progress",
-    "read_timeline",
-    "rule_of",
-    "summarize",
-    "summarize_run",
-    "throughput",
-    "wall_ns",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -20,20 +20,6 @@
 Beside `EmbeddedTrainEngine` there is room for another trainer with its face (`backends/`).
 """
 
-from fusion.training.batch import Sequences, plan_micro_batches, split_over_ranks
-from fusion.training.checkpoint import load_checkpoint, save_checkpoint
-from fusion.training.config import AlgorithmConfig, TrainingConfig
-from fusion.training.engine import EmbeddedTrainEngine
-from fusion.training.optimizer import ShardedAdamW
+import lazy_loader
 
-__all__ = [
-    "AlgorithmConfig",
-    "Sequences",
-    "ShardedAdamW",
-    "EmbeddedTrainEngine",
-    "TrainingConfig",
-    "load_checkpoint",
-    "plan_micro_batches",
-    "save_checkpoint",
-    "split_over_ranks",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

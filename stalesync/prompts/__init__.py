@@ -10,9 +10,6 @@
 A prompt longer than `data.max_prompt_length` is refused before the run starts, or skipped and counted, by choice.
 """
 
-from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import Row
-from stalesync.prompts.source import Prompt, PromptSource, solution_ids
-from stalesync.prompts.tokenizer import make_tokenizer
+import lazy_loader
 
-__all__ = ["DataConfig", "Prompt", "PromptSource", "Row", "make_tokenizer", "solution_ids"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig
-from fusion.training.algorithms import ALGORITHMS, LossInput, cross_entropy, make_algorithm
+from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
 from fusion.training.algorithms.shaping import overlong_penalty
+from fusion.training.loss import LossInput
 
 LONGEST = 20
 REWARDS = [1.0, 0.0, 1.0, 0.0, 2.0, 5.0]

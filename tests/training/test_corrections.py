@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig
-from fusion.training.algorithms import LossInput, make_algorithm
+from fusion.training.algorithms import make_algorithm
 from fusion.training.corrections import CORRECTIONS, MASKED, TRUNCATED, WEIGHT, make_correction
+from fusion.training.loss import LossInput
 
 LONGEST = 20
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.training.algorithms import LossInput
 from fusion.training.gaps import LAGS, LEAST, MOST, RESOLUTION, gap_metrics, gap_sums
+from fusion.training.loss import LossInput
 
 
 def tokens(gaps: list[float], versions: list[int] | None = None, version: int | None = None) -> LossInput:

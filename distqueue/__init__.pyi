@@ -1,0 +1,9 @@
+from .client import DistQueue as DistQueue
+from .column import Column as Column
+from .config import QueueOptions as QueueOptions
+from .core import QueueClosed as QueueClosed
+from .core import QueueDrained as QueueDrained
+from .local import LocalQueue as LocalQueue
+from .packed import PackedBatch as PackedBatch
+from .stream import QueueDataset as QueueDataset
+from .stream import stream as stream

@@ -1,0 +1,2 @@
+from .reader import GroupReader as GroupReader
+from .reader import Received as Received

@@ -1,0 +1,16 @@
+from .checksum import weights_checksum as weights_checksum
+from .config import FusionConfig as FusionConfig
+from .layout import Layout as Layout
+from .layout import Place as Place
+from .layout import shared_units as shared_units
+from .moves import Move as Move
+from .moves import Round as Round
+from .moves import Step as Step
+from .plan import Plan as Plan
+from .plan import plan_switch as plan_switch
+from .topology import Topology as Topology
+from .transfer import Failure as Failure
+from .transfer import Switcher as Switcher
+from .transfer import SwitchError as SwitchError
+from .transfer import SwitchReport as SwitchReport
+from .transfer import execute as execute

@@ -1,0 +1,39 @@
+"""Reads what a Hugging Face folder says it holds, without reading a tensor and without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusion.model.config import ModelConfig, read_json
+from fusion.model.table import global_params
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def check_folder(folder: str | Path, config: ModelConfig) -> None:
+    """Checks before any worker starts that `load_weights` will find every tensor; reads the index only.
+
+    Raises:
+        ValueError: no weights, or a tensor is missing (named).
+    """
+    files = tensor_files(Path(folder))
+    for name in global_params(config):
+        if name not in files:
+            raise ValueError(f"model.path: {folder} lacks the tensor {name!r}")
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Maps every tensor's name to the name of its safetensors file.
+
+    Raises:
+        ValueError: no safetensors in ``folder``.
+    """
+    if (folder / INDEX).is_file():
+        return read_json(folder / INDEX)["weight_map"]
+    if not (folder / SINGLE).is_file():
+        raise ValueError(f"model.path: {folder} holds neither {SINGLE} nor {INDEX}")
+    from safetensors import safe_open
+
+    with safe_open(folder / SINGLE, framework="np") as file:
+        return dict.fromkeys(file.keys(), SINGLE)

@@ -1,0 +1,3 @@
+from .offload import Offloader as Offloader
+from .pool import HostPool as HostPool
+from .states import StreamedStates as StreamedStates

@@ -1,0 +1,5 @@
+from .config import RewardConfig as RewardConfig
+from .guard import RewardPool as RewardPool
+from .outcome import RewardOutcome as RewardOutcome
+from .outcome import RewardSample as RewardSample
+from .outcome import reward_metrics as reward_metrics

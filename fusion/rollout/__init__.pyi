@@ -1,0 +1,4 @@
+from .buffer import Entry as Entry
+from .buffer import RequestBuffer as RequestBuffer
+from .router import assign_groups as assign_groups
+from .types import SuspendedSample as SuspendedSample
