@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
-# Installs the test extras and runs the tests, in two processes: much of the time each waits for processes it started.
-# Arguments go to pytest instead, in one: bash scripts/test.sh tests/model -k layouts
+# Installs the test extras and runs the tests.
+#   bash scripts/test.sh                       all but those with a marker, in two processes: much of the time each
+#                                              waits for processes it started; prints the ten slowest
+#   bash scripts/test.sh quick                 a smoke run of under a minute: a few tests of every room and one whole
+#                                              run, as listed in tests/quick.txt
+#   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 source scripts/environment.sh
-[ $# -gt 0 ] || set -- -n 2 --dist worksteal
+if [ $# -eq 0 ]; then
+  set -- -n 2 --dist worksteal --durations=10
+elif [ "$1" = quick ]; then
+  shift
+  set -- -n 2 --dist worksteal --durations=10 @tests/quick.txt "$@"
+fi
 exec python -m pytest "$@"

@@ -9,6 +9,25 @@ class RunFailed(RuntimeError):
     """The run ends; the message names what has failed, and at what."""
 
 
+class RayNotStarted(RunFailed):
+    """Ray could not be started on this machine, or the cluster at ``address`` could not be joined."""
+
+    def __init__(self, address: str | None, error: Exception):
+        cause = f"{type(error).__name__}: {error}"
+        if address is None:
+            advice = (
+                "Ray did not start on this machine. Is it busy with other work? Then run again when that has ended, or "
+                "give Ray more seconds: RAY_raylet_start_wait_time_s=300 RAY_gcs_server_port_wait_time_s=300. Is "
+                "shared memory (/dev/shm) or the disk of /tmp full? Then free some"
+            )
+        else:
+            advice = (
+                f"cluster.address={address}: could not join this Ray cluster. Is it running (ray status)? Start it "
+                "with `ray start --head`, or set cluster.address=null to start Ray on this machine"
+            )
+        super().__init__(f"{advice}. Ray reports {cause}")
+
+
 class CardFailed(RunFailed):
     """A worker raised, died or did not answer; the message names its rank and the stage."""
 

@@ -31,8 +31,8 @@ def launch(config: Config) -> Path:
 
     Raises:
         ValueError: the config is wrong; no worker was started.
-        RunFailed: a worker or the queue failed, or a checkpoint could not be written. Every process of the run has
-            ended and its folder is readable.
+        RunFailed: Ray did not start, a worker or the queue failed, or a checkpoint could not be written. Every process
+            of the run has ended and its folder is readable.
         KeyboardInterrupt: Ctrl-C or SIGTERM; likewise.
     """
     model = config.validate()
@@ -191,12 +191,18 @@ def _ray(address: str | None) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
+    from stalesync.failures import RayNotStarted
+
     started = not ray.is_initialized()
     if started:
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if address is None:
             quiet |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
-        ray.init(address=address or "local", **quiet)  # None would join a cluster that happens to run here
+        try:
+            ray.init(address=address or "local", **quiet)  # None would join a cluster that happens to run here
+        except Exception as error:  # of many types, some of them plain `Exception`
+            ray.shutdown()
+            raise RayNotStarted(address, error) from error
     try:
         yield
     finally:

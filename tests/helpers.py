@@ -11,7 +11,6 @@ import gc
 import multiprocessing as mp
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.model import ModelConfig
+from tests.machine import Deadline
 
 TINY = dict(
     vocab_size=32,
@@ -100,12 +100,12 @@ class _RankPool:
 
     def collect(self, world: int, timeout_s: float) -> list[Any]:
         waiting, results = {self.pipes[rank]: rank for rank in range(world)}, [None] * world
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = wait(list(waiting), timeout=deadline.left_s())
+            if not ready and deadline.expired():
                 self.stop(world)
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {timeout_s} s")
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {deadline}")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:

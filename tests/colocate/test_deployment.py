@@ -1,7 +1,7 @@
 """The invariants of `fusion.colocate.deployment`, over all deployments that fit a number of cards."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.colocate.deployment import Deployment, Role, deploy
@@ -15,7 +15,6 @@ CONFIGS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(CONFIGS, st.integers(1, 12), st.booleans(), st.booleans(), st.integers(1, 4))
 def test_every_role_has_its_cards_and_no_engine_straddles(config, npus, reference, reward_model, size):
     try:

@@ -24,6 +24,7 @@ from fusion.telemetry import summarize
 from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
 from tests.inference.engines import generate, requests, tokens
+from tests.machine import within
 
 CAPACITY = 64 << 20
 DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")
@@ -204,4 +205,4 @@ def test_a_sleep_does_not_hold_up_the_control_channel(tmp_path):
         assert worker.status()["rank"] == 0
         slowest, asked = max(slowest, time.perf_counter() - start), asked + 1
         time.sleep(0.01)
-    assert asked > 20 and slowest < 0.3, "steps take half a second"
+    assert asked > 20 and within(slowest, 0.3), "steps take half a second"

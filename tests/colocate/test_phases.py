@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.colocate.deployment import Role
@@ -16,7 +16,6 @@ def _allowed(source, target, roles):
     )
 
 
-@settings(deadline=None)
 @given(ROLES, REQUESTS)
 def test_only_the_table_s_transitions_happen_and_only_what_a_phase_serves_is_served(roles, requests):
     machine = PhaseMachine(3, roles)
@@ -43,7 +42,6 @@ def test_only_the_table_s_transitions_happen_and_only_what_a_phase_serves_is_ser
             assert machine.phase is before
 
 
-@settings(deadline=None)
 @given(ROLES, REQUESTS)
 def test_a_card_reaches_no_phase_of_a_role_it_lacks(roles, requests):
     machine = PhaseMachine(0, roles)

@@ -36,7 +36,7 @@ def layouts(draw, config) -> Parallel:
         return parallel
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_boxes_are_those_of_the_parameter_table(data):
     config = data.draw(st.sampled_from(TINY))

@@ -56,7 +56,7 @@ def by_rank(plan, figure: str, dies: int) -> np.ndarray:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(switches())
 def test_every_rank_receives_what_the_plan_sends_it(case):
     paper, plan = both(*case)
@@ -65,7 +65,7 @@ def test_every_rank_receives_what_the_plan_sends_it(case):
     assert np.allclose(paper.sent.sum(1), paper.received.sum(1)), "what is sent at a level is received at it"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(switches())
 def test_slow_links_carry_no_more_than_any_plan_must_send_over_them(case):
     paper, plan = both(*case)

@@ -28,6 +28,7 @@ import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed, QueueDrained
 from distqueue.steps import run
+from tests.machine import Deadline, patience
 
 TASKS = ("reward", "train")
 LEASE_S = 3.0
@@ -73,7 +74,7 @@ class Party:
         while True:
             acknowledged = told(self.told, f"acked-{task}")
             try:
-                batch = queue.get(task, ["tokens", "score", "text"], rng.randint(1, size), timeout_s=60)
+                batch = queue.get(task, ["tokens", "score", "text"], rng.randint(1, size), timeout_s=patience(60))
             except QueueDrained:
                 return
             again = acknowledged & set(batch.ids)
@@ -108,7 +109,7 @@ def cluster() -> Iterator[None]:
 def pid_of(actor: Any) -> int | None:
     """None while it is being started anew."""
     try:
-        return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=1)
+        return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=patience(1))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return None
 
@@ -201,12 +202,12 @@ def _go_on(running: dict[Any, tuple[Any, str, tuple]]) -> dict[Any, tuple[Any, s
 
 def _drain(queue: DistQueue, running: dict[Any, tuple[Any, str, tuple]]) -> None:
     """Writers are done, then readers get the rest."""
-    end_s = time.time() + 120
-    while any(job == "write" for _, job, _ in running.values()) and time.time() < end_s:
+    deadline = Deadline(120)
+    while any(job == "write" for _, job, _ in running.values()) and not deadline.expired():
         time.sleep(0.2)
         running = _go_on(running)
     queue.seal()
     while running:
-        assert time.time() < end_s, f"not drained: {queue.state()}"
+        assert not deadline.expired(), f"not drained: {queue.state()}"
         time.sleep(0.2)
         running = _go_on(running)

@@ -26,6 +26,7 @@ from distqueue.samples import Want
 from distqueue.show import journal_state
 from tests.distqueue.faults import make_batch, same
 from tests.distqueue.power_loss import HERE, Direct, PlainActor, put
+from tests.machine import patience
 
 COLUMNS = ["tokens", "score", "text"]
 
@@ -51,9 +52,9 @@ def create_with_everything(**options: Any) -> DistQueue:
         if first < 8:
             queue.put(batch.select(columns=["score", "text"]))
     for task, count in (("reward", 6), ("train", 2)):
-        queue.ack(task, queue.get(task, COLUMNS, count, timeout_s=30).ids)
+        queue.ack(task, queue.get(task, COLUMNS, count, timeout_s=patience(30)).ids)
     queue.drop(["s2"], "stale")
-    assert queue.get("train", COLUMNS, 2, timeout_s=30).ids == ("s3", "s4"), "leased when it is written"
+    assert queue.get("train", COLUMNS, 2, timeout_s=patience(30)).ids == ("s3", "s4"), "leased when it is written"
     return queue
 
 
@@ -64,20 +65,20 @@ def durable(queue: DistQueue) -> dict[str, float]:
 
 def check_it_goes_on(queue: DistQueue, stale: int = 1) -> None:
     """As `create_with_everything` left it."""
-    got = queue.get("train", COLUMNS, 5, min_version=0, timeout_s=30)
+    got = queue.get("train", COLUMNS, 5, min_version=0, timeout_s=patience(30))
     assert got.ids == ("s3", "s4", "s5", "s6", "s7") and same(got), "what was leased is open"
     assert got.groups == ("g1", "g2", "g2", "g3", "g3") and [span[0] for span in got.versions] == [0, 4, 4, 4, 4]
-    assert queue.get("reward", COLUMNS, 2, timeout_s=30).ids == ("s6", "s7"), "s3 to s5 are acknowledged"
+    assert queue.get("reward", COLUMNS, 2, timeout_s=patience(30)).ids == ("s6", "s7"), "s3 to s5 are acknowledged"
     assert queue.put(make_batch(["s2"]).select(columns=["score"])) == ("s2",), "late still"
     with pytest.raises(ValueError, match="sample 's0': every task has acknowledged it"):
         queue.put(make_batch(["s0"]))
     queue.put(make_batch(ids_of(8, 12)).select(columns=["score", "text"]))
     queue.put(make_batch(["new", "newer"]), ["n", "n"])
     queue.seal()
-    rest = queue.get("train", COLUMNS, 99, timeout_s=30)
+    rest = queue.get("train", COLUMNS, 99, timeout_s=patience(30))
     assert list(rest.ids) == [*ids_of(8, 12), "new", "newer"] and same(rest)
     queue.ack("train", got.ids + rest.ids)
-    queue.ack("reward", ["s6", "s7", *queue.get("reward", COLUMNS, 99, timeout_s=30).ids])
+    queue.ack("reward", ["s6", "s7", *queue.get("reward", COLUMNS, 99, timeout_s=patience(30)).ids])
     with pytest.raises(QueueDrained):
         queue.get("train", COLUMNS, 1)
     assert durable(queue) == {"rows": 0, "bytes": 0, "late": 1, "ended/done": 13, "ended/dropped:stale": stale}

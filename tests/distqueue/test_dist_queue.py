@@ -13,6 +13,7 @@ import ray
 import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed
+from tests.machine import patience, wait_for
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +62,7 @@ def test_samples_travel_between_processes_while_others_starve() -> None:
 
     starved = starve.remote()
     writer = write.remote(queue)
-    batch = queue.get("reward", ["tokens", "mask", "answer"], 2, whole_groups=True, timeout_s=60)
+    batch = queue.get("reward", ["tokens", "mask", "answer"], 2, whole_groups=True, timeout_s=patience(60))
     assert ray.get(writer) != os.getpid()
     assert (batch.ids, batch.groups, batch.versions) == (("a", "b"), ("g", "g"), ((3, 3), (3, 4)))
     assert torch.equal(batch["tokens"][0], torch.arange(200_000, dtype=torch.bfloat16)) and len(batch["tokens"][1]) == 0
@@ -69,14 +70,11 @@ def test_samples_travel_between_processes_while_others_starve() -> None:
     batch["tokens"].buffer.zero_()
     assert queue.read(["a"], ["tokens"])["tokens"][0][-1] != 0, "the reader owns what it got"
 
-    deadline_s = time.monotonic() + 60
-    while queue.stats()["distqueue/train/waiters"] == 0:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for(lambda: queue.stats()["distqueue/train/waiters"] > 0, 60)
     assert call_ratio(queue) < 20, "one that waits delays nobody"
     queue.ack("reward", batch.ids)
     queue.close()
-    assert "closed" in ray.get(starved, timeout=60)
+    assert "closed" in ray.get(starved, timeout=patience(60))
     with pytest.raises(QueueClosed):
         queue.stats()
 
@@ -114,12 +112,12 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
         await asyncio.sleep(0.3)
         cancelled.cancel()
         await asyncio.wait([cancelled])
-        served = asyncio.create_task(queue.get_async("train", ["reward"], 1, timeout_s=30))
+        served = asyncio.create_task(queue.get_async("train", ["reward"], 1, timeout_s=patience(30)))
         await queue.put_async(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
         assert (await served).ids == ("a",)
 
     asyncio.run(main())
-    assert queue.get("train", ["tokens"], 1, timeout_s=30).ids == ("a",), "the lease ran out"
+    assert queue.get("train", ["tokens"], 1, timeout_s=patience(30)).ids == ("a",), "the lease ran out"
     queue.ack("train", ["a"])
     assert queue.stats()["distqueue/ended/done"] == 1
     queue.close()

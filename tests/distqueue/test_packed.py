@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distqueue import Column, PackedBatch
@@ -58,7 +58,6 @@ def samples(draw: st.DrawFn) -> tuple[PackedBatch, dict[str, list]]:
     return batch, {name: list(column) for name, column in values.items()}
 
 
-@settings(deadline=None)
 @given(samples())
 def test_samples_come_out_as_views_and_nothing_is_padded(made: tuple[PackedBatch, dict[str, list]]) -> None:
     batch, values = made
@@ -73,7 +72,6 @@ def test_samples_come_out_as_views_and_nothing_is_padded(made: tuple[PackedBatch
     assert batch["dense"].offsets is None and batch["ragged"].offsets is not None
 
 
-@settings(deadline=None)
 @given(samples(), st.randoms(use_true_random=False))
 def test_select_and_concat_are_those_of_lists(made: tuple[PackedBatch, dict[str, list]], rng: random.Random) -> None:
     batch, values = made
@@ -90,7 +88,6 @@ def test_select_and_concat_are_those_of_lists(made: tuple[PackedBatch, dict[str,
     assert storages == {batch["ragged"].buffer.untyped_storage().data_ptr()}, "consecutive rows are views"
 
 
-@settings(deadline=None)
 @given(samples())
 def test_padded_and_back(made: tuple[PackedBatch, dict[str, list]]) -> None:
     batch, values = made

@@ -257,5 +257,5 @@ def figures(core: QueueCore, now_s: float) -> dict[str, float]:
     }
 
 
-Recovery.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+Recovery.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 test_recovery = Recovery.TestCase

@@ -109,7 +109,7 @@ class Ledger(RuleBasedStateMachine):
             assert shard.recycles or not shard.free
 
 
-Ledger.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Ledger.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_ledger = Ledger.TestCase
 
 

@@ -3,7 +3,6 @@ elsewhere get exactly what they asked for, shards join, leave and fill up."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue, PackedBatch
 from distqueue.steps import run
+from tests.machine import patience, wait_for
 
 
 class Nodes:
@@ -33,8 +33,7 @@ class Nodes:
 
     def kill(self, node: Any) -> None:
         self.cluster.remove_node(node, allow_graceful=False)
-        while [found for found in ray.nodes() if found["Alive"] and found["NodeID"] == node.node_id]:
-            time.sleep(0.1)
+        wait_for(lambda: not [n for n in ray.nodes() if n["Alive"] and n["NodeID"] == node.node_id], 60)
 
     def at(self, node: str, queue: DistQueue) -> Any:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -53,7 +52,7 @@ class Client:
     def get(self, count: int) -> tuple[tuple[str, ...], bool, int]:
         """(ids, whether all is right, bytes that came)."""
         before = self.queue.traffic.received_bytes
-        batch = self.queue.get("train", ["tokens", "text"], count, timeout_s=60)
+        batch = self.queue.get("train", ["tokens", "text"], count, timeout_s=patience(60))
         wanted = batch_of(*batch.ids, length=len(batch["tokens"][0]))
         right = all(torch.equal(batch[name].buffer, wanted[name].buffer) for name in wanted.columns)
         self.queue.ack("train", batch.ids)
@@ -126,7 +125,7 @@ def test_what_a_lost_node_held_ends_by_name_and_the_rest_goes_on(nodes: Nodes) -
     ray.get(there.put.remote("a", "b"))
     queue.put(batch_of("c"))
     nodes.kill(other)
-    batch = queue.get("train", ["tokens"], 3, timeout_s=60)
+    batch = queue.get("train", ["tokens"], 3, timeout_s=patience(60))
     assert batch.ids == ("c",)
     (lost,) = [name for name in queue.stats() if name.startswith("distqueue/ended/lost:shard-")]
     assert queue.stats()[lost] == 2 and queue.stats()["distqueue/rows"] == 1
@@ -141,7 +140,7 @@ def test_a_full_shard_spills_to_disk_and_reads_it_back(nodes: Nodes, tmp_path: P
     assert stats["distqueue/spilled_bytes"] > 8_000 and shard["bytes"] <= 40_000
     spilled = list((tmp_path / "spill").rglob("*/*/*"))
     assert spilled
-    batch = queue.get("train", ["tokens", "text"], 12, timeout_s=60)
+    batch = queue.get("train", ["tokens", "text"], 12, timeout_s=patience(60))
     wanted = batch_of(*batch.ids)
     assert len(batch) == 12 and torch.equal(batch["tokens"].buffer, wanted["tokens"].buffer)
     queue.ack("train", batch.ids)
@@ -163,7 +162,7 @@ def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: py
     queue.put(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
     assert not ray.wait([waiting], timeout=0.2)[0], "what completes samples passes by; new ones wait"
     queue.ack("train", queue.get("train", ["tokens"], 1).ids)
-    ray.get(waiting, timeout=30)
+    ray.get(waiting, timeout=patience(30))
     with pytest.raises(ValueError, match="a put of 4 new samples; this queue holds max_rows=3"):
         queue.put(batch_of(*"wxyz"))
     queue.close()
@@ -177,6 +176,6 @@ def test_a_file_that_vanished_ends_its_samples_by_name_instead_of_a_hang(nodes: 
     first, _ = sorted((found for found in folder.iterdir() if found.is_file()), key=lambda file: file.stat().st_mtime)
     first.unlink()
     reader = nodes.at(nodes.head, queue)
-    assert ray.get(reader.get.remote(3), timeout=60)[0] == ("c",)
+    assert ray.get(reader.get.remote(3), timeout=patience(60))[0] == ("c",)
     assert queue.stats()["distqueue/ended/lost:not found"] == 2
     queue.close()

@@ -19,6 +19,7 @@ from distqueue.core import QueueCore
 from distqueue.journal import Journal
 from distqueue.samples import SampleTable
 from distqueue.show import main
+from tests import machine
 from tests.distqueue.core.cores import ask, new_core, put_of, store, want
 from tests.distqueue.faults import make_batch
 
@@ -117,7 +118,7 @@ def test_as_a_command(queue: DistQueue, tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "distqueue", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return machine.run(command, timeout_s=60)
 
     assert run(str(tmp_path / "journal")).stdout.startswith("queue: 2 samples")
     address = f"{get_node_ip_address()}:{ray.get_runtime_context().gcs_address.rsplit(':')[1]}"

@@ -13,16 +13,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from distqueue import LocalQueue, PackedBatch, QueueClosed, QueueDataset, stream
+from tests.machine import patience, wait_for
 
 
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    deadline_s = time.monotonic() + 5
-    while [thread for thread in threading.enumerate() if thread.name == "stream" and thread not in before]:
-        assert time.monotonic() < deadline_s, threading.enumerate()
-        time.sleep(0.01)
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "stream" and t not in before], 5)
 
 
 def filled(count: int, **options: Any) -> LocalQueue:
@@ -41,10 +39,7 @@ def figures(queue: LocalQueue, *names: str) -> list[float]:
 
 
 def wait_until(queue: LocalQueue, name: str, value: float) -> None:
-    deadline_s = time.monotonic() + 10
-    while figures(queue, name) != [value]:
-        assert time.monotonic() < deadline_s, queue.stats()
-        time.sleep(0.005)
+    wait_for(lambda: figures(queue, name) == [value], 10)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -123,7 +118,7 @@ def test_a_batch_that_arrives_as_the_loop_is_left_is_given_back() -> None:
     queue = Reluctant(filled(2))
     batches = stream(queue, "train", ["tokens"], count=1)
     assert next(batches).ids == ("s0",)
-    assert queue.over.wait(5)
+    assert queue.over.wait(patience(5))
     batches.close()
     assert figures(queue.queue, "train/depth", "train/leased") == [2, 0]
 

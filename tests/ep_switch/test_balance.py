@@ -12,7 +12,7 @@ from tests.ep_switch.oracle import optimum
 RANKS = st.sets(st.integers(0, 7), min_size=1, max_size=5).map(lambda ranks: tuple(sorted(ranks)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(RANKS, st.integers(1, 1000), min_size=1, max_size=12))
 def test_the_busiest_is_at_the_optimum(demands):
     parts, busiest = shares(demands)

@@ -27,7 +27,7 @@ def switches(draw: st.DrawFn):
     return random_switch(lambda options: draw(st.sampled_from(list(options))), draw(st.sampled_from((2, 4, 6, 8))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(switches())
 def test_invariants(case):
     plan = plan_switch(*case)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.ep_switch.unit_sources import Part, plan_return
@@ -50,7 +50,6 @@ def saved_and_cost(part, wire_rate, host_rate) -> tuple[float, float]:
     return part.wire_bytes / wire_rate, (part.master_bytes or 0) / host_rate
 
 
-@settings(deadline=None)
 @given(parts, bandwidth, bandwidth)
 def test_no_worse_than_either_link_alone_and_within_a_part_of_the_optimum(parts, wire, host):
     case = (parts, wire, host)
@@ -72,7 +71,6 @@ def test_no_worse_than_either_link_alone_and_within_a_part_of_the_optimum(parts,
     assert plan.seconds <= optimum + slack + 1e-9 * (1 + optimum)
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(Part, st.integers(1, 50), st.integers(1, 50)), max_size=6), bandwidth, bandwidth)
 def test_the_oracle_is_no_more_than_the_best_of_all_choices(parts, wire, host):
     case = (parts, wire, host)

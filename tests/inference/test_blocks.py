@@ -72,7 +72,7 @@ class Blocks(RuleBasedStateMachine):
         assert {self.manager._names[b]: b for b in named} == self.manager._by_name
 
 
-Blocks.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+Blocks.TestCase.settings = settings(max_examples=150, stateful_step_count=25)
 test_blocks_are_never_lost_shared_wrongly_or_found_under_another_version = Blocks.TestCase
 
 

@@ -57,7 +57,7 @@ def check_step(scheduler, step, before):
         assert step
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(request, min_size=1, max_size=8),
     limits=st.sampled_from([(1, 1), (2, 3), (4, 8), (8, 64)]),
@@ -110,7 +110,7 @@ def test_everything_added_ends_once_under_any_sequence_of_events(requests, limit
             assert begun + len(output.tokens) == end
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(requests=st.lists(request, min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_a_schedule_is_a_function_of_its_inputs(requests, seed):
     def record():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.model import Parallel, global_params, local_params, plan_buckets, plan_units
@@ -40,7 +40,6 @@ def placements(draw, config):
     return tuple(tuple(draw(st.permutations(range(config.num_experts)))) for _ in range(config.num_layers))
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from(LAYOUTS), st.sampled_from(CONFIGS), st.sampled_from([None, 100, 700]))
 def test_parts_cover_every_global_tensor_and_tile_every_local_one(data, parallel, config, max_numel):
     if config.num_experts == 0 and parallel.ep * parallel.etp > 1:

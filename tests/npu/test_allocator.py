@@ -180,7 +180,7 @@ ACTIONS = st.lists(
 
 @pytest.mark.parametrize("segments", ["expandable", "fixed"])
 @given(actions=ACTIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_order_of_allocations_keeps_the_account(segments, actions):
     """Live blocks never overlap; allocated is their sum, rounded; reserved covers it and stays inside the card; `free`
     can be had; and in the end everything comes back."""

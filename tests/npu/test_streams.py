@@ -263,7 +263,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_copies_with_the_waits_they_need_are_as_if_done_one_by_one(steps):
     """Each step copies place `source` to place `target` on one stream (or does arithmetic there), after waiting, by an
     event or by wait_stream, for the streams that touched either place and nothing else."""

@@ -13,7 +13,7 @@ NAMES = ("a", "b", "c", "d")
 OPERATIONS = ("compute", "out", "drop", "back", "wait", "wait all", "poll", "allocate")
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.sampled_from(NAMES)), max_size=40))
 def test_any_order_of_requests_keeps_every_bit(device, requests):
     offloader = Offloader(device, bucket_bytes=4096)

@@ -16,7 +16,7 @@ def spans(regions: list[torch.Tensor]) -> list[tuple[int, int]]:
     return sorted((region.data_ptr(), region.data_ptr() + region.numel()) for region in regions)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(sizes, st.integers(0, 11)), min_size=1, max_size=8))
 def test_regions_never_overlap_and_come_from_what_the_pool_holds(device, batches):
     pool, out, held = HostPool(device), [], 0
@@ -39,7 +39,7 @@ def test_regions_never_overlap_and_come_from_what_the_pool_holds(device, batches
     assert all(len(gaps) == 1 for gaps in pool._free), "neighbours merge"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(sizes)
 def test_a_batch_takes_less_than_twice_its_bytes_and_lies_at_the_same_place_again(device, batch):
     pool = HostPool(device)

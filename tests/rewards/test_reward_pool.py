@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusion.rewards import RewardConfig, RewardOutcome, RewardPool, RewardSample, reward_metrics
+from tests.machine import patience, wait_for, within
 
 USER = """
 import os, re, subprocess, sys, time
@@ -61,7 +62,8 @@ def user_file(tmp_path: Path) -> Path:
 
 
 def pool_of(file: Path, function: str = "reward", **changes) -> RewardPool:
-    return RewardPool(RewardConfig(path=f"{file}:{function}", **{"workers": 1, "time_limit_s": 0.5, **changes}))
+    options = {"workers": 1, "time_limit_s": patience(0.5), **changes}
+    return RewardPool(RewardConfig(path=f"{file}:{function}", **options))
 
 
 def samples(*responses: str) -> list[RewardSample]:
@@ -69,15 +71,18 @@ def samples(*responses: str) -> list[RewardSample]:
 
 
 def gone(pid: int, within_s: float = 5.0) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
+    try:
+        wait_for(lambda: not running(pid), within_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -108,20 +113,21 @@ def test_a_failure_costs_its_own_sample(user_file, response, error, detail, work
 
 
 def test_a_time_limit_is_per_sample_and_kept(user_file):
-    with pool_of(user_file, time_limit_s=0.4) as pool:
+    limit_s = patience(0.4)
+    with pool_of(user_file, time_limit_s=limit_s) as pool:
         started = time.monotonic()
         outcomes = pool.score(samples("hang", "1", "hang"))
         took = time.monotonic() - started
     assert [o.error for o in outcomes] == ["timeout", None, "timeout"]
-    assert 0.8 <= took < 4.0
-    assert all(0.4 <= outcomes[i].seconds < 2.0 for i in (0, 2))
+    assert 2 * limit_s <= took and within(took, 10 * limit_s)
+    assert all(limit_s <= outcomes[i].seconds and within(outcomes[i].seconds, 5 * limit_s) for i in (0, 2))
 
 
 def test_order_and_every_sample_once_among_failures(user_file):
     responses = [str(i) for i in range(60)]
     for at, bad in ((0, "die"), (7, "raise"), (8, "die"), (31, "hang"), (59, "string")):
         responses[at] = bad
-    with pool_of(user_file, workers=2, time_limit_s=0.3) as pool:
+    with pool_of(user_file, workers=2, time_limit_s=patience(0.3)) as pool:
         outcomes = pool.score(samples(*responses))
     assert [o.reward for o in outcomes] == [float(r) if r.isdigit() else None for r in responses]
     figures = reward_metrics(outcomes)
@@ -134,7 +140,7 @@ def test_order_and_every_sample_once_among_failures(user_file):
 KINDS = {"raise": "raised", "string": "bad_type", "die": "died", "hang": "timeout"}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     responses=st.lists(st.sampled_from(["0", "1", "2", "raise", "string"]), max_size=40),
     fatal=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["die", "die", "die", "hang"])), max_size=3),
@@ -143,7 +149,7 @@ KINDS = {"raise": "raised", "string": "bad_type", "die": "died", "hang": "timeou
 def test_invariants_of_the_pool(user_file, responses, fatal, workers):
     for at, kind in fatal:
         responses.insert(at, kind)
-    with pool_of(user_file, workers=workers, time_limit_s=0.2) as pool:
+    with pool_of(user_file, workers=workers, time_limit_s=patience(0.2)) as pool:
         outcomes = pool.score(samples(*responses))
         pids = [child.process.pid for child in pool._children]
     assert [o.reward for o in outcomes] == [float(r) if r.isdigit() else None for r in responses]
@@ -183,7 +189,7 @@ def test_children_stay_light(user_file):
 
 def test_large_samples_do_not_deadlock(user_file):
     big = [RewardSample("p" * 300_000, "1", "a") for _ in range(32)]
-    with pool_of(user_file, time_limit_s=5.0) as pool:
+    with pool_of(user_file, time_limit_s=patience(5.0)) as pool:
         assert [o.reward for o in pool.score(big)] == [1.0] * 32
 
 
@@ -198,7 +204,7 @@ def test_throughput_of_trivial_samples():
             times.append(time.perf_counter() - started)
     assert sum(o.reward or 0 for o in outcomes) == sum(i % 10 == 2 for i in range(512))
     # About 6 ms on an idle machine.
-    assert min(times) < 0.05
+    assert within(min(times), 0.05)
 
 
 def test_close_leaves_no_process(user_file):
@@ -231,7 +237,7 @@ def test_children_end_when_the_parent_is_killed(user_file, response):
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     time.sleep(0.2)
-    assert not any(gone(pid, within_s=0.01) for pid in pids)
+    assert all(running(pid) for pid in pids)
     parent.kill()
     parent.wait()
     assert all(gone(pid) for pid in pids)

@@ -11,7 +11,7 @@ from fusion.rollout import buffer as buffer_module
 from tests.rollout.plain_dispatch import plain_dispatch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
     buffer, added, finished = RequestBuffer(), 0, []

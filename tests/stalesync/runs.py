@@ -3,12 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from safetensors.torch import load_file
+
+from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -42,7 +43,7 @@ def command_of(base, folder, *overrides):
 def train(base, folder, *overrides, timeout_s=180):
     """A run from its start to its end."""
     command = command_of(base, folder, *overrides)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    return machine.run(command, timeout_s, cwd=ROOT)
 
 
 def rows_of(run):
@@ -83,12 +84,13 @@ def heed_interrupts():
 
 def wait_until(run, seconds, reached):
     """What ``reached`` returns once it is true."""
-    deadline = time.monotonic() + seconds
-    while not (found := reached()):
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline, f"not there after {seconds} s"
-        time.sleep(0.1)
-    return found
+
+    def asked():
+        found = reached()
+        assert found or run.poll() is None, run.communicate()
+        return found
+
+    return machine.wait_for(asked, seconds, every_s=0.1)
 
 
 def alive(pid):
@@ -99,10 +101,10 @@ def alive(pid):
 
 
 def assert_gone(pids, within_s=10):
-    deadline = time.monotonic() + within_s
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+    deadline = machine.Deadline(within_s)
+    while (left := [pid for pid in pids if alive(pid)]) and not deadline.expired():
         time.sleep(0.1)
-    assert not [pid for pid in pids if alive(pid)], "every process of ours has ended"
+    assert not left, f"these processes of ours have not ended in {deadline}"
 
 
 def kill(run):

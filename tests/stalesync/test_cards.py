@@ -22,6 +22,7 @@ from stalesync.cards import Cards, stage_call
 from stalesync.failures import CardFailed
 from stalesync.placing import check_cards, order_by_place
 from tests.helpers import tiny_checkpoint
+from tests.machine import patience, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def queue():
 
 @pytest.fixture(scope="module")
 def cards(spec, queue):
-    with Cards(spec, queue, timeout_s=120) as running:
+    with Cards(spec, queue, timeout_s=patience(120)) as running:
         assert all("npu:0" in found for found in running.prepare())
         yield running
     ray.shutdown()
@@ -63,14 +64,12 @@ def test_a_card_answers_while_it_generates(cards):
     calls = {0: stage_call(Worker.answer, [endless]), 1: stage_call(Worker.answer, [])}
     stage = threading.Thread(target=lambda: reports.extend(cards.call_each(calls)))
     stage.start()
-    deadline = time.monotonic() + 60
-    while cards.on([0]).ask(Worker.status)[0]["running"] < 1:
-        assert time.monotonic() < deadline
+    wait_for(lambda: cards.on([0]).ask(Worker.status)[0]["running"] > 0, 60)
     assert cards.on([0]).ask(Worker.status)[0]["stage"] == "answer"
     cards.on([0]).ask(Worker.submit, [late])
     time.sleep(0.3)
     cards.on([0]).ask(Worker.abort, ["a"])
-    stage.join(timeout=60)
+    stage.join(timeout=patience(60))
     outputs = {output.request_id: output for report in reports for output in report.outputs}
     assert outputs["a"].finish_reason == "abort" and 0 < len(outputs["a"].tokens) < 8000
     assert outputs["b"].finish_reason == "length" and len(outputs["b"].tokens) == 4
@@ -83,7 +82,7 @@ def test_what_a_card_raises_names_its_rank_and_stage(cards):
 
 
 def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(spec, queue, cards):
-    with Cards(spec, queue, timeout_s=60) as others:
+    with Cards(spec, queue, timeout_s=patience(60)) as others:
         address = others.on([0]).call(Worker.rendezvous)[0]
         with pytest.raises(CardFailed, match="rank 1 failed in stage 'prepare'.*nowhere"):
             others.call_each({0: stage_call(Worker.prepare, address), 1: stage_call(Worker.prepare, "nowhere://")})
@@ -103,16 +102,16 @@ def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
 
 
 def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards):
-    with Cards(spec, queue, timeout_s=60) as others:
+    with Cards(spec, queue, timeout_s=patience(60)) as others:
         others.prepare()
-        others.timeout_s = 2
+        others.timeout_s = limit_s = round(patience(2))
         hangs = others.on([1]).ask(Worker.status)[0]["pid"]
         os.kill(hangs, signal.SIGSTOP)
         with pytest.raises(
-            CardFailed, match=r"'switch': ranks \[0, 1\] were not done after 2 s .*; rank 1 did not answ"
+            CardFailed, match=rf"'switch': ranks \[0, 1\] were not done after {limit_s} s .*; rank 1 did not answ"
         ):
             others.on().call(Worker.switch, "infer", 0)
-        with pytest.raises(CardFailed, match="rank 1 did not answer 'pause' in 2 s: it hangs"):
+        with pytest.raises(CardFailed, match=f"rank 1 did not answer 'pause' in {limit_s} s: it hangs"):
             others.on([1]).ask(Worker.pause)
 
 

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import inspect
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +16,7 @@ from fusion.model.options import LayoutOptions
 from fusion.training.algorithms import ALGORITHMS
 from stalesync.config import Config
 from stalesync.overrides import check_overrides, known_keys, register
+from tests import machine
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
 
@@ -201,7 +201,7 @@ def test_known_keys_pass():
 
 def _train(*arguments):
     command = [sys.executable, "scripts/train.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return machine.run(command, timeout_s=120, cwd=ROOT)
 
 
 def test_cfg_job_prints_the_resolved_config(checkpoint):

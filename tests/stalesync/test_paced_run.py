@@ -1,11 +1,12 @@
 """A whole run on emulated cards that take modelled time, as a user starts it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PACED = """device=paced cluster.hardware=ascend_910c cluster.npus=2 data=addition data.max_prompt_length=8
@@ -15,7 +16,7 @@ run.steps=1""".split()
 
 def _rows(base, folder, *overrides):
     command = [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *PACED, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
+    done = machine.run(command, timeout_s=480, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], done.stdout
 

@@ -13,8 +13,10 @@ import yaml
 
 from fusion.telemetry import read_timeline, summarize_run
 from stalesync.overrides import load
+from tests import machine
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint
+from tests.machine import communicate, within
 from tests.stalesync import straight_line
 from tests.stalesync.runs import (
     FOUR,
@@ -105,7 +107,7 @@ def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_chan
     assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
     rows = wait_until(run, 60, lambda: [row for row in rows_of(folder) if row["rollout/engines"] == 1])
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = communicate(run, 60)
     assert run.returncode == 130, err
     first = rows_of(folder)[0]
     assert first["rollout/engines"] == 2 and first["rollout/kv_tokens_min"] > rows[0]["rollout/kv_tokens_min"]
@@ -164,7 +166,7 @@ def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
     small = ["data.prompts_per_step=4", "data.max_prompt_length=64", "rollout.max_response_length=16", "run.steps=2"]
     recipe = ["bash", "recipes/math_jsonl.sh", str(questions), str(model), "device=emulated", f"run.dir={tmp_path}"]
     environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
-    done = subprocess.run([*recipe, *small], capture_output=True, text=True, timeout=180, cwd=ROOT, env=environment)
+    done = machine.run([*recipe, *small], timeout_s=180, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "math-jsonl")
     assert len(rows) == 2 and all(row["reward/failed"] == 0 and "critic/rewards/mean" in row for row in rows)
@@ -185,8 +187,8 @@ def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, t
     assert len(workers) == 4
     killed = time.monotonic()
     os.kill(workers[1], signal.SIGKILL)
-    out, err = run.communicate(timeout=60)
-    assert time.monotonic() - killed < 15
+    out, err = communicate(run, 60)
+    assert within(time.monotonic() - killed, 15)
     assert run.returncode != 0
     assert "died in stage '" in err and "error: rank " in err, err
     assert len(rows_of(tmp_path / "run")) >= 2 and "failed" in out
@@ -197,7 +199,7 @@ def test_ctrl_c_leaves_a_readable_run_and_no_process(start, tmp_path):
     run = start("run.steps=1000")
     below = descendants(run.pid)
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = communicate(run, 60)
     assert run.returncode == 130 and "Traceback" not in err, err
     assert "stopped" in out and "metrics.jsonl" in out
     assert json.loads((tmp_path / "run" / "timeline.json").read_text())

@@ -11,6 +11,7 @@ import pytest
 
 from stalesync.failures import CardFailed
 from stalesync.saving import SaveFailed, Saver
+from tests.machine import communicate, within
 from tests.stalesync.runs import kill, rows_of, train, wait_until
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0"]
@@ -71,8 +72,8 @@ def test_a_full_disk_ends_the_run_and_is_told_with_rank_and_stage(start, gate, t
     wait_until(run, 60, lambda: _whole(tmp_path / "run"))
     full = time.monotonic()
     gate.with_name("gate.full").touch()
-    out, err = run.communicate(timeout=60)
-    assert time.monotonic() - full < 30 and run.returncode == 1
+    out, err = communicate(run, 60)
+    assert within(time.monotonic() - full, 30) and run.returncode == 1
     assert "error: rank 1 failed in stage 'save': " in err and "No space left on device" in err, err
     kept = _whole(tmp_path / "run")
     assert kept and json.loads((tmp_path / "run" / "checkpoints" / kept[-1] / "controller.json").read_text())

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from stalesync.control import submit
+from tests.machine import communicate, patience, within
 from tests.stalesync.runs import JUDGE, assert_gone, descendants, rows_of, train, wait_until
 
 STALE = [
@@ -41,9 +42,9 @@ def _processes(run, name):
 def _told_within(run, seconds):
     """The error with which the run ends, and how long that takes."""
     below, began = descendants(run.pid), time.monotonic()
-    _, err = run.communicate(timeout=60)
+    _, err = communicate(run, 60)
     took = time.monotonic() - began
-    assert run.returncode == 1 and took < seconds, (took, err)
+    assert run.returncode == 1 and within(took, seconds), (took, err)
     assert_gone(below)
     return err[err.index("error: ") :]
 
@@ -56,9 +57,10 @@ def test_a_worker_that_is_killed_ends_the_run_within_15_s(start):
 
 @pytest.mark.parametrize("deployment", [pytest.param("hybrid", marks=pytest.mark.slow), "separate"])
 def test_a_worker_that_hangs_ends_the_run_within_its_timeout_and_is_named(start, deployment):
-    run = start(*STALE, f"fusion={deployment}", "run.steps=1000", "cluster.stage_timeout_s=6")
+    limit_s = round(patience(6))
+    run = start(*STALE, f"fusion={deployment}", "run.steps=1000", f"cluster.stage_timeout_s={limit_s}")
     os.kill(_processes(run, "Card")[1], signal.SIGSTOP)
-    told = _told_within(run, 25)
+    told = _told_within(run, limit_s + 19)
     assert len(re.findall(r"rank \d did not answer", told)) == 1 and "it hangs" in told, told
 
 
@@ -90,9 +92,8 @@ def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost
     run, folder = start(*STALE, "fusion=separate", "run.steps=1000"), tmp_path / "run"
     (shard,) = _processes(run, "Shard")
     os.kill(shard, signal.SIGKILL)
-    killed, rows = time.monotonic(), len(rows_of(folder))
+    rows = len(rows_of(folder))
     wait_until(run, 30, lambda: len(rows_of(folder)) >= rows + 3)
-    assert time.monotonic() - killed < 30
     _engines_are_set_up_anew_for_another_share(run, folder)
     last = rows_of(folder)[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"]

@@ -1,11 +1,10 @@
 """Whole runs in which training and generation run ahead of each other: real Ray, real workers, emulated cards."""
 
 import json
-import time
 
 import pytest
 
-from tests.stalesync.runs import kill, rows_of, train
+from tests.stalesync.runs import kill, rows_of, train, wait_until
 
 STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]
 TWO = ["cluster.npus=2", "parallel=single"]
@@ -100,11 +99,8 @@ def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_p
     options = [*STALE, *TWO, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1"]
     run, steps = start(*options, "run.steps=1000"), 0
     folder = tmp_path / "run"
-    deadline = time.monotonic() + 60
-    while not (kept := list(folder.glob("checkpoints/step-*/queue"))) or len(rows_of(folder)) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert kept, "a checkpoint holds samples that are under way"
+    # A checkpoint that holds samples which are under way.
+    wait_until(run, 60, lambda: list(folder.glob("checkpoints/step-*/queue")) and len(rows_of(folder)) >= 4)
     kill(run)
     steps = max(row["step"] for row in rows_of(folder)) + 3
     done = train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")

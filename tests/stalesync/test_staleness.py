@@ -11,7 +11,7 @@ from stalesync.staleness import StalenessLedger
 from tests.stalesync.plain_ledger import plain_enough, plain_may_advance, plain_ready
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 3), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_a_random_schedule_keeps_the_bound_and_loses_nothing(max_staleness, groups_per_step, random):
     ledger = StalenessLedger(max_staleness, groups_per_step)
@@ -46,7 +46,7 @@ def test_a_random_schedule_keeps_the_bound_and_loses_nothing(max_staleness, grou
         assert sum(ledger.ended.values()) + len(ledger.in_flight) + len(ledger.finished) == admitted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_steps_of_so_many_tokens_keep_the_bound_and_are_no_larger_than_they_must_be(bound, most, threshold, random):
     ledger = StalenessLedger(bound, most, threshold)

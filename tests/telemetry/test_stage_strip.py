@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fusion.telemetry import Span, Timeline, summarize
 from fusion.telemetry.stage_strip import MAX_RUNS, Run, StageStrip
+from tests.machine import within
 
 KINDS = ["prefill", "decode", "wait_data", "put"]
 START_NS = 1_000
@@ -104,4 +105,4 @@ def test_a_mark_costs_next_to_nothing():
             mark("prefill" if step % 3 == 0 else "decode")
         seconds = time.perf_counter() - start
     assert len(timeline.drain()) <= MAX_RUNS
-    assert seconds / 20_000 < 50e-6, "a few microseconds, on a host that does other things too"
+    assert within(seconds, 20_000 * 50e-6), "a few microseconds, on a host that does other things too"

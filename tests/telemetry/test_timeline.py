@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.telemetry import Span, Timeline, TimelineFile, read_timeline, summarize, summarize_run, wall_ns
@@ -30,7 +30,6 @@ def owner(recorded: list[Span], card: str, instant: int) -> str:
     return min(there, key=lambda span: (-span.start_ns, span.end_ns, span.kind)).kind
 
 
-@settings(deadline=None)  # the slow reading of the invariant looks at every nanosecond
 @given(spans, st.integers(0, 400), st.integers(0, 400), st.randoms(use_true_random=False))
 def test_parts_add_up_to_wall_and_every_instant_has_one_owner(recorded, one, other, order):
     start, end = sorted((one, other))

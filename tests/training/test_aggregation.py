@@ -70,7 +70,7 @@ def stale_batch(samples: int) -> tuple[Sequences, torch.Tensor]:
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(division=divisions(samples=9))
 def test_the_gradient_does_not_depend_on_how_a_batch_is_divided(name, correction, division):
     batch, logprobs = stale_batch(9)

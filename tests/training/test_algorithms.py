@@ -81,7 +81,7 @@ REWARD_LISTS = st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 3)), min_si
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(drawn=REWARD_LISTS, shift=st.integers(-5, 5), seed=st.integers(0, 99))
 def test_advantages_do_not_depend_on_order_or_level_of_rewards(name, drawn, shift, seed):
     rewards, groups = [float(reward) for reward, _ in drawn], [group for _, group in drawn]

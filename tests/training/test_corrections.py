@@ -107,7 +107,7 @@ RATIOS = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("correction", sorted(set(CORRECTIONS) - {"none"}))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(ratios=RATIOS, cap=st.floats(1, 100), cut=st.integers(0, 12))
 def test_a_weight_has_no_gradient_and_is_within_its_cap(correction, ratios, cap, cut):
     batch = tokens(ratios, [min(cut, len(ratios)), len(ratios) - min(cut, len(ratios))])

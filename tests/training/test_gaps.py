@@ -54,7 +54,7 @@ def test_great_lags_share_a_row():
 GAPS = st.lists(st.tuples(st.floats(LEAST, MOST), st.integers(0, 12)), min_size=1, max_size=300)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(GAPS, st.integers(0, 300))
 def test_sums_of_parts_are_the_sums_of_all(drawn, cut):
     whole = gap_sums(tokens([gap for gap, _ in drawn], [version for _, version in drawn], 12), None)
@@ -65,7 +65,7 @@ def test_sums_of_parts_are_the_sums_of_all(drawn, cut):
     torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-4, rtol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(GAPS)
 def test_the_p99_is_at_least_the_true_one_and_near_it(drawn):
     gaps = sorted(gap for gap, _ in drawn)

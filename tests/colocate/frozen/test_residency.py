@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.colocate.frozen.residency import choose_residency, exchange_order
@@ -6,7 +6,6 @@ from fusion.colocate.frozen.residency import choose_residency, exchange_order
 UNITS = st.lists(st.integers(1, 100), max_size=20)
 
 
-@settings(deadline=None)
 @given(UNITS, UNITS)
 def test_units_change_places_within_the_larger_side(leaving, coming):
     held = sum(leaving)

@@ -18,6 +18,7 @@ from distqueue.hierarchy.exchange import FIRST_ROOM
 from distqueue.hierarchy.tree import Member, flat_reads, leader_reads, requests
 from fusion.model import Parallel
 from tests.helpers import run_ranks
+from tests.machine import patience
 
 LAYOUT = Parallel(8, tp=2, pp=2)
 NEEDS = [("prompt", "response"), ("response", "logprobs", "advantage", "answer")]
@@ -121,7 +122,7 @@ def _get(rank, device):
     group, ranks = replica_of(rank)
     queue = CountingQueue()
     reader = GroupReader(queue, group, NEEDS[LAYOUT.coordinate("pp", rank)])
-    first = reader.get("train", 4, whole_groups=True, min_version=1, timeout_s=30.0)
+    first = reader.get("train", 4, whole_groups=True, min_version=1, timeout_s=patience(30))
     reader.ack("train", first.batch.ids)
     assert first.batch.too_old == ("sample 0", "sample 1") and first.batch.ids == tuple(IDS[2:])
     assert same(replace(first.batch, too_old=()), queue.whole.select(range(2, 6), reader.columns))
@@ -150,13 +151,13 @@ def test_a_get_is_leased_once_and_its_errors_are_everybodys():
     assert "sample 7" in texts[0] and "trian" in texts[1] and "2" in texts[2] and "closed" in texts[3]
 
 
-def _beats(rank, device):
+def _beats(rank, device, group_timeout_s):
     reading.BEAT_S = 0.05
     queue = CountingQueue()
-    reader = GroupReader(queue, dist.new_group([0, 1], timeout=timedelta(seconds=1)), ["prompt", "late"])
+    reader = GroupReader(queue, dist.new_group([0, 1], timeout=timedelta(seconds=group_timeout_s)), ["prompt", "late"])
     if rank == 0:
         late = PackedBatch.from_samples(IDS, {"late": torch.arange(6)})
-        threading.Timer(1.5, lambda: queue.queue.put(late)).start()
+        threading.Timer(1.5 * group_timeout_s, lambda: queue.queue.put(late)).start()
     began_s = time.monotonic()
     delivery = reader.get("train", 6)
     reading.BEAT_S = 60.0
@@ -164,9 +165,10 @@ def _beats(rank, device):
 
 
 def test_ranks_outwait_their_groups_timeout_while_the_leader_waits_for_samples():
-    (first, seconds, asked), (second, _, none) = run_ranks(_beats, 2)
+    group_timeout_s = patience(1)
+    (first, seconds, asked), (second, _, none) = run_ranks(_beats, 2, group_timeout_s)
     assert first == second == [0, 1, 2, 3, 4, 5]
-    assert seconds > 1.4 and asked > 5 and none == 0
+    assert seconds > 1.4 * group_timeout_s and asked > 5 and none == 0
 
 
 PLACED = ["here", "there", "there", "here", "there"]
@@ -225,10 +227,11 @@ def test_metadata_that_outgrows_its_message_does_so_once():
     assert [sum(sent.values()) for sent in first] == [3, 3 + 2], "two of metadata, one of payload; then one of each"
 
 
-def _left_alone(rank, device):
-    reader = GroupReader(CountingQueue(), dist.new_group([0, 1], timeout=timedelta(seconds=0.5)), ["prompt"])
+def _left_alone(rank, device, leader_stays_s):
+    timeout = timedelta(seconds=leader_stays_s / 3)
+    reader = GroupReader(CountingQueue(), dist.new_group([0, 1], timeout=timeout), ["prompt"])
     if rank == 0:
-        time.sleep(1.5)
+        time.sleep(leader_stays_s)
         return None
     began_s = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -237,7 +240,8 @@ def _left_alone(rank, device):
 
 
 def test_a_rank_whose_leader_never_reads_does_not_wait_for_ever():
-    assert run_ranks(_left_alone, 2)[1] < 1.5
+    leader_stays_s = patience(1.5)
+    assert run_ranks(_left_alone, 2, leader_stays_s)[1] < leader_stays_s
 
 
 def test_one_process_is_a_group_of_its_own():

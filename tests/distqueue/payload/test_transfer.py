@@ -20,7 +20,7 @@ from distqueue.payload.wire import from_wire, to_wire
 from tests.distqueue.test_packed import same_batch, samples
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(made=samples(), data=st.data(), way=st.sampled_from(["memory", "file", "wire"]))
 def test_any_rows_in_any_order_are_gathered_from_where_they_lie(made, data: st.DataObject, way: str) -> None:
     batch, _ = made
@@ -51,7 +51,6 @@ def _elsewhere(batch: PackedBatch, way: str, path: Path) -> dict:
     return columns
 
 
-@settings(deadline=None)
 @given(made=samples())
 def test_a_put_and_a_delivery_survive_their_messages(made) -> None:
     batch, _ = made

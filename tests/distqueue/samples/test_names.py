@@ -24,7 +24,7 @@ HASHES = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), hash_name=st.sampled_from(sorted(HASHES)))
 def test_index_against_dict(data: st.DataObject, hash_name: str) -> None:
     index, model = NameIndex(HASHES[hash_name]), {}
@@ -63,7 +63,7 @@ def test_a_name_with_a_nul_is_refused() -> None:
         NameIndex().names(["fine", "a\0b"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["done", "dropped:stale"])), max_size=12))
 def test_the_last_endings_are_remembered(batches: list[tuple[int, str]]) -> None:
     endings, ended = Endings(remembered=5), []

@@ -298,6 +298,6 @@ def durable(snapshot: dict) -> dict:
 
 
 TableAgainstModel.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=50, suppress_health_check=list(HealthCheck)
 )
 test_table_against_model = TableAgainstModel.TestCase

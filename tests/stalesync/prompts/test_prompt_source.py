@@ -28,7 +28,7 @@ def source_of(tokenizer, file="addition", seed=0, held_out=0, **changes) -> Prom
     return PromptSource(DataConfig(source=str(file), **{**fields, **changes}), tokenizer, seed, held_out)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(["addition", "worked_arithmetic", "file", "file skip"]),
     seed=st.integers(0, 3),
