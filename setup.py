@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["fusion*", "stalesync*", "distqueue*"]),
-    package_data={"": ["*.pyi"], "fusion.npu.emulator": ["*.cpp", "*.h"]},
+    package_data={"": ["*.pyi"], "fusion.npu.emulator": ["*.cpp", "*.h"], "fusion.costmodel.hardware": ["*.yaml"]},
     install_requires=[
         "torch>=2.9,<2.14",
         "numpy",

@@ -2,9 +2,13 @@
 
     python scripts/plan.py model=pangu_718b cluster=cloudmatrix384
     python scripts/plan.py model=deepseek_r1_671b cluster=a3_128 train=tp4pp8ep32 infer=tp2ep128 --json -
+    python scripts/plan.py model=qwen3_30b_a3b cluster.hardware=h100 cluster.npus=16
 
     model=     a shape in recipes/shapes, or a Hugging Face folder
-    cluster=   a file of recipes/conf/cluster that names its hardware; cluster.npus=N takes fewer or more dies
+    cluster=   a file of recipes/conf/cluster that names its hardware
+    cluster.hardware= cluster.npus=
+               a card of fusion/costmodel/hardware (ascend_910b, ascend_910c, h100, h800) and the number of its dies,
+               in place of those of the file or without one
     train=     layout of training, like tp8pp8ep32 (data parallel is the rest); auto: the best found
     infer=     layout of generation, likewise
     training.token_budget= training.recompute= fusion.bucket_bytes= fusion.offload= rollout.max_seqs= …
@@ -26,9 +30,14 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(ROOT))
     from fusion.costmodel.command_line import answer
+    from fusion.ep_switch.config import FusionConfig
+    from fusion.inference.config import RolloutConfig
+    from fusion.training.config import TrainingConfig
+
+    groups = {"training": TrainingConfig, "fusion": FusionConfig, "rollout": RolloutConfig}
 
     try:
-        return answer(sys.argv[1:], ROOT / "recipes")
+        return answer(sys.argv[1:], ROOT / "recipes", groups)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

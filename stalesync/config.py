@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
 from fusion.colocate.spec import engine_size
-from fusion.costmodel.hardware import hardware_named
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
@@ -25,6 +24,7 @@ from stalesync.prompts.config import DataConfig
 
 if TYPE_CHECKING:
     from fusion.costmodel.pace import Pace
+    from fusion.ep_switch.topology import Topology
 
 
 @dataclass
@@ -34,17 +34,26 @@ class ClusterConfig:
     address: str | None = None
     """Ray cluster to join ("auto" on a head node); null starts Ray on this machine."""
     hardware: str | None = None
-    """What the cards are, a name in `fusion/costmodel/hardware`: which links are fast; null: all alike."""
+    """What the cards are, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800): which links are
+    fast; null: all alike."""
     stage_timeout_s: float = 1800.0
     """A stage that takes longer than this ends the run with a message naming the ranks that are still at it."""
 
     def validate(self) -> None:
         if self.npus < 1:
             raise ValueError(f"cluster.npus={self.npus}: expected at least 1")
-        if self.hardware is not None:
-            hardware_named(self.hardware)
+        _ = self.topology  # raises where the hardware is unknown
         if self.stage_timeout_s <= 0:
             raise ValueError(f"cluster.stage_timeout_s={self.stage_timeout_s}: expected seconds > 0")
+
+    @property
+    def topology(self) -> Topology | None:
+        """Which links between the cards are fast; None: all alike."""
+        if self.hardware is None:
+            return None
+        from fusion.costmodel.hardware import hardware_named  # only where asked for: it loads the cost model
+
+        return hardware_named(self.hardware).topology
 
 
 @dataclass
@@ -127,7 +136,9 @@ class Config:
 
     @property
     def pace(self) -> Pace | None:
-        """What emulated cards take the time of."""
+        """What emulated cards take the time of; None where they are not paced."""
+        if self.device.pace is None:
+            return None
         from fusion.costmodel.pace import Pace
 
         return Pace.load(self.device, self.cluster.hardware)

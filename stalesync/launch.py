@@ -15,7 +15,6 @@ from typing import Any
 from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
-from fusion.costmodel.hardware import hardware_named
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool
 from fusion.telemetry import LiveView, RunFolder, RunReport
@@ -125,7 +124,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         device=config.device,
         reference=config.score_layout(model, reference) if reference else None,
         reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
-        topology=hardware_named(config.cluster.hardware).topology if config.cluster.hardware else None,
+        topology=config.cluster.topology,
         across_nodes=config.cluster.address is not None,
         pace=config.pace,
         ahead=config.stalesync.max_staleness > 0,

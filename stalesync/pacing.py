@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from fusion.costmodel.pace import Pace
+if TYPE_CHECKING:
+    from fusion.costmodel.pace import Pace
 
 TOLERANCE = 0.03
 """Overrun / modelled wall above which a run's times are not those of what it stands for."""

@@ -1,24 +1,24 @@
-"""Trainer, engine, switch and frozen roles of an emulated card that takes modelled time: each does what it does, then
-sleeps until its modelled end. Without a pace a worker has the plain ones (`Parts`), which know nothing of this.
+"""Trainer, engine, switcher and frozen roles of an emulated card that takes modelled time: each computes as the plain
+one does, then sleeps until its modelled end. A worker without a pace never imports this module or the cost model.
 
-A step of an engine whose ranks exchange experts, a training step and a switch are agreed on by all that take part, so
-that they end together; ranks that schedule alike (TP, PP) come to the same seconds by themselves.
+The participants of a training step, of a switch, and of a step of an engine whose ranks exchange experts agree on the
+longest duration and end together; ranks with the same schedule (TP, PP) compute the same seconds by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from fusion.colocate.frozen.roles import FrozenRoles
+from fusion.colocate.parts import WorkerParts
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.switching import PhaseSwitcher
-from fusion.costmodel.pace import EngineCost, SwitchCost, TrainerCost
+from fusion.costmodel.pace import EngineCost, EngineLoad, SwitchCost, TrainerCost
 from fusion.inference import EmbeddedEngine, Output
 from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer
@@ -27,35 +27,33 @@ from fusion.training import EmbeddedTrainEngine, Sequences
 from fusion.training.loss import Loss
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a worker is built of."""
-
-    trainer: Callable[..., EmbeddedTrainEngine] = EmbeddedTrainEngine
-    engine: Callable[..., EmbeddedEngine] = EmbeddedEngine
-    switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
-    background_switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
-    """The same of a thread that runs beside an engine"""
-    roles: Callable[..., FrozenRoles] = FrozenRoles
-
-
-def paced_parts(spec: WorkerSpec) -> tuple[Parts, Pacer]:
-    """The parts of a card of this run, and the clock that they share."""
+def paced_parts(spec: WorkerSpec) -> tuple[WorkerParts, Pacer]:
+    """Returns the parts of a card of this run, and the clock that they share."""
     assert spec.pace is not None
     pace, pacer, first = spec.pace, Pacer(), spec.deployment.generate[0]
     trainer = TrainerCost(pace, spec.train, spec.training.recompute)
-    frozen = TrainerCost(pace, spec.reference) if spec.reference else trainer
-    judge = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
-    engine = EngineCost(pace, spec.infer_of_one_engine, spec.rollout.max_seqs)
-    switch = SwitchCost.of(pace, spec.train, spec.infer, first, spec.fusion)
-    parts = Parts(
-        partial(PacedTrainEngine, pacer=pacer, cost=trainer),
-        partial(PacedEngine, pacer=pacer, cost=engine, adopt_s=switch.adopt),
-        partial(PacedSwitcher, pacer=pacer, cost=switch),
-        partial(PacedSwitcher, pacer=Pacer(), cost=switch),
-        partial(PacedRoles, pacer=pacer, reference_cost=frozen, reward_cost=judge),
+    reference = TrainerCost(pace, spec.reference) if spec.reference else trainer
+    reward = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
+    engine = EngineCost(pace, spec.infer_of_one_engine, full_batch=spec.rollout.max_seqs)
+    switch = SwitchCost.of(pace, train=spec.train, infer=spec.infer, infer_first=first, fusion=spec.fusion)
+    parts = WorkerParts(
+        trainer=partial(PacedTrainEngine, pacer=pacer, cost=trainer),
+        engine=partial(PacedEngine, pacer=pacer, cost=engine, adopt_s=switch.adopt_s),
+        switcher=partial(PacedSwitcher, pacer=pacer, cost=switch),
+        background_switcher=partial(PacedSwitcher, pacer=Pacer(), cost=switch),
+        roles=partial(PacedRoles, pacer=pacer, reference_cost=reference, reward_cost=reward),
     )
     return parts, pacer
+
+
+def observe_load(step: Step) -> EngineLoad:
+    """Reads from an engine's step what its cost depends on."""
+    first_tokens = step.sampled[len(step.decodes) :]
+    return EngineLoad(
+        decode_contexts=tuple(seq.computed + 1 for seq in step.decodes),
+        first_token_contexts=tuple(len(seq.tokens) for seq in first_tokens),
+        prefill_chunks=tuple((count, seq.computed) for seq, count in step.chunks),
+    )
 
 
 class PacedEngine(EmbeddedEngine):
@@ -84,7 +82,7 @@ class PacedEngine(EmbeddedEngine):
             super()._adopt(version)
 
     def _compute(self, step: Step) -> list[Output]:
-        seconds, ideal = self.cost(step)
+        seconds, ideal = self.cost(observe_load(step))
         if back := sum(end - first for _, first, end in step.restored):
             seconds = {**seconds, "kv": self.cost.back_s(self._tokens(back))}
         group = self.mesh.world_group if self.mesh.ep_group is not None else None
@@ -122,16 +120,16 @@ class PacedSwitcher(PhaseSwitcher):
         self._arrives = 0.0
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
-        with self._paced(self.cost.infer, self.meshes.actor):
+        with self._paced(self.cost.infer_s, self.meshes.actor):
             super().to_infer(version, share, while_generating)
 
     def to_train(self) -> None:
-        with self._paced(self.cost.train, self.meshes.trainers):
+        with self._paced(self.cost.train_s, self.meshes.trainers):
             super().to_train()
 
     def load_optimizer(self) -> None:
         if self._away(self.optimizer):
-            self._arrives = self.pacer.now + self.cost.onload
+            self._arrives = self.pacer.now + self.cost.onload_s
         super().load_optimizer()
 
     def await_optimizer(self) -> None:

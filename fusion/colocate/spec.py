@@ -15,7 +15,7 @@ from fusion.model.options import ModelOptions
 from fusion.npu.config import DeviceConfig
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a worker that is not paced does not load the cost model
     from fusion.costmodel.pace import Pace
 
 

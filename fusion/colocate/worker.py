@@ -25,7 +25,7 @@ import torch.distributed as dist
 from distqueue import PackedBatch
 from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.paced import Parts, paced_parts
+from fusion.colocate.parts import worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.samples.reader import StageReader
 from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed_log_ratios, to_sequences
@@ -73,7 +73,7 @@ class Worker:
         self.device = device or open_device(
             spec.device.kind, capacity_bytes=spec.device.capacity_bytes, streams=spec.device.streams
         )
-        self.parts, pacer = paced_parts(spec) if spec.pace else (Parts(), None)
+        self.parts, pacer = worker_parts(spec)
         self.log = StageLog(self.rank, self.device, pacer)
         torch.set_num_threads(1)
         if spec.world > 1 and not dist.is_initialized():

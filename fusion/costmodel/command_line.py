@@ -1,11 +1,11 @@
-"""From the words of a command line to an answer: presets, layouts, overrides; then tables or JSON."""
+"""The command line of `scripts/plan.py`: arguments to a setup, the setup to tables or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,138 +13,139 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from fusion.costmodel.hardware import ASCEND_910C, Hardware, hardware_named
+from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.layouts import parse_layout
+from fusion.costmodel.presets import load_cluster, load_shape
 from fusion.costmodel.report import as_dict, render
 from fusion.costmodel.search import Estimate, Ranking, estimate, rank
-from fusion.costmodel.setup import Setup
-from fusion.costmodel.shape import Shape
+from fusion.costmodel.setup import EngineLimits, Setup, TrainingLimits
 from fusion.costmodel.switch_time import published
-from fusion.ep_switch.config import FusionConfig
-from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
-from fusion.model.config import read_json
-from fusion.training.config import TrainingConfig
 
-GROUPS = {"training": TrainingConfig, "fusion": FusionConfig, "rollout": RolloutConfig}
-WORDS = ("model", "cluster", "train", "infer", "cluster.npus")
-PUBLISHED_RUN = ("deepseek_r1_671b", Parallel(256, tp=4, ep=32, pp=8), Parallel(256, tp=2, ep=128))
-"""Model and layouts of the run the figures are checked on. Its EP8 spans TP4 (`moe_tp_extend_ep`): EP32 here."""
+OPTIONS = ("model", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
+PUBLISHED_RUN = ("deepseek_r1_671b", "ascend_910c", Parallel(256, tp=4, ep=32, pp=8), Parallel(256, tp=2, ep=128))
+"""Model, hardware and layouts of the run the figures are checked on. Its EP8 spans TP4 (`moe_tp_extend_ep`): EP32
+here."""
 WIDTH = 100
+
+ConfigGroups = Mapping[str, type]
+"""Name of a config group → its dataclass, whose `validate()` raises ValueError: `training`, `fusion` and `rollout`."""
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A shape of recipes/shapes: the model, and what is known and what was inferred about it."""
+class Arguments:
+    """A parsed command line. ``overrides``: key of a config group → value as text; ``json_path``: None for tables,
+    "-" for the terminal."""
 
-    shape: Shape
-    notes: tuple[str, ...] = ()
+    options: dict[str, str]
+    overrides: dict[str, str]
+    json_path: str | None
 
 
-def answer(arguments: Sequence[str], recipes: Path) -> int:
-    """Plans what the arguments ask for and prints it; 0 if it fits, else 1.
+def answer(arguments: Sequence[str], recipes: Path, groups: ConfigGroups) -> int:
+    """Plans what the arguments ask for and prints it.
+
+    Args:
+        recipes: the folder that holds `shapes/` and `conf/cluster/`.
+        groups: the config groups whose keys may be overridden.
+
+    Returns:
+        0 if the plan fits, else 1.
 
     Raises:
         ValueError: an argument that is unknown or wrong, by key.
     """
-    words, overrides, out = _words(arguments)
-    preset = load_shape(words.get("model"), recipes / "shapes")
-    hardware, dies = load_cluster(words.get("cluster"), words.get("cluster.npus"), recipes / "conf" / "cluster")
-    setup = Setup(preset.shape, hardware, Parallel(dies), Parallel(dies), **_groups(overrides))
-    fixed = tuple(
-        None if text == "auto" else parse_layout(key, text, dies, preset.shape)
-        for key, text in ((key, words.get(key, "auto")) for key in ("train", "infer"))
+    parsed = parse(arguments, groups)
+    options = parsed.options
+    preset = load_shape(options.get("model"), recipes / "shapes")
+    hardware, dies = load_cluster(
+        options.get("cluster"),
+        hardware=options.get("cluster.hardware"),
+        npus=options.get("cluster.npus"),
+        folder=recipes / "conf" / "cluster",
+    )
+    limits = _limits(parsed.overrides, groups)
+    setup = Setup(preset.shape, hardware, train=Parallel(dies), infer=Parallel(dies), **limits)
+    train, infer = (
+        None if text == "auto" else parse_layout(key, text, world=dies, shape=preset.shape)
+        for key, text in ((key, options.get(key, "auto")) for key in ("train", "infer"))
     )
     ranking = rank(setup)
-    given = ranking.pairs[0]
-    if any(fixed):
-        best = rank(setup, (fixed[0], fixed[1]), few=1) if not all(fixed) else None
-        train = fixed[0] or (best and best.pairs[0].setup.train)
-        infer = fixed[1] or (best and best.pairs[0].setup.infer)
-        assert train and infer
-        given = estimate(setup.with_layouts(train, infer))
+    chosen = _chosen(setup, train, infer) if train or infer else ranking.pairs[0]
     check = check_figures(recipes / "shapes")
-    _tell(given, ranking, check, preset.notes, out)
-    return 1 if given.problems else 0
+    _print(chosen, ranking, check=check, notes=preset.notes, json_path=parsed.json_path)
+    return 1 if chosen.problems else 0
 
 
 def check_figures(shapes: Path) -> dict[str, float]:
-    """The published run's switch as the model predicts it, in seconds."""
-    name, train, infer = PUBLISHED_RUN
-    return published(Setup(load_shape(name, shapes).shape, ASCEND_910C, train, infer))
+    """Predicts the published run's switch: its parts in seconds."""
+    model, hardware, train, infer = PUBLISHED_RUN
+    return published(Setup(load_shape(model, shapes).shape, hardware_named(hardware), train=train, infer=infer))
 
 
-def load_shape(name: str | None, folder: Path) -> Preset:
-    """Raises:
-    ValueError: no such shape, or a config that cannot be planned for; names the key.
-    """
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if not name:
-        raise ValueError(f"model is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
-    if name in known:
-        told = yaml.safe_load((folder / f"{name}.yaml").read_text())
-        shape = Shape.from_hf(name, told["config"])
-        return Preset(shape, (f"source: {told['source'].strip()}", f"inferred: {told['inferred'].strip()}"))
-    if (Path(name) / "config.json").is_file():
-        return Preset(Shape.from_hf(Path(name).name, read_json(Path(name) / "config.json")))
-    raise ValueError(f"model={name!r}: expected one of {', '.join(known)}, or a Hugging Face folder")
-
-
-def load_cluster(name: str | None, npus: str | None, folder: Path) -> tuple[Hardware, int]:
-    """(hardware, dies).
+def parse(arguments: Sequence[str], groups: ConfigGroups) -> Arguments:
+    """Splits `key=value` arguments into options of this command and overrides of config groups.
 
     Raises:
-        ValueError: no such cluster, one that names no hardware, or a number of dies that is none.
+        ValueError: an unknown argument, or `--json` without a path.
     """
-    presets = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
-    known = [stem for stem, preset in presets.items() if preset.get("hardware")]
-    if name not in known:
-        raise ValueError(f"cluster={name!r}: expected one that names its hardware: {', '.join(known)}")
-    preset = presets[name]
-    dies = preset["npus"] if npus is None else int(npus) if npus.isdigit() else 0
-    if dies < 1:
-        raise ValueError(f"cluster.npus={npus}: expected a whole number of at least 1")
-    return hardware_named(preset["hardware"]), dies
-
-
-def _words(arguments: Sequence[str]) -> tuple[dict[str, str], dict[str, str], str | None]:
-    """(words of this command, overrides of config groups, where the JSON goes)."""
-    words: dict[str, str] = {}
+    options: dict[str, str] = {}
     overrides: dict[str, str] = {}
-    left, out = list(arguments), None
-    while left:
-        argument = left.pop(0)
+    remaining, json_path = list(arguments), None
+    keys = [*OPTIONS, *(f"{group}.{f.name}" for group, kind in groups.items() for f in dataclasses.fields(kind))]
+    while remaining:
+        argument = remaining.pop(0)
         if argument == "--json" or argument.startswith("--json="):
-            out = argument[7:] if "=" in argument else left.pop(0) if left else ""
-            if not out:
+            json_path = argument[7:] if "=" in argument else remaining.pop(0) if remaining else ""
+            if not json_path:
                 raise ValueError("--json needs a path, or - for the terminal")
             continue
         key, equals, value = argument.partition("=")
-        keys = [*WORDS, *(f"{group}.{f.name}" for group, kind in GROUPS.items() for f in dataclasses.fields(kind))]
         if not equals or key not in keys:
             near = difflib.get_close_matches(key, keys, n=1)
             raise ValueError(f"unknown argument {argument!r}" + (f"; did you mean {near[0]}=?" if near else ""))
-        (words if key in WORDS else overrides)[key] = value
-    return words, overrides, out
+        (options if key in OPTIONS else overrides)[key] = value
+    return Arguments(options, overrides, json_path)
 
 
-def _groups(overrides: dict[str, str]) -> dict[str, Any]:
-    """The config groups with what the arguments change, validated by their rooms."""
-    groups: dict[str, Any] = {}
-    for name, kind in GROUPS.items():
-        given = {key.split(".")[1]: yaml.safe_load(v) for key, v in overrides.items() if key.startswith(f"{name}.")}
-        groups[name] = kind(**({"recompute": True} if name == "training" else {}) | given)
-        groups[name].validate()
-    return groups
+def _limits(overrides: Mapping[str, str], groups: ConfigGroups) -> dict[str, Any]:
+    """The fields of a `Setup` that come from config groups, which validate what the arguments change."""
+    configs: dict[str, Any] = {}
+    for name, kind in groups.items():
+        changed = {key.split(".")[1]: yaml.safe_load(v) for key, v in overrides.items() if key.startswith(f"{name}.")}
+        configs[name] = kind(**({"recompute": True} if name == "training" else {}) | changed)
+        configs[name].validate()
+    return {
+        "training": _subset(TrainingLimits, configs["training"]),
+        "rollout": _subset(EngineLimits, configs["rollout"]),
+        "fusion": configs["fusion"],
+    }
 
 
-def _tell(given: Estimate, ranking: Ranking, check: dict[str, float], notes: tuple[str, ...], out: str | None) -> None:
-    if out is not None:
-        text = json.dumps(as_dict(given, ranking, check), indent=2)
-        if out == "-":
+def _subset(kind: type, config: object) -> Any:
+    return kind(**{f.name: getattr(config, f.name) for f in dataclasses.fields(kind)})
+
+
+def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
+    """The layouts that were asked for; one that was left to `auto` is the best beside the other."""
+    best = rank(setup, (train, infer), few=1).pairs[0].setup if not (train and infer) else setup
+    return estimate(setup.with_layouts(train or best.train, infer or best.infer))
+
+
+def _print(
+    chosen: Estimate,
+    ranking: Ranking,
+    *,
+    check: dict[str, float],
+    notes: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    if json_path is not None:
+        text = json.dumps(as_dict(chosen, ranking, check), indent=2)
+        if json_path == "-":
             print(text)
             return
-        Path(out).write_text(text + "\n")
+        Path(json_path).write_text(text + "\n")
     console = Console()
     console = console if console.is_terminal and console.width >= WIDTH else Console(width=WIDTH)
-    console.print(render(given, ranking, check, notes))
+    console.print(render(chosen, ranking, check=check, notes=notes))

@@ -1,18 +1,20 @@
-"""What an emulated card stands for: a card, a model, and how many of its tokens and seconds are one of the run's.
+"""What an emulated card stands for: a card, a model, and how many of its tokens and seconds one of the run's is.
 
-    device.pace         shape of the modelled model      ┐
-    device.pace_tokens  its tokens for one of the run's  ├─► Pace ─► EngineCost, TrainerCost, SwitchCost: seconds of the
-    device.pace_speed   its seconds for one of the run's │           run for a step of the run, by kind of work
-    device.pace_training  how many times training counts │
-    cluster.hardware    the modelled card                ┘
+    device.pace           shape of the modelled model       ┐
+    device.pace_tokens    modelled tokens per token          ├─► Pace ─► EngineCost, TrainerCost, SwitchCost:
+    device.pace_speed     modelled seconds per second        │           plain observations in, seconds of the run out,
+    device.pace_training  factor on the cost of an update    │           by kind of work
+    cluster.hardware      the modelled card                 ┘
 
-A real token stands for `tokens` modelled ones, in prompts, responses and contexts: a decode step of the run is so many
-decode steps of the modelled engine, with contexts so many times as long. A second of the run stands for `speed`
-modelled ones, so rates in modelled tokens a modelled second are those of the run x tokens / speed. With speed = tokens
-a decode step of the run takes exactly as long as one of the modelled engine, and rates are the run's own.
+A token of the run stands for `token_scale` modelled ones, in prompts, responses and contexts: a decode step of the run
+is that many decode steps of the modelled engine, with contexts that many times as long. A second of the run stands for
+`time_scale` modelled ones, so modelled tokens per modelled second are the run's rate x token_scale / time_scale. With
+equal scales a decode step of the run takes exactly as long as one of the modelled engine, and rates are the run's own.
 
-Not modelled: how much fits into HBM (`scripts/plan.py` says that), rewards, the queue, what frozen models take on their
-way to and from the host, and the KV of a chunk, which goes there beside the next steps.
+Not modelled: how much fits into HBM (`scripts/plan.py` computes that), rewards, the queue, copies of frozen models to
+and from the host, and the KV of a chunk, which is copied beside the next steps.
+
+Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps for the seconds computed here.
 """
 
 from __future__ import annotations
@@ -25,119 +27,141 @@ from pathlib import Path
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
 from fusion.costmodel.layouts import misfit
 from fusion.costmodel.memory import memory
+from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import Roofline, Work, pairs
-from fusion.costmodel.setup import Setup
+from fusion.costmodel.setup import Setup, TrainingLimits
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.switch_time import adopt_s, to_infer, to_train
 from fusion.costmodel.traffic import traffic
 from fusion.ep_switch.config import FusionConfig
-from fusion.inference.sequence import Step
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
-from fusion.training.config import TrainingConfig
 
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 
-Parts = dict[str, float]
+SecondsByKind = dict[str, float]
 """Kind of work → seconds of the run."""
 
 
 @dataclass(frozen=True)
 class Pace:
+    """The modelled model and card, and the scales between them and the run."""
+
     shape: Shape
     hardware: Hardware
-    tokens: int
-    speed: float
-    training: float = 1.0
-    """How many times an update, with its forward and backward pass, counts"""
+    token_scale: int
+    """Modelled tokens that a token of the run stands for."""
+    time_scale: float
+    """Modelled seconds that a second of the run stands for."""
+    training_scale: float = 1.0
+    """Factor on the cost of an update, its forward and backward passes included."""
 
     @classmethod
-    def load(cls, device: DeviceConfig, hardware: str | None) -> Pace | None:
-        """None where the device has no pace.
+    def load(cls, device: DeviceConfig, hardware: str | None) -> Pace:
+        """Resolves the config of a device that has a pace.
 
         Raises:
             ValueError: no such model or hardware, by key.
         """
-        if device.pace is None:
-            return None
+        assert device.pace is not None, "the device has no pace"
         if hardware is None:
             raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to say what the cards stand for")
-        from fusion.costmodel.command_line import load_shape
-
         try:
             shape = load_shape(device.pace, SHAPES).shape
         except ValueError as error:
             raise ValueError(str(error).replace("model=", "device.pace=", 1)) from None
-        return cls(shape, hardware_named(hardware), device.pace_tokens, device.pace_speed, device.pace_training)
+        return cls(
+            shape=shape,
+            hardware=hardware_named(hardware),
+            token_scale=device.pace_tokens,
+            time_scale=device.pace_speed,
+            training_scale=device.pace_training,
+        )
 
     def __str__(self) -> str:
-        of = f"a token stands for {self.tokens}, a second for {self.speed:g}"
-        of += f", training counts {self.training:g} times" if self.training != 1 else ""
-        return f"{self.shape.name} on {self.hardware.name}, {of}"
+        scales = f"a token stands for {self.token_scale}, a second for {self.time_scale:g}"
+        scales += f", training counts {self.training_scale:g} times" if self.training_scale != 1 else ""
+        return f"{self.shape.name} on {self.hardware.name}, {scales}"
 
     def check(self, parallel: Parallel, key: str) -> None:
-        """Raises:
-        ValueError: the modelled model cannot be cut so; ``key`` names the layout.
+        """Checks that the modelled model can be cut by a layout of the run; ``key`` names the layout.
+
+        Raises:
+            ValueError: it cannot, with both numbers.
         """
         if wrong := misfit(parallel, self.shape):
-            raise ValueError(f"device.pace={self.shape.name} does not go with {key}: {wrong}")
+            raise ValueError(f"device.pace={self.shape.name} does not fit {key}: {wrong}")
 
-    def seconds(self, modelled: float) -> float:
-        return modelled / self.speed
+    def run_seconds(self, modelled_s: float) -> float:
+        """Converts modelled seconds to seconds of the run."""
+        return modelled_s / self.time_scale
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What one step of an engine computes, in tokens of the run.
+
+    ``decode_contexts``: of each sequence that decodes, the tokens its new one attends to, itself included.
+    ``first_token_contexts``: the same of each sequence whose prefill ends in this step, so that its first token is
+    sampled. ``prefill_chunks``: (tokens computed, tokens before them) of each piece of a prompt.
+    """
+
+    decode_contexts: tuple[int, ...] = ()
+    first_token_contexts: tuple[int, ...] = ()
+    prefill_chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Steps of an engine of this layout. ``full``: sequences that an attention rank decodes at its best."""
+    """Cost of an engine's steps in a layout. ``full_batch``: sequences at which an attention rank decodes best."""
 
     pace: Pace
     layout: Parallel
-    full: int
+    full_batch: int
 
     @cached_property
     def roofline(self) -> Roofline:
         return Roofline(self.pace.shape, self.pace.hardware, self.layout)
 
-    def __call__(self, step: Step) -> tuple[Parts, Parts]:
-        """Of an attention rank's step: seconds, and of those what a card that never lacks requests would take."""
-        of = self.pace.tokens
-        fresh = step.sampled[len(step.decodes) :]
-        # Of the modelled tokens that a sequence's first token stands for, the prefill brings one, decodes the others.
-        batch = len(step.decodes) + len(fresh) * (of - 1) / of
-        kv = sum(seq.computed + 1 for seq in step.decodes) + sum(len(seq.tokens) for seq in fresh) * (of - 1) / of
-        tokens = sum(count for _, count in step.chunks)
-        attended = sum(pairs(count, seq.computed) for seq, count in step.chunks) * of
-        roofline, decode, ideal = self.roofline, Work(0.0), 0.0
+    def __call__(self, load: EngineLoad) -> tuple[SecondsByKind, SecondsByKind]:
+        """Costs an attention rank's step: its seconds, and those of a card that never lacks requests."""
+        scale, roofline = self.pace.token_scale, self.roofline
+        # Of the modelled tokens that a sequence's first token stands for, the prefill yields one, decodes the others.
+        batch = len(load.decode_contexts) + len(load.first_token_contexts) * (scale - 1) / scale
+        kv = (sum(load.decode_contexts) + sum(load.first_token_contexts) * (scale - 1) / scale) * scale
+        tokens = sum(count for count, _ in load.prefill_chunks)
+        attended = sum(pairs(count, before) for count, before in load.prefill_chunks) * scale
+        decode, ideal = Work(0.0), 0.0
         if batch:
-            decode = roofline.decode_step(batch, kv * of) * of
-            ideal = roofline.ideal_decode_s(batch, kv * of, self.full) * of
-            both = roofline.engine_step(batch, kv * of, tokens, attended) * of
+            decode = roofline.decode_step(batch, kv) * scale
+            ideal = roofline.ideal_decode_s(batch, kv, self.full_batch) * scale
+            both = roofline.engine_step(batch, kv, prefill_tokens=tokens, attended=attended) * scale
             prefill = both.seconds - decode.seconds
         else:
-            prefill = roofline.prefill(tokens * of, attended * of).seconds
-        parts = self._told(decode.seconds, prefill)
-        return parts or {"decode": 0.0}, self._told(ideal, prefill)
+            prefill = roofline.prefill(tokens * scale, attended * scale).seconds
+        return self._by_kind(decode.seconds, prefill) or {"decode": 0.0}, self._by_kind(ideal, prefill)
 
     def out_s(self, kv_tokens: int) -> float:
-        """Seconds in which a die copies the KV of so many tokens of the run to the host."""
+        """Seconds in which a die copies the KV of this many tokens of the run to the host."""
         return self._copy_s(kv_tokens, self.pace.hardware.out_bytes_per_s)
 
     def back_s(self, kv_tokens: int) -> float:
+        """Seconds of the way back."""
         return self._copy_s(kv_tokens, self.pace.hardware.back_bytes_per_s)
 
     def _copy_s(self, kv_tokens: int, bytes_per_s: Figure) -> float:
-        nbytes = kv_tokens * self.pace.tokens * self.pace.shape.kv_bytes(self.layout.tp, self.layout.pp)
-        return self.pace.seconds(nbytes / bytes_per_s.value)
+        nbytes = kv_tokens * self.pace.token_scale * self.pace.shape.kv_bytes(self.layout.tp, self.layout.pp)
+        return self.pace.run_seconds(nbytes / bytes_per_s.value)
 
-    def _told(self, decode: float, prefill: float) -> Parts:
-        found = {"decode": decode, "prefill": prefill}
-        return {kind: self.pace.seconds(seconds) for kind, seconds in found.items() if seconds}
+    def _by_kind(self, decode_s: float, prefill_s: float) -> SecondsByKind:
+        modelled = {"decode": decode_s, "prefill": prefill_s}
+        return {kind: self.pace.run_seconds(seconds) for kind, seconds in modelled.items() if seconds}
 
 
 @dataclass(frozen=True)
 class TrainerCost:
-    """Passes over samples of a data-parallel rank, and updates. Micro-batches are those of the default budget: the
-    run's own holds other tokens."""
+    """Cost of passes over samples of a data-parallel rank, and of updates. Micro-batches have the default token budget:
+    the run's own is in tokens of the run."""
 
     pace: Pace
     layout: Parallel
@@ -147,40 +171,59 @@ class TrainerCost:
     def roofline(self) -> Roofline:
         return Roofline(self.pace.shape, self.pace.hardware, self.layout)
 
-    def train(self, lengths: Sequence[int]) -> Parts:
-        work = self.roofline.train_step(*self._sizes(lengths), TrainingConfig().token_budget, self.recompute)
-        return {"train": self.pace.seconds(work.seconds * self.pace.training)}
+    def train(self, lengths: Sequence[int]) -> SecondsByKind:
+        """Costs forward and backward passes over samples of these lengths."""
+        tokens, attended = self._sizes(lengths)
+        work = self.roofline.train_step(
+            tokens, attended, token_budget=TrainingLimits().token_budget, recompute=self.recompute
+        )
+        return {"train": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 
-    def forward(self, lengths: Sequence[int], kind: str) -> Parts:
-        work = self.roofline.forward(*self._sizes(lengths), TrainingConfig().token_budget)
-        return {kind: self.pace.seconds(work.seconds)}
+    def forward(self, lengths: Sequence[int], kind: str) -> SecondsByKind:
+        """Costs a forward pass over samples of these lengths, under the name ``kind``."""
+        tokens, attended = self._sizes(lengths)
+        work = self.roofline.forward(tokens, attended, TrainingLimits().token_budget)
+        return {kind: self.pace.run_seconds(work.seconds)}
 
-    def update(self) -> Parts:
-        return {"optimizer": self.pace.seconds(self.roofline.optimizer_step().seconds * self.pace.training)}
+    def update(self) -> SecondsByKind:
+        """Costs an optimizer step."""
+        work = self.roofline.optimizer_step()
+        return {"optimizer": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 
     def _sizes(self, lengths: Sequence[int]) -> tuple[float, float]:
-        modelled = [length * self.pace.tokens for length in lengths]
+        """(modelled tokens, modelled pairs of attention)."""
+        modelled = [length * self.pace.token_scale for length in lengths]
         return sum(modelled), sum(map(pairs, modelled))
 
 
 @dataclass(frozen=True)
 class SwitchCost:
-    """Seconds of a switch, from the plan's own estimate; ``onload``: of the optimizer's way back, beside training;
-    ``adopt``: of an engine's pause for weights that have arrived beside it."""
+    """Seconds of a switch, as `scripts/plan.py` estimates them."""
 
-    infer: float
-    train: float
-    onload: float
-    adopt: float
+    infer_s: float
+    """To generation."""
+    train_s: float
+    """To training."""
+    onload_s: float
+    """Of the optimizer's way back, beside training."""
+    adopt_s: float
+    """Of an engine's pause for weights that have arrived beside it."""
 
     @classmethod
-    def of(cls, pace: Pace, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:
+    def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:
+        """Costs the switch between two layouts; ``infer_first``: the first rank that generates."""
         # The run's buckets fit the run's model, not the modelled one.
-        kept = FusionConfig(deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer)
-        setup = Setup(pace.shape, pace.hardware, train, infer, infer_first, fusion=kept)
+        modelled = FusionConfig(
+            deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer
+        )
+        setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)
         here, there = setup.sides
-        needs, topology = memory(setup), pace.hardware.topology
-        away = to_infer(setup, traffic(pace.shape, here, there, topology), needs)
-        back = to_train(setup, traffic(pace.shape, there, here, topology), needs)
-        onload = next((s for part, s in back.parts.items() if part.startswith("onload")), 0.0)
-        return cls(*(pace.seconds(s) for s in (away.seconds, back.seconds, onload, adopt_s(setup))))
+        sizes, topology = memory(setup), pace.hardware.topology
+        away = to_infer(setup, traffic(pace.shape, here, there, topology), sizes)
+        back = to_train(setup, traffic(pace.shape, there, here, topology), sizes)
+        return cls(
+            infer_s=pace.run_seconds(away.seconds),
+            train_s=pace.run_seconds(back.seconds),
+            onload_s=pace.run_seconds(back.onload_s),
+            adopt_s=pace.run_seconds(adopt_s(setup)),
+        )

@@ -48,7 +48,7 @@ FIGURES = {
 }
 
 
-def render(given: Estimate, ranking: Ranking, check: dict[str, float], notes: Iterable[str]) -> Group:
+def render(given: Estimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
     """Everything, in the order of reading: what is planned, whether it fits, how long it takes, what else there is."""
     parts: list[RenderableType] = [_heading(given, notes), _memory(given), _bytes(given), _seconds(given)]
     parts += [_pairs(ranking, given), _splits(ranking), _sources(given), _check(check)]
@@ -200,7 +200,8 @@ def _bytes(given: Estimate) -> Group:
     for i, level in enumerate(LEVELS):
         row = [figure(end[i]) / GB for t in given.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
         if any(row):
-            table.add_row(LINKS[level], *(f"{value:.2f}" for value in row))
+            outer = "between nodes" if level == "network" and not given.setup.hardware.has_supernodes else LINKS[level]
+            table.add_row(outer, *(f"{value:.2f}" for value in row))
     table.add_section()
     row = [figure(end.sum(0)) / GB for t in given.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
     table.add_row("together", *(f"{value:.2f}" for value in row))

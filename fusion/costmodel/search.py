@@ -11,11 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import gcd, lcm
 
+from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.memory import WEIGHT, Memory, held, memory
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.step_time import generate_s, layouts, reference_s, train_s
 from fusion.costmodel.switch_time import Switch, to_infer, to_train
 from fusion.costmodel.traffic import Traffic, traffic
+from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 
 GIB = 2.0**30
@@ -170,10 +172,16 @@ def _split(setup: Setup, deployment: str, train_dies: int, infer_dies: int, firs
     if problems(chosen, size):
         return None
     hardware, weights = setup.hardware, WEIGHT * held(setup.shape, chosen.infer, 0).numel
-    wire = weights / hardware.link_bytes_per_s(2)
+    wire = weights / hardware.link_bytes_per_s(_outermost(hardware, chosen.dies))
     states = size.states_bytes if chosen.shared and setup.fusion.offload == "switch" else 0.0
     away, back = states / hardware.out_bytes_per_s.value, states / hardware.back_bytes_per_s.value
     own = WEIGHT * held(setup.shape, chosen.train, 0).numel
     reference = reference_s(chosen) + own / hardware.back_bytes_per_s.value
     seconds = generate_s(chosen, size.kv_tokens), train_s(chosen), max(wire, away) + back
     return Split(deployment, chosen.train, chosen.infer, *seconds, reference)
+
+
+def _outermost(hardware: Hardware, dies: int) -> int:
+    """The level of link that bounds a switch between all dies. Links inside a supernode are one port: its level counts
+    even where the dies are all of one node."""
+    return LEVELS.index("supernode") if hardware.has_supernodes else hardware.topology.level(0, dies - 1)

@@ -1,4 +1,4 @@
-"""What an estimate is made of: a shape, dies, two layouts, and the config groups that size memory and transfers."""
+"""What is planned: a model, dies, two layouts, and the settings that bound memory and transfers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import Side
 from fusion.ep_switch.config import FusionConfig
-from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
-from fusion.training.config import TrainingConfig
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of the loop: samples, tokens of a prompt and of a response (mean and longest). Default: the published
-    run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
+    """One step of the loop: samples, and tokens of a prompt and of a response (mean and longest). Default: the
+    published run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
 
     samples: int = 512 * 16
     prompt: float = 78.0
@@ -29,17 +27,35 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class TrainingLimits:
+    """The fields of the config group `training` that a plan depends on, under the same names. ``token_budget``: tokens
+    of a micro-batch on one data-parallel rank. Recomputation is on by default here: large models need it."""
+
+    token_budget: int = 16384
+    recompute: bool = True
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The fields of the config group `rollout` that a plan depends on, under the same names and with its defaults."""
+
+    max_seqs: int = 256
+    max_batch_tokens: int = 4096
+    kv_fraction: float = 0.9
+
+
+@dataclass(frozen=True)
 class Setup:
-    """Layouts of training and generation. They share their dies unless ``infer_first`` is past the last that trains."""
+    """Layouts of training and generation. They share dies unless ``infer_first`` is past the last die that trains."""
 
     shape: Shape
     hardware: Hardware
     train: Parallel
     infer: Parallel
     infer_first: int = 0
-    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(recompute=True))
+    training: TrainingLimits = field(default_factory=TrainingLimits)
     fusion: FusionConfig = field(default_factory=FusionConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: EngineLimits = field(default_factory=EngineLimits)
     workload: Workload = field(default_factory=Workload)
 
     @property
@@ -48,12 +64,12 @@ class Setup:
 
     @property
     def shared(self) -> bool:
-        """Whether any die does both."""
+        """Whether any die both trains and generates."""
         return self.infer_first < self.train.world
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Training and generation."""
+        """The dies and layouts of training and of generation."""
         return Side(self.train), Side(self.infer, self.infer_first)
 
     def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> Setup:

@@ -47,6 +47,8 @@ class Switch:
     parts: dict[str, float]
     seconds: float
     limit: str
+    onload_s: float = 0.0
+    """Of the optimizer's way back beside training, which `seconds` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
     )
     leaves = setup.shared and setup.fusion.offload == "switch"
     onload = memory.states_bytes / hardware.back_bytes_per_s.value if leaves else 0.0
-    return Switch(found.parts | {"onload, beside training": onload}, found.seconds, found.limit)
+    return Switch(found.parts | {"onload, beside training": onload}, found.seconds, found.limit, onload)
 
 
 def adopt_s(setup: Setup) -> float:
@@ -140,7 +142,7 @@ def published(setup: Setup) -> dict[str, float]:
     does between training and generation. The `empty_cache` after generation they count to their rollout.
     """
     shape, train, hardware = setup.shape, setup.train, setup.hardware
-    slowest = hardware.link_bytes_per_s(2)
+    slowest = hardware.link_bytes_per_s(LEVELS.index("supernode"))
     here = WEIGHT * max(held(shape, train, stage).numel for stage in range(train.pp))
     tensors = sum(len(layer.tensors) for layer in shape.layers)
     reshard = _gathered_bytes(shape, train) / slowest + 2 * tensors * hardware.collective_s.value

@@ -11,7 +11,7 @@ import torch
 
 from distqueue import LocalQueue, PackedBatch
 from fusion.colocate import Deployment, Worker, WorkerSpec
-from fusion.colocate.paced import PacedEngine
+from fusion.colocate.paced import PacedEngine, observe_load
 from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
 from fusion.ep_switch import FusionConfig
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
@@ -31,9 +31,7 @@ DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")
 
 
 def _pace(count=1, speed=1.0):
-    pace = Pace.load(replace(DEVICE, pace_tokens=count, pace_speed=speed), "ascend_910c")
-    assert pace is not None
-    return pace
+    return Pace.load(replace(DEVICE, pace_tokens=count, pace_speed=speed), "ascend_910c")
 
 
 @pytest.fixture
@@ -98,9 +96,9 @@ def test_a_token_stands_for_many_and_a_second_for_many(model):
         schedule = made.scheduler.schedule
         made._take_orders()
         step = schedule()
-        seconds.append(made.cost(step)[0])
+        seconds.append(made.cost(observe_load(step))[0])
         made.scheduler.commit(step, [2] * len(step.sampled), [0.0] * len(step.sampled))
-        seconds.append(made.cost(schedule())[0])
+        seconds.append(made.cost(observe_load(schedule()))[0])
         steps[count, speed] = seconds
     first, later = steps[1, 1.0]
     assert set(first) == {"prefill"} and set(later) == {"decode"}, "the first token comes with the prefill"
@@ -194,7 +192,7 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
 
 def test_a_sleep_does_not_hold_up_the_control_channel(tmp_path):
     worker = _worker(tiny_checkpoint(tmp_path), speed=0.1)
-    worker.switcher.cost = replace(worker.switcher.cost, infer=0.0)
+    worker.switcher.cost = replace(worker.switcher.cost, infer_s=0.0)
     worker.switch("infer", 0)
     params = SamplingParams(max_tokens=6)
     stage = threading.Thread(target=worker.answer, args=([Request("0/0", (3, 4), params, exact_tokens=3)],))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fusion.costmodel import layout_text, parse_layout
-from fusion.costmodel.command_line import load_shape
+from fusion.costmodel.presets import load_shape
 from fusion.model import Parallel
 
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from fusion.costmodel import Setup, Shape, memory
-from fusion.costmodel.command_line import load_shape
-from fusion.costmodel.hardware import ASCEND_910C
+from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.memory import held
+from fusion.costmodel.presets import load_shape
+from fusion.costmodel.setup import EngineLimits, TrainingLimits
 from fusion.ep_switch.config import FusionConfig
-from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel, local_params, plan_units
-from fusion.training.config import TrainingConfig
 from tests.helpers import tiny_config
 
+ASCEND_910C = hardware_named("ascend_910c")
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 PANGU = Setup(load_shape("pangu_718b", SHAPES).shape, ASCEND_910C, Parallel(768, 8, 8, 16), Parallel(768, 8, 256))
 
@@ -71,12 +71,12 @@ def test_activations_follow_tokens_recompute_and_stages():
         return memory(replace(PANGU, **changes)).phases["train"]["activations"]
 
     base = activations()
-    assert activations(training=TrainingConfig(recompute=True, token_budget=32768)) == pytest.approx(2 * base)
-    assert activations(training=TrainingConfig(recompute=False)) > 3 * base
+    assert activations(training=TrainingLimits(recompute=True, token_budget=32768)) == pytest.approx(2 * base)
+    assert activations(training=TrainingLimits(recompute=False)) > 3 * base
     assert activations(train=Parallel(768, 4, 8, 16)) > 1.5 * base
 
 
 def test_separate_cards_keep_their_states():
     apart = replace(PANGU, train=Parallel(384, 8, 8, 16), infer=Parallel(384, 8, 128), infer_first=384)
     assert not apart.shared and memory(apart).phases["switch"]["optimizer"] == 0
-    assert memory(replace(apart, rollout=RolloutConfig(kv_fraction=0.45))).kv_tokens < memory(apart).kv_tokens
+    assert memory(replace(apart, rollout=EngineLimits(kv_fraction=0.45))).kv_tokens < memory(apart).kv_tokens

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fusion.costmodel.command_line import answer
+from fusion.costmodel import command_line
+from fusion.ep_switch.config import FusionConfig
+from fusion.inference.config import RolloutConfig
+from fusion.training.config import TrainingConfig
 from tests import machine
 from tests.costmodel.test_shape import NAMES
 from tests.helpers import tiny_config
@@ -18,6 +21,13 @@ from tests.helpers import tiny_config
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = [sys.executable, "scripts/plan.py"]
 RECIPE = ["bash", "recipes/cloudmatrix384_pangu_718b.sh"]
+
+
+GROUPS = {"training": TrainingConfig, "fusion": FusionConfig, "rollout": RolloutConfig}
+
+
+def answer(arguments):
+    return command_line.answer(arguments, ROOT / "recipes", GROUPS)
 
 
 def run(command, **environment):
@@ -49,7 +59,7 @@ def test_768_dies_within_ten_seconds_and_four_gigabytes(name):
 
 def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
     arguments = ["model=deepseek_r1_671b", "cluster=a3_128", "train=tp4pp8ep32", "infer=tp2ep128"]
-    assert answer([*arguments, "--json", str(tmp_path / "plan.json")], ROOT / "recipes") == 0
+    assert answer([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
     for words in (
@@ -61,7 +71,7 @@ def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
         "fusion.deployment=colocated",
     ):
         assert words in shown
-    assert answer([*arguments, "--json", "-"], ROOT / "recipes") == 0
+    assert answer([*arguments, "--json", "-"]) == 0
     printed = json.loads(capsys.readouterr().out)
     told = json.loads((tmp_path / "plan.json").read_text())
     assert told == printed
@@ -74,14 +84,14 @@ def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
 
 
 def test_a_model_that_does_not_fit_fails(capsys):
-    assert answer(["model=pangu_718b", "cluster=a3_16"], ROOT / "recipes") == 1
+    assert answer(["model=pangu_718b", "cluster=a3_16"]) == 1
     assert "does not fit: train takes" in capsys.readouterr().out
 
 
 def test_config_groups_are_those_of_training():
     common = ["model=qwen3_30b_a3b", "cluster=a3_16", "--json", os.devnull]
-    assert answer([*common, "fusion.offload=stream", "rollout.kv_fraction=0.5"], ROOT / "recipes") == 0
-    assert answer([*common, "training.token_budget=4000000"], ROOT / "recipes") == 1
+    assert answer([*common, "fusion.offload=stream", "rollout.kv_fraction=0.5"]) == 0
+    assert answer([*common, "training.token_budget=4000000"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -91,6 +101,8 @@ def test_config_groups_are_those_of_training():
         ("model=pangu cluster=cloudmatrix384", "model='pangu': expected one of"),
         ("model=pangu_718b", "cluster=None: expected one that names its hardware"),
         ("model=pangu_718b cluster=four", "cluster='four': expected one that names its hardware"),
+        ("model=pangu_718b cluster.hardware=h100", "cluster=None: expected a cluster preset: .*four"),
+        ("model=pangu_718b cluster.hardware=abacus cluster.npus=8", "cluster.hardware='abacus': expected one of asc"),
         ("model=pangu_718b cluster=a3_16 cluster.npus=no", "cluster.npus=no: expected a whole number"),
         ("model=pangu_718b cluster=a3_16 train=tp5", "train='tp5': tp=5 does not divide"),
         ("model=pangu_718b cluster=a3_16 trian=tp5", "unknown argument 'trian=tp5'; did you mean train=?"),
@@ -100,13 +112,13 @@ def test_config_groups_are_those_of_training():
 )
 def test_mistakes_are_named_by_key(arguments, message):
     with pytest.raises(ValueError, match=message):
-        answer(arguments.split(), ROOT / "recipes")
+        answer(arguments.split())
 
 
 def test_a_folder_of_a_checkpoint_is_a_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_hf()))
     arguments = [f"model={tmp_path}", "cluster=a3_16", "cluster.npus=4", "train=tp2ep2", "infer=ep4"]
-    assert answer([*arguments, "--json", os.devnull], ROOT / "recipes") == 0
+    assert answer([*arguments, "--json", os.devnull]) == 0
 
 
 def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path):
@@ -141,3 +153,47 @@ def test_the_recipe_refuses_wrong_arguments_at_once(arguments, message):
 def test_the_recipe_fails_where_the_plan_does_not_fit():
     done = recipe("--dry-run", "train=tp1ep8")
     assert done.returncode == 2 and "the plan does not fit" in done.stderr and "ssh" not in done.stdout
+
+
+@pytest.mark.parametrize("hardware", ["ascend_910b", "h100", "h800"])
+def test_other_cards_are_planned_for(hardware, tmp_path):
+    """Machines without supernodes and without cards of several dies: their links do not occur in any figure."""
+    path = tmp_path / "plan.json"
+    arguments = ["model=qwen3_30b_a3b", f"cluster.hardware={hardware}", "cluster.npus=16", "--json", str(path)]
+    assert answer(arguments) == 0
+    plan = json.loads(path.read_text())
+    assert plan["hardware"] == hardware and plan["nodes"] == 2 and plan["recommended"]
+    assert {"node link", "network link"} <= set(plan["figures"])
+    assert not {"card link", "supernode link"} & set(plan["figures"])
+    for way in plan["moved"].values():
+        assert way["received"]["network"]["most"] > 0
+        assert way["received"]["card"]["most"] == way["received"]["supernode"]["most"] == 0
+
+
+def test_overrides_take_the_place_of_the_presets_hardware_and_dies(tmp_path):
+    path = tmp_path / "plan.json"
+    arguments = ["model=qwen3_30b_a3b", "cluster=four", "cluster.hardware=h100", "train=tp2ep2", "infer=ep4"]
+    assert answer([*arguments, "--json", str(path)]) in (0, 1)
+    plan = json.loads(path.read_text())
+    assert (plan["hardware"], plan["dies"]) == ("h100", 4)
+
+
+@pytest.mark.parametrize("plan", json.loads((Path(__file__).parent / "plans_910c.json").read_text()))
+def test_figures_of_the_910c_stay(plan, tmp_path):
+    """Every number of two plans, as they were before the constants moved to YAML."""
+    path = tmp_path / "plan.json"
+    answer([*plan["arguments"], "--json", str(path)])
+    found = dict(_numbers(json.loads(path.read_text())))
+    wanted = plan["numbers"]
+    assert set(found) == set(wanted)
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, rel=1e-12), key
+
+
+def _numbers(value, path=""):
+    """(path of keys, number) of everything in a plan that is one; texts are left out."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(inner, f"{path}/{key}")
+    elif isinstance(value, int | float):
+        yield path, value

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.costmodel import Workload
-from fusion.costmodel.command_line import PUBLISHED_RUN, load_shape
-from fusion.costmodel.hardware import ASCEND_910C
+from fusion.costmodel.command_line import PUBLISHED_RUN
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, pairs
 from fusion.model import Parallel
 
+ASCEND_910C = hardware_named("ascend_910c")
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 ROOFLINES = [
     Roofline(load_shape(name, SHAPES).shape, ASCEND_910C, parallel)
@@ -117,7 +119,7 @@ def test_a_dense_model_reads_its_weights_once_a_step():
 
 def test_the_published_run_takes_about_as_long_as_it_took():
     """DeepSeek-R1 on 128 Atlas A3 cards: 319.3 s for the update, 373.65 s for the rollout (cann-recipes-train)."""
-    name, train, infer = PUBLISHED_RUN
+    name, _, train, infer = PUBLISHED_RUN
     shape, work = load_shape(name, SHAPES).shape, Workload()
     trained = Roofline(shape, ASCEND_910C, train)
     length = work.prompt + work.response

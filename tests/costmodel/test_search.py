@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusion.costmodel import Setup, rank
-from fusion.costmodel.command_line import load_shape
-from fusion.costmodel.hardware import ASCEND_910C, Figure
+from fusion.costmodel.hardware import Figure, hardware_named
+from fusion.costmodel.presets import load_shape
 from fusion.costmodel.search import problems
 from fusion.model import Parallel
 
+ASCEND_910C = hardware_named("ascend_910c")
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.costmodel import Shape, boxes
-from fusion.costmodel.command_line import load_shape
+from fusion.costmodel.presets import load_shape
 from fusion.model import Parallel, local_params
 from tests.helpers import tiny_config
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from fusion.costmodel import Setup, Traffic, memory, published, to_infer, to_train, traffic
-from fusion.costmodel.command_line import check_figures, load_shape
-from fusion.costmodel.hardware import ASCEND_910C, Figure
+from fusion.costmodel.command_line import check_figures
+from fusion.costmodel.hardware import Figure, hardware_named
+from fusion.costmodel.presets import load_shape
 from fusion.costmodel.step_time import generate_s, train_s
 from fusion.costmodel.switch_time import PUBLISHED, wire
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 
+ASCEND_910C = hardware_named("ascend_910c")
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 A3_RUN = Setup(
     load_shape("deepseek_r1_671b", SHAPES).shape,

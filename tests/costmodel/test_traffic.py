@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.costmodel import Shape, Side, boxes, traffic
-from fusion.costmodel.command_line import load_shape
+from fusion.costmodel.presets import load_shape
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel

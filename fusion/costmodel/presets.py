@@ -1,0 +1,62 @@
+"""Model shapes and clusters by name: `recipes/shapes/*.yaml`, Hugging Face folders, `recipes/conf/cluster/*.yaml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from fusion.costmodel.hardware import Hardware, hardware_named
+from fusion.costmodel.shape import Shape
+from fusion.model.config import read_json
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's shape; ``notes``: where it comes from, and what of it was inferred."""
+
+    shape: Shape
+    notes: tuple[str, ...] = ()
+
+
+def load_shape(name: str | None, folder: Path) -> Preset:
+    """Loads the shape of a model: a preset in ``folder`` or a Hugging Face folder.
+
+    Raises:
+        ValueError: no such model, or a config that cannot be planned for; names the key.
+    """
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if not name:
+        raise ValueError(f"model is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
+    if name in known:
+        preset = yaml.safe_load((folder / f"{name}.yaml").read_text())
+        shape = Shape.from_hf(name, preset["config"])
+        return Preset(shape, (f"source: {preset['source'].strip()}", f"inferred: {preset['inferred'].strip()}"))
+    if (Path(name) / "config.json").is_file():
+        return Preset(Shape.from_hf(Path(name).name, read_json(Path(name) / "config.json")))
+    raise ValueError(f"model={name!r}: expected one of {', '.join(known)}, or a Hugging Face folder")
+
+
+def load_cluster(name: str | None, hardware: str | None, npus: str | None, folder: Path) -> tuple[Hardware, int]:
+    """Resolves a cluster to its hardware and number of dies. ``hardware`` and ``npus`` override the preset; with both
+    no preset is needed.
+
+    Raises:
+        ValueError: no such cluster or hardware, none that states its hardware, or an invalid number of dies.
+    """
+    presets = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
+    known = [stem for stem, preset in presets.items() if preset.get("hardware") or hardware]
+    if name is None and hardware and npus:
+        preset = {}
+    elif name in known:
+        preset = presets[name]
+    else:
+        missing = "a cluster preset" if hardware else "one that names its hardware"
+        raise ValueError(
+            f"cluster={name!r}: expected {missing}: {', '.join(known)}; or cluster.hardware= and cluster.npus="
+        )
+    dies = preset["npus"] if npus is None else int(npus) if npus.isdigit() else 0
+    if dies < 1:
+        raise ValueError(f"cluster.npus={npus}: expected a whole number of at least 1")
+    return hardware_named(hardware or preset["hardware"]), dies
