@@ -24,7 +24,7 @@ from distqueue.config import QueueOptions, check_absolute
 from distqueue.core import QueueClosed, Share
 from distqueue.host import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
 from distqueue.journal import read_folder
-from distqueue.messages import Delivery, File, Put
+from distqueue.messages import Delivery, File, Put, unpack
 from distqueue.packed import PackedBatch
 from distqueue.payload.reach import Payloads
 from distqueue.payload.segment_file import SegmentGone, lay_out, stretches_of
@@ -173,6 +173,14 @@ class DistQueue:
         """`read` for a coroutine."""
         return await run_async(self._read(tuple(ids), tuple(columns)))
 
+    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
+        """See `LocalQueue.lengths`."""
+        return run(self._lengths(tuple(ids), tuple(columns)))
+
+    def claim(self, task: str, ids: Iterable[str]) -> None:
+        """See `LocalQueue.claim`."""
+        run(self._call("call", "claim", task, tuple(ids)))
+
     def ack(self, task: str, ids: Iterable[str]) -> None:
         """See `LocalQueue.ack`."""
         run(self._call("call", "ack", task, tuple(ids)))
@@ -313,6 +321,12 @@ class DistQueue:
         if len(batch) < len(ids):
             yield from self._call("locate", ids, columns)  # says which has ended, and how
         return batch
+
+    def _lengths(self, ids: tuple[str, ...], columns: tuple[str, ...]) -> Steps[dict[str, list[int]]]:
+        found = yield from self._call("lengths", ids, columns)
+        self.traffic.received_bytes += len(found)
+        _, arrays = unpack(found)
+        return dict(zip(columns, arrays["lengths"].tolist(), strict=True))
 
     def _fetch(self, delivery: Delivery, columns: Sequence[str]) -> Steps[PackedBatch]:
         """The payload of a delivery; samples that end meanwhile are left out."""

@@ -27,7 +27,7 @@ from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, QueueCore, Share
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
-from distqueue.messages import File, Put
+from distqueue.messages import File, Put, pack, smallest
 from distqueue.samples import SampleTable, Want
 from distqueue.segments import Segment
 from distqueue.steps import GONE
@@ -235,8 +235,13 @@ class QueueActor:
         async with self._call():
             return self.core.locate(ids, columns, skip_ended).to_bytes()
 
+    async def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> bytes:
+        """`lengths` (columns, B): see `LocalQueue.lengths`."""
+        async with self._call():
+            return pack({}, {"lengths": smallest(self.core.lengths(ids, columns))})
+
     async def call(self, method: str, *args: Any) -> Any:
-        """ack, drop, renew, give_back, seal: what changes the state without a payload."""
+        """claim, ack, drop, renew, give_back, seal: what changes the state without a payload."""
         async with self._call():
             return getattr(self.core, method)(*args, time.time())
 

@@ -137,6 +137,19 @@ class LocalQueue:
             found = self._with_sources(self._core.locate(ids, columns))
         return self._gather(*found)
 
+    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
+        """Returns the tokens of live samples by column, in the order of `ids`: metadata, no payload is read. 1 each
+        where a column is dense, text or metadata. ValueError names the sample and the column it lacks."""
+        with self._lock:
+            found = self._core.lengths(ids, columns)
+        return dict(zip(columns, found.tolist(), strict=True))
+
+    def claim(self, task: str, ids: Iterable[str]) -> None:
+        """Leases named samples to `task`, whatever columns they hold, and reads nothing: for a writer that knows which
+        samples it works on. ValueError, with nothing leased: a sample never put or ended, or one that `task` holds or
+        has acknowledged."""
+        self._change("claim", task, tuple(ids))
+
     def ack(self, task: str, ids: Iterable[str]) -> None:
         """`task` is through with `ids`: never handed to it again, freed once every task has said so. To repeat it does
         no harm. ValueError: a sample never put, or never handed to `task`."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from distqueue.column import Layout
 from distqueue.config import LEASE_S
 from distqueue.core import history, report
@@ -187,6 +189,17 @@ class QueueCore:
             self.cancel(number, now_s)
         self._tell("lose", {"numbers": list(numbers), "reason": reason})
         return self.apply_lose(numbers, reason, now_s)
+
+    def claim(self, task: str, ids: Sequence[str], now_s: float) -> None:
+        """Leases named samples to a task, whatever columns they hold. ValueError: see `SampleTable.claim`."""
+        self._check_open()
+        self.tick(now_s)
+        self.table.claim(task, ids, now_s)
+
+    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> np.ndarray:
+        """(columns, B) int64: tokens of live samples. ValueError: see `SampleTable.lengths`."""
+        self._check_open()
+        return self.table.lengths(ids, columns)
 
     def renew(self, task: str, ids: Sequence[str], now_s: float) -> None:
         self._check_open()

@@ -46,6 +46,20 @@ def live(state: State, ids: Sequence[str]) -> np.ndarray:
     return slots
 
 
+def claimable(state: State, ids: Iterable[str], task: tuple[int, str]) -> np.ndarray:
+    """Slots of the ids, each once. ValueError: a sample that is not alive, or that the task (number, name) holds or has
+    acknowledged."""
+    distinct = list(dict.fromkeys(ids))
+    slots = live(state, distinct)
+    taken = ~state.claims.is_open(task[0], slots)
+    if taken.any():
+        which = int(taken.argmax())
+        acked = state.claims.is_acked(task[0], slots[[which]])[0]
+        how = "acknowledged" if acked else "leased"
+        raise ValueError(f"sample {distinct[which]!r}: task {task[1]!r} has {how} it already")
+    return slots
+
+
 def live_numbers(state: State, rows: np.ndarray) -> np.ndarray:
     """Slot per row number. ValueError: one whose sample is not alive."""
     slots = state.pages.find(rows)

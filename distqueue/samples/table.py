@@ -190,6 +190,23 @@ class SampleTable:
         found = self.state.segments.find(slots, [names.index(name) for name in columns])
         return [([names[c] for c in together], segments, inside) for together, segments, inside in found]
 
+    def claim(self, task: str, ids: Iterable[str], now_s: float) -> None:
+        """Leases these rows to the task until now_s + lease_s, whatever columns they hold. ValueError: a sample that is
+        not alive, or that the task holds or has acknowledged."""
+        self.check_task(task)
+        number = self.tasks.index(task)
+        slots = lookups.claimable(self.state, ids, (number, task))
+        self.state.claims.lease(number, slots, now_s)
+        self.state.views.refresh(slots, number)
+
+    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> np.ndarray:
+        """(columns, B) int64: tokens of each sample in each column; 1 where the column is dense, text or metadata.
+        ValueError, naming sample and column, unless every sample is live and holds every column."""
+        slots = lookups.live(self.state, ids)
+        lookups.require_columns(self.state, slots, columns)
+        held = self.state.columns
+        return np.array([held.longest(slots, [held.names.index(name)]) for name in columns], np.int64)
+
     def renew(self, task: str, ids: Iterable[str], now_s: float) -> None:
         """Gives those of `ids` that are leased until now_s + lease_s. ValueError: a sample never put."""
         number, slots = self._leased(task, ids)

@@ -100,6 +100,9 @@ def test_a_put_is_one_request_after_the_first_and_sizes_that_change_keep_no_file
 def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
     queue = DistQueue.create(["train"], lease_s=0.5)
     queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
+    assert queue.lengths(["a"], ["tokens"]) == {"tokens": [3]}
+    with pytest.raises(ValueError, match="^sample 'b': never put$"):
+        queue.claim("train", ["a", "b"])
     with pytest.raises(ValueError, match="^sample 'a': column 'tokens' is there already$"):
         queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
     with pytest.raises(TimeoutError, match="column 'reward' missing for 1"):
@@ -117,7 +120,9 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
         assert (await served).ids == ("a",)
 
     asyncio.run(main())
-    assert queue.get("train", ["tokens"], 1, timeout_s=patience(30)).ids == ("a",), "the lease ran out"
+    time.sleep(0.6)
+    queue.claim("train", ["a"])  # the lease ran out
+    assert queue.get("train", ["tokens"], 1, timeout_s=patience(30)).ids == ("a",), "so did that of the claim"
     queue.ack("train", ["a"])
     assert queue.stats()["distqueue/ended/done"] == 1
     queue.close()

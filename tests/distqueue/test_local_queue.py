@@ -40,6 +40,21 @@ def test_a_sample_passes_through_its_stages_and_is_freed() -> None:
     assert (stats["distqueue/rows"], stats["distqueue/bytes"], stats["distqueue/ended/done"]) == (0, 0, 2)
 
 
+def test_a_writer_claims_the_samples_it_works_on_and_learns_their_lengths_without_reading() -> None:
+    queue = LocalQueue(["reward", "train"], lease_s=30)
+    queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.ones(3), torch.ones(5)], "answer": ["x", "yy"]}))
+    assert queue.lengths(["b", "a"], ["tokens", "answer"]) == {"tokens": [5, 3], "answer": [1, 1]}
+    queue.claim("train", ["b"])
+    assert queue.get("train", ["tokens"], 1).ids == ("a",), "what is claimed is handed to nobody else"
+    with pytest.raises(ValueError, match="sample 'b': task 'train' has leased it already"):
+        queue.claim("train", ["b"])
+    queue.put(PackedBatch.from_samples(["b"], {"advantage": torch.ones(1)}))
+    queue.ack("train", ["b"])
+    with pytest.raises(ValueError, match="sample 'b': task 'train' has acknowledged it already"):
+        queue.claim("train", ["b"])
+    assert queue.get("reward", ["tokens"], 2).ids == ("a", "b"), "a claim is one task's"
+
+
 def test_readers_own_what_they_get() -> None:
     queue = LocalQueue(["train"])
     queue.put(batch_of("a"))

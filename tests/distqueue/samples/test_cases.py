@@ -26,6 +26,13 @@ def ended_table() -> SampleTable:
     return table
 
 
+def claimed_table() -> SampleTable:
+    """The task holds a; b is open."""
+    table = table_of("a", "b")
+    table.claim("train", ["a"], 0.0)
+    return table
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -59,6 +66,10 @@ def ended_table() -> SampleTable:
         (lambda: ended_table().find(["b"]), "sample 'b': dropped:stale"),
         (lambda: table_of("a").ack("train", ["a"]), "sample 'a': acknowledged by task 'train', which never got it"),
         (lambda: table_of("a").ack("train", ["z"]), "sample 'z': never put, or ended long ago"),
+        (lambda: table_of("a").claim("train", ["a", "z"], 0.0), "sample 'z': never put"),
+        (lambda: ended_table().claim("train", ["b"], 0.0), "sample 'b': dropped:stale"),
+        (lambda: claimed_table().claim("train", ["b", "a"], 0.0), "sample 'a': task 'train' has leased it already"),
+        (lambda: table_of("a").lengths(["a"], ["reward"]), "sample 'a' lacks column 'reward'"),
         (lambda: table_of("a").renew("train", ["z"], 0.0), "sample 'z': never put, or ended long ago"),
         (lambda: table_of("a").drop(["a"], ""), "drop: expected a reason"),
         (lambda: table_of("a").lose([0], ""), "lose: expected a reason"),

@@ -114,6 +114,17 @@ class TableAgainstModel(RuleBasedStateMachine):
         assert taken.too_old == tuple(row.id for row in too_old)
         self.model.lease(rows, want.task)
 
+    @precondition(lambda self: self.model.rows)
+    @rule(data=st.data(), task=TASK)
+    def claim(self, data: st.DataObject, task: str) -> None:
+        rows = data.draw(st.lists(st.sampled_from(self.model.rows), max_size=4))
+        ids = [row.id for row in rows]
+        if any(row.end or self.model.state(row, task) != "open" for row in rows):
+            self.refused(lambda: self.table.claim(task, ids, self.model.now_s), "^sample 's")
+            return
+        self.table.claim(task, ids, self.model.now_s)
+        self.model.lease([row for number, row in enumerate(rows) if row not in rows[:number]], task)
+
     @rule(data=st.data(), task=TASK)
     def ack(self, data: st.DataObject, task: str) -> None:
         handed = [row for row in self.model.rows if row.handed.get(task)]
@@ -226,6 +237,8 @@ class TableAgainstModel(RuleBasedStateMachine):
             for samples in (numbers, [row.id for row in holders]) if holders else ():
                 segments, inside = self.table.places(samples, name)
                 assert list(zip(segments, inside, strict=True)) == [row.places[name] for row in holders]
+            lengths = self.table.lengths([row.id for row in holders], [name]) if holders else np.zeros((1, 0))
+            assert lengths.tolist() == [[row.columns[name] for row in holders]]
             for row in live:
                 if name not in row.columns:
                     with pytest.raises(ValueError, match=f"sample '{row.id}' lacks column '{name}'"):
