@@ -1,12 +1,22 @@
-"""From scored groups to one optimizer step of the policy: advantages, reference, minibatches."""
+"""From the scored groups of a step to one optimizer step of the policy: advantages, reference, minibatches.
+
+    groups ─ claim ─► advantages ─ put ─► queue ─► train, by id ─► ack
+                          ▲                 │
+                          └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: after them)
+
+Invariants: the samples of a step are claimed for the task `train` before anything is written for them, so the queue
+refuses, by name, a sample that was trained or is being trained; what is read for training is exactly what was claimed;
+a sample is acknowledged after its optimizer step. Nothing is read back here.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from distqueue import DistQueue, PackedBatch
+from distqueue import PackedBatch
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
@@ -16,89 +26,110 @@ from stalesync.scoring import Scored
 
 log = logging.getLogger(__name__)
 
+TRAIN = "train"
+"""The queue's task that a training step works for."""
+
+
+class TrainQueue(Protocol):
+    """The part of the queue's interface that an update uses: no method here returns payload."""
+
+    def claim(self, task: str, ids: Sequence[str]) -> None: ...
+
+    def put(self, batch: PackedBatch) -> object: ...
+
+    def ack(self, task: str, ids: Sequence[str]) -> None: ...
+
+    def drop(self, ids: Sequence[str], reason: str) -> None: ...
+
 
 @dataclass
 class Updater:
-    """``take``: is given the reports of the cards."""
+    """Runs the stages of an update. ``take``: receives the cards' reports of every stage."""
 
     spec: WorkerSpec
     cards: Cards
-    queue: DistQueue
+    queue: TrainQueue
     view: LiveView
     algorithm: Algorithm
     take: Callable[[Sequence[StageReport]], None]
 
     @property
     def kl_in(self) -> str | None:
-        """Where the divergence from the reference goes: `loss` or `reward`; None: there is no reference."""
+        """Where the divergence from the reference enters: `loss` or `reward`; None: there is no reference."""
         return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
 
     def train(self, groups: dict[str, list[Scored]], version: int, metrics: Metrics) -> None:
-        """Trains policy ``version`` on all scored samples of these groups, in this order. What could not be scored is
-        dropped, by name."""
+        """Trains policy ``version`` on all scored samples of these groups, in this order; drops those whose reward
+        failed, by name.
+
+        Raises:
+            ValueError: the queue says that a sample is trained, being trained, or gone.
+        """
         samples = sorted((sample for members in groups.values() for sample in members), key=lambda one: one.id)
         with metrics.timer("adv"):
-            kept = self._advantages(samples, metrics)
-        minibatches = [
-            _deal([sample for sample in kept if sample.prompt.id in chunk], self.spec.train.dp)
-            for chunk in _chunks(list(groups), self.spec.algorithm.minibatches)
-        ]
+            kept = self._drop_failed(samples)
+            ids = [sample.id for sample in kept]
+            if kept:
+                self.queue.claim(TRAIN, ids)
+                self._put_advantages(kept, metrics)
         if not kept:
             log.warning("no sample could be scored, nothing is trained in this step")
             return
+        minibatches = [
+            _split_over_replicas([sample for sample in kept if sample.prompt.id in chunk], self.spec.train.dp)
+            for chunk in _split_groups(list(groups), self.spec.algorithm.minibatches)
+        ]
         if self.kl_in == "loss":
-            self._reference(self._shares_of_reference(minibatches, kept), metrics)
+            self._run_reference(self._reference_shares(minibatches, kept), metrics)
         self.view.phase("train")
-        ids = [sample.id for sample in kept]
-        leased = self.queue.get("train", ["advantage"], count=len(ids))
-        assert set(leased.ids) == set(ids), "the queue hands out other samples than the ledger lets train"
         with metrics.timer("train"):
-            self.take(self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version=version))
-        self.queue.ack("train", ids)
+            self.take(self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version))
+        self.queue.ack(TRAIN, ids)
 
-    def _advantages(self, samples: list[Scored], metrics: Metrics) -> list[Scored]:
-        """Puts advantages to the queue; returns what is trained."""
+    def _drop_failed(self, samples: Sequence[Scored]) -> list[Scored]:
+        """Drops samples whose reward failed from the queue; returns the others."""
         for sample in samples:
             if sample.outcome.error:
                 self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
-        kept = [sample for sample in samples if sample.outcome.error is None]
-        if kept:
-            replicas = (self.spec.reference or self.spec.train).dp
-            kl = self._reference(_deal(kept, replicas), metrics) if self.kl_in == "reward" else {}
-            if kl:
-                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(s.response_tokens for s in kept))
-            values, _ = self.algorithm.advantages(
-                [s.outcome.reward for s in kept],
-                [s.prompt.id for s in kept],
-                [s.response_tokens for s in kept],
-                [kl[s.id] for s in kept] if kl else None,
-            )
-            self.queue.put(PackedBatch.from_samples([sample.id for sample in kept], {"advantage": values}))
-            metrics.spread("critic/advantages", values.tolist())
-        return kept
+        return [sample for sample in samples if sample.outcome.error is None]
 
-    def _reference(self, shares: list[list[str]], metrics: Metrics) -> dict[str, float]:
-        """Reference log-probabilities of samples; each one's KL, where rewards are made of it."""
+    def _put_advantages(self, samples: list[Scored], metrics: Metrics) -> None:
+        replicas = (self.spec.reference or self.spec.train).dp
+        kl = self._run_reference(_split_over_replicas(samples, replicas), metrics) if self.kl_in == "reward" else {}
+        if kl:
+            response_tokens = sum(sample.response_tokens for sample in samples)
+            metrics.add("actor/reward_kl_penalty", sum(kl.values()) / response_tokens)
+        advantages, _ = self.algorithm.advantages(
+            rewards=[sample.outcome.reward for sample in samples],
+            groups=[sample.prompt.id for sample in samples],
+            response_lengths=[sample.response_tokens for sample in samples],
+            reference_kl=[kl[sample.id] for sample in samples] if kl else None,
+        )
+        self.queue.put(PackedBatch.from_samples([sample.id for sample in samples], {"advantage": advantages}))
+        metrics.spread("critic/advantages", advantages.tolist())
+
+    def _run_reference(self, shares: list[list[str]], metrics: Metrics) -> dict[str, float]:
+        """Computes the reference's log-probabilities; returns each sample's KL by id, where it enters the reward."""
         self.view.phase("reference")
         with metrics.timer("ref"):
             reports = self.cards.on(self.spec.deployment.reference).call(Worker.reference, shares)
         self.take(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
-    def _shares_of_reference(self, minibatches: list[list[list[str]]], kept: list[Scored]) -> list[list[str]]:
-        """Ids by replica of the reference: as they are trained where it computes in the training layout."""
+    def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[Scored]) -> list[list[str]]:
+        """Returns sample ids by replica of the reference; as they are trained where it uses the training layout."""
         if self.spec.reference is None:
             return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
-        return _deal(kept, self.spec.reference.dp)
+        return _split_over_replicas(samples, self.spec.reference.dp)
 
 
-def _deal(samples: list[Scored], replicas: int) -> list[list[str]]:
-    """Sample ids for each data-parallel replica, balanced by tokens."""
-    shares = split_over_ranks([sample.tokens for sample in samples], replicas)
+def _split_over_replicas(samples: list[Scored], num_replicas: int) -> list[list[str]]:
+    """Splits sample ids over data-parallel replicas, balanced by tokens."""
+    shares = split_over_ranks([sample.tokens for sample in samples], num_replicas)
     return [[samples[index].id for index in share] for share in shares]
 
 
-def _chunks(groups: list[str], count: int) -> list[set[str]]:
-    """``groups`` in ``count`` runs as even as they go; fewer where there are fewer groups."""
-    size = -(-len(groups) // count) if groups else 1
+def _split_groups(groups: list[str], num_chunks: int) -> list[set[str]]:
+    """Splits ``groups`` into ``num_chunks`` runs of even size; into fewer where there are fewer groups."""
+    size = -(-len(groups) // num_chunks) if groups else 1
     return [set(groups[start : start + size]) for start in range(0, len(groups), size)]
