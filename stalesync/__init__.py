@@ -8,7 +8,8 @@ collecting   from prompts to the groups of a step: weights to the engines, reque
 generation   the engines: which requests run where, suspended and resumed
 groups       what becomes of groups under way: trained, filtered, failed
 record       what the stages of a step tell; `figures` of its samples
-scoring      from finished samples to rewards: by a rule, or by the reward model on its cards
+samples      a sample as the controller knows it: no tokens
+scoring      from finished samples to rewards, which come from `reward_sources`: a rule, or the reward model
 update       from scored groups to an optimizer step: advantages, reference, minibatches
 savepoint    what of a run a checkpoint holds beside weights and optimizer
 saving       a checkpoint is written while the run goes on

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.colocate import InferenceShare, Worker, WorkerSpec
-from fusion.inference import Output
+from fusion.rollout import Answer
 from fusion.telemetry import LiveView
 from stalesync.cards import Cards
 from stalesync.config import Config
@@ -66,25 +66,25 @@ class Collector:
 
     def attend(self) -> None:
         """While some cards train, others generate."""
-        self.groups.note(*self.scorer.news(0.0))
+        self.groups.note(*self.scorer.poll(0.0))
         self._feed()
 
     def settle(self) -> None:
         """Nothing is on an engine, and what was on its way through the queue has arrived and is scored."""
         self._suspend()
         while self.generation.buffer.num("running"):  # finished, and on their way through the queue
-            self.groups.note(*self.scorer.news(LOOK_S))
+            self.groups.note(*self.scorer.poll(LOOK_S))
         self._judge()
-        while self.scorer.unscored:
-            self.groups.note(*self.scorer.news(LOOK_S))
+        while self.scorer.num_unscored:
+            self.groups.note(*self.scorer.poll(LOOK_S))
 
-    def answer(self, prompts: Sequence[Prompt], share: InferenceShare) -> dict[str, Output]:
-        """One answer a prompt with the present weights, by the prompt's id. Nothing of it enters the queue."""
+    def answer(self, prompts: Sequence[Prompt], share: InferenceShare) -> dict[str, Answer]:
+        """One answer a prompt with the present weights, by the prompt's id. No task of the queue gets them."""
         self.generation.suspend()
         self._switch("infer", share)
-        outputs = self.generation.answer(prompts, share.engines)
+        answers = self.generation.answer(prompts, share.engines)
         self._switch("train", share)
-        return outputs
+        return answers
 
     def _collect(self, share: InferenceShare) -> None:
         """The weights of the present version go to the engines, which go on until a step's groups are there; then the
@@ -145,7 +145,7 @@ class Collector:
             self.view.phase("generate", *(groups * samples_of_group for groups in sizes))
             began_s, waits = time.perf_counter(), self.ledger.waits_for_older
             tail = self.generation.buffer.num("running") <= few
-            arrived, scored = self.scorer.news(LOOK_S)
+            arrived, scored = self.scorer.poll(LOOK_S)
             self.groups.note(arrived, scored)
             chunks = self._feed()
             self.cards.check()
@@ -194,6 +194,6 @@ class Collector:
 
     def _judge(self) -> None:
         """Scores what could not be scored while the cards generated."""
-        scored, reports = self.scorer.judge()
+        scored, reports = self.scorer.score_waiting()
         self.record.take(reports)
         self.groups.note([], scored)

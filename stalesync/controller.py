@@ -35,8 +35,9 @@ from stalesync.groups import Groups
 from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
 from stalesync.record import StepRecord
+from stalesync.samples import ScoredSample
 from stalesync.saving import Saver
-from stalesync.scoring import Scored, Scorer
+from stalesync.scoring import Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.update import Updater
 
@@ -119,21 +120,22 @@ class Controller:
         seconds = time.perf_counter() - start
         metrics.update(throughput(sum(sample.tokens for sample in batch), seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
-        self.record.take(self.scorer.reports())
+        self.record.take(self.scorer.take_reports())
         figures = self.ledger.metrics() | self.source.metrics() | self.queue.stats()
         return self.pace.count(self.record.close(self.cards.reported_until_ns, figures))
 
     def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Answers held-out prompts once with the present weights: `val/rewards/<when>` and one row a prompt.
 
-        Noise is keyed by the prompt, so two evaluations differ by the weights alone. Nothing of it enters the queue.
+        Noise is keyed by the prompt, so two evaluations differ by the weights alone. Nothing of it is trained: no task
+        of the queue gets it.
         """
         if not prompts:
             return {}, []
         with self.record.aside():
-            outputs = self.collector.answer(prompts, self.desk.share)
-            outcomes = self.scorer.answers(prompts, outputs)
-            self.record.take(self.scorer.reports())
+            answers = self.collector.answer(prompts, self.desk.share)
+            outcomes = self.scorer.score_answers(prompts, answers)
+            self.record.take(self.scorer.take_reports())
         rows = [
             {"prompt": prompt.text, "response": text, "reward": outcome.reward}
             for prompt, (text, outcome) in zip(prompts, outcomes, strict=True)
@@ -192,7 +194,7 @@ class Controller:
         self.folder.rewind(self.step)
         self.cards.on(self.spec.deployment.train).call(Worker.restore, str(checkpoint / savepoint.TRAINER))
 
-    def _say(self, scored: list[Scored]) -> None:
+    def _say(self, scored: list[ScoredSample]) -> None:
         metrics = self.record.metrics
         metrics.add("rollout/engines", len(self.desk.share.engines))
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from fusion.rewards import reward_metrics
 from fusion.telemetry import Metrics
-from stalesync.scoring import Scored
+from stalesync.samples import ScoredSample
 
 
-def tell_samples(metrics: Metrics, samples: Sequence[Scored], longest: int) -> None:
+def tell_samples(metrics: Metrics, samples: Sequence[ScoredSample], longest: int) -> None:
     """Rewards and lengths of what was trained, filtered or failed; ``longest``: tokens at which a response is cut."""
     metrics.update(reward_metrics([sample.outcome for sample in samples]))
     if not samples:
@@ -20,7 +20,7 @@ def tell_samples(metrics: Metrics, samples: Sequence[Scored], longest: int) -> N
     metrics.add("response_length/clip_ratio", cut / len(samples))
 
 
-def tell_ages(metrics: Metrics, groups: Mapping[str, Sequence[Scored]], version: int, bound: int) -> None:
+def tell_ages(metrics: Metrics, groups: Mapping[str, Sequence[ScoredSample]], version: int, bound: int) -> None:
     """How many versions the oldest token of every sample trained in ``version`` lags behind, and how many samples are
     of several versions.
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from uuid import uuid4
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
-from fusion.inference import Output, Request
-from fusion.rollout import Entry, RequestBuffer, SuspendedSample, assign_groups
+from fusion.inference import Request
+from fusion.rollout import Answer, Entry, RequestBuffer, SuspendedSample, assign_groups
 from stalesync.cards import WARN_EVERY_S, Cards, RunningStage, StageCall, stage_call
 from stalesync.failures import CardFailed
 from stalesync.prompts import Prompt
@@ -174,18 +175,20 @@ class Generation:
         del self.prompts[group]
         return self.buffer.remove(group)
 
-    def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, Output]:
-        """One answer a prompt, by the prompt's id, which does not enter the queue. No engine runs."""
+    def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, Answer]:
+        """Answers each prompt once; returns the answers by the prompt's id. Where a reward model is to score them,
+        their tokens are kept in the queue, in rows that no task gets. No engine runs."""
         assert not self._running, "engines are suspended before they answer"
         load = {prompt.id: len(prompt.ids) for prompt in prompts}
         requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, prompt.id) for prompt in prompts}
+        rows = f"eval/{uuid4().hex}/" if self._spec.reward_model else ""
         calls: dict[int, StageCall[StageReport]] = {}
         for engine, ids in zip(engines, assign_groups(load, [0] * len(engines)), strict=True):
             first, *others = self._spec.engines[engine]
-            calls[first] = stage_call(Worker.answer, [requests[id] for id in ids])
-            calls |= {rank: stage_call(Worker.answer, []) for rank in others}
+            calls[first] = stage_call(Worker.answer, [requests[id] for id in ids], rows)
+            calls |= {rank: stage_call(Worker.answer, [], rows) for rank in others}
         reports = self._cards.call_each(calls)
-        return {output.request_id: output for report in reports for output in report.outputs}
+        return {answer.id: answer for report in reports for answer in report.answers}
 
     def _request(self, entry: Entry) -> Request:
         prompt, member = self.prompts[entry.group], int(entry.id.rsplit("/", 1)[1])

@@ -14,7 +14,8 @@ from distqueue import DistQueue
 from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
 from stalesync.generation import Generation
-from stalesync.scoring import Finished, Scored, Scorer
+from stalesync.samples import GeneratedSample, ScoredSample
+from stalesync.scoring import Scorer
 from stalesync.staleness import StalenessLedger
 
 
@@ -29,24 +30,24 @@ class Groups:
     algorithm: Algorithm
     queue: DistQueue
     folder: RunFolder
-    scored: dict[str, list[Scored]] = field(default_factory=dict)
+    scored: dict[str, list[ScoredSample]] = field(default_factory=dict)
     """Of groups that are admitted and not trained: what is scored of them"""
     failed_rewards: int = 0
     row: int = 1
     """The step in whose record a group ends: the present one's, or in a cut the one's before, which it holds"""
     filtered: int = 0
     """Groups that were filtered since `take`"""
-    _ended: list[Scored] = field(default_factory=list)
+    _ended: list[ScoredSample] = field(default_factory=list)
     """Samples of groups that failed or were filtered since `take`"""
 
-    def note(self, arrived: Sequence[Finished], scored: Sequence[Scored]) -> None:
+    def note(self, arrived: Sequence[GeneratedSample], scored: Sequence[ScoredSample]) -> None:
         """Takes notice of samples that are generated, and of others that are scored."""
         for sample in arrived:
             self.generation.buffer.finish(sample.id, sample.response_tokens)
             group = sample.prompt.id
             if self.generation.buffer.is_finished(group):
                 left = self.generation.leave(group)
-                if not self.scorer.beside:
+                if not self.scorer.concurrent:
                     self.ledger.finish(group, sum(one.prompt_tokens + one.generated for one in left))
         for one in scored:
             group = one.prompt.id
@@ -55,7 +56,7 @@ class Groups:
             if len(members) == self.size:
                 self._judge(group, members)
 
-    def take(self, trained: Iterable[str]) -> tuple[dict[str, list[Scored]], list[Scored]]:
+    def take(self, trained: Iterable[str]) -> tuple[dict[str, list[ScoredSample]], list[ScoredSample]]:
         """The samples of these groups, which are to be trained; and of all groups that ended since the last call, by
         id."""
         groups = {group: self.scored.pop(group) for group in trained}
@@ -63,7 +64,7 @@ class Groups:
         self._ended, self.filtered = [], 0
         return groups, sorted(everyone, key=lambda one: one.id)
 
-    def _judge(self, group: str, members: list[Scored]) -> None:
+    def _judge(self, group: str, members: list[ScoredSample]) -> None:
         self.scorer.forget(group)
         errors = [member.outcome.error for member in members]
         self.failed_rewards += sum(error is not None for error in errors)
@@ -74,7 +75,7 @@ class Groups:
             self.ledger.filter(group, rule)
             self._let_go(group, f"filtered:{rule}", rule)
             self.filtered += 1
-        elif self.scorer.beside:
+        elif self.scorer.concurrent:
             self.ledger.finish(group, sum(member.tokens for member in members if member.outcome.error is None))
 
     def _let_go(self, group: str, ended: str, reason: str) -> None:

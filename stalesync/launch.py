@@ -17,6 +17,7 @@ from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool
+from fusion.rollout.detokenize import detokenizer_spec
 from fusion.telemetry import LiveView, RunFolder, RunReport
 from stalesync import savepoint
 from stalesync.config import Config
@@ -71,7 +72,8 @@ def _run(
     from stalesync.cards import Cards
     from stalesync.controller import TASKS, Controller
     from stalesync.failures import QueueFailed
-    from stalesync.scoring import ModelJudge, RuleJudge, Scorer
+    from stalesync.reward_sources import ModelReward, RuleReward
+    from stalesync.scoring import Scorer
 
     with ExitStack() as stack:
         view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
@@ -86,8 +88,8 @@ def _run(
         cards_found = cards.prepare()
         view.note(f"{spec.world} x {cards_found[0]}; trains in {spec.train}, generates in {spec.infer}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
-        judge = RuleJudge(rule) if rule is not None else ModelJudge(cards, spec)
-        scorer = stack.enter_context(Scorer(judge, queue, tokenizer))
+        source_of_rewards = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        scorer = stack.enter_context(Scorer(source_of_rewards, queue))
         controller = Controller(config, spec, cards, queue, source, scorer, folder, view)
         if checkpoint is None:
             folder.rewind(0)
@@ -128,6 +130,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         across_nodes=config.cluster.address is not None,
         pace=config.pace,
         ahead=config.stalesync.max_staleness > 0,
+        detokenizer=detokenizer_spec(config.model.path, tokenizer),
     )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fusion.rewards import RewardOutcome
 from fusion.telemetry.files import sync, write_atomic
 from stalesync.prompts import Prompt
-from stalesync.scoring import Scored
+from stalesync.samples import ScoredSample
 
 if TYPE_CHECKING:
     from stalesync.controller import Controller
@@ -74,7 +74,7 @@ def read(checkpoint: Path, controller: Controller) -> None:
     controller.scorer.expect([prompts[group] for group in state["expected"]])
     for fields in state["scored"]:
         outcome = RewardOutcome(**fields.pop("outcome"))
-        sample = Scored(prompt=prompts[fields.pop("group")], outcome=outcome, **fields)
+        sample = ScoredSample(prompt=prompts[fields.pop("group")], outcome=outcome, **fields)
         controller.groups.scored.setdefault(sample.prompt.id, []).append(sample)
 
 
@@ -101,6 +101,6 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(path)
 
 
-def _plain(sample: Scored) -> dict[str, Any]:
+def _plain(sample: ScoredSample) -> dict[str, Any]:
     fields = asdict(sample)
     return fields | {"group": fields.pop("prompt")["id"]}

@@ -1,141 +1,109 @@
-"""From finished samples to rewards: by a rule in guarded processes, or by the reward model on its cards.
+"""From finished samples to rewards, while others are generated wherever the source of rewards may.
 
-    queue ─► a thread takes samples as they finish ─► arrived
-               └─ scored at once: by a rule, or by a reward model whose cards do not generate ─► scored
-                                    └─ later, by `judge`: by one whose cards do, after they have switched to TRAIN
+    queue ─► the thread leases samples as they finish ─► `poll`: generated
+               └─ scored at once, where the source is concurrent ───────► `poll`: scored
+                                    └─ else by `score_waiting`, when the cards have switched to TRAIN
 
-Only who a sample is, how long it is, and its text stay here; its tensors never come.
+The queue hands over a sample's text, and its lengths as metadata; its tokens never come here. The cards of a reward
+model read them from the queue by themselves.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from distqueue import DistQueue, PackedBatch
+from distqueue import PackedBatch
 from distqueue.core import QueueClosed
-from fusion.colocate import StageReport, Worker, WorkerSpec
-from fusion.inference import Output
-from fusion.rewards import RewardOutcome, RewardPool, RewardSample
-from fusion.training import split_over_ranks
-from stalesync.cards import Cards
+from fusion.colocate import StageReport
+from fusion.rewards import RewardOutcome
+from fusion.rollout.packing import TEXT
+from fusion.rollout.types import Answer
 from stalesync.prompts import Prompt
+from stalesync.reward_sources import RewardSource
+from stalesync.samples import GeneratedSample, ScoredSample
 
-BATCH = 64
+REWARD = "reward"
+"""The queue's task that scoring works for."""
+
+EVALUATED = "evaluated"
+"""Why the tokens of a held-out prompt's answer leave the queue."""
+
+MAX_BATCH = 64
 """Samples scored at a time, while others are still being generated."""
 
-LOOK_S = 1.0
-"""The thread that waits for samples looks this often whether it is to end."""
+POLL_S = 1.0
+"""The thread that waits for samples checks this often whether it is to end."""
 
 
-@dataclass
-class Scored:
-    """What the controller keeps of a sample: never its tensors. ``oldest``, ``newest``: policy versions of its
-    tokens."""
+class ScoringQueue(Protocol):
+    """The part of the queue's interface that scoring uses."""
 
-    id: str
-    prompt: Prompt
-    response: str
-    prompt_tokens: int
-    response_tokens: int
-    outcome: RewardOutcome
-    oldest: int = 0
-    newest: int = 0
+    def get(self, task: str, columns: Sequence[str], count: int, *, partial: bool, timeout_s: float) -> PackedBatch: ...
 
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]: ...
+
+    def ack(self, task: str, ids: Sequence[str]) -> None: ...
+
+    def drop(self, ids: Sequence[str], reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A sample to be judged. ``tokens`` of prompt and response, only where the queue does not hold them."""
+class ScoringProgress:
+    """Which samples were generated, wait for their score, and are scored. Pure.
 
-    id: str
-    prompt: Prompt
-    response: str
-    prompt_tokens: int
-    response_tokens: int
-    versions: tuple[int, int] = (0, 0)
-    tokens: tuple[Sequence[int], Sequence[int]] | None = None
+    Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
+    `num_unscored` counts those that are generated and not taken as scored yet.
+    """
+
+    def __init__(self) -> None:
+        self.num_unscored = 0
+        self._generated: list[GeneratedSample] = []
+        self._scored: list[ScoredSample] = []
+        self._waiting: list[GeneratedSample] = []
 
     @property
-    def length(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+    def has_news(self) -> bool:
+        return bool(self._generated or self._scored)
 
-    def scored(self, outcome: RewardOutcome) -> Scored:
-        sizes = self.prompt_tokens, self.response_tokens
-        return Scored(self.id, self.prompt, self.response, *sizes, outcome, *self.versions)
+    def observe_generated(self, samples: Sequence[GeneratedSample], wait: bool) -> None:
+        """``wait``: they are scored when `take_waiting` asks for them; otherwise the caller scores them now."""
+        self._generated += samples
+        self.num_unscored += len(samples)
+        if wait:
+            self._waiting += samples
 
+    def observe_scored(self, samples: Sequence[ScoredSample]) -> None:
+        self._scored += samples
 
-class Judge(Protocol):
-    """``beside``: may judge while the cards generate."""
+    def take_generated(self) -> list[GeneratedSample]:
+        """Returns the samples generated since the last call, in order of ids."""
+        generated, self._generated = self._generated, []
+        return sorted(generated, key=lambda sample: sample.id)
 
-    beside: bool
+    def take_scored(self) -> list[ScoredSample]:
+        """Returns the samples scored since the last call, in order of ids."""
+        scored, self._scored = self._scored, []
+        self.num_unscored -= len(scored)
+        return sorted(scored, key=lambda sample: sample.id)
 
-    def __call__(self, samples: Sequence[Finished]) -> list[RewardOutcome]: ...
-
-    def reports(self) -> list[StageReport]:
-        """Of the cards it has used since it was asked last."""
-
-
-class RuleJudge:
-    """Rules and users' functions, in the guarded processes of ``pool``."""
-
-    beside = True
-
-    def __init__(self, pool: RewardPool):
-        self._pool = pool
-
-    def __call__(self, samples: Sequence[Finished]) -> list[RewardOutcome]:
-        return self._pool.score(
-            [RewardSample(one.prompt.text, one.response, one.prompt.answer, one.prompt.fields) for one in samples]
-        )
-
-    def reports(self) -> list[StageReport]:
-        return []
-
-
-class ModelJudge:
-    """The reward model, on the cards that host it."""
-
-    def __init__(self, cards: Cards, spec: WorkerSpec):
-        assert spec.reward_model is not None
-        self._cards, self._ranks, self._replicas = cards, spec.deployment.reward_model, spec.reward_model.layout.dp
-        self.beside = not {*self._ranks} & {*spec.deployment.actor}
-        self._reports: list[StageReport] = []
-
-    def __call__(self, samples: Sequence[Finished]) -> list[RewardOutcome]:
-        shares = split_over_ranks([one.length for one in samples], self._replicas)
-        kept = {one.id: one.tokens for one in samples if one.tokens is not None}
-        ids = [[samples[index].id for index in share] for share in shares]
-        reports = self._cards.on(self._ranks).call(Worker.score, ids, kept or None)
-        self._reports += reports
-        found = {id: outcome for report in reports for id, outcome in report.scores.items()}
-        return [found[one.id] for one in samples]
-
-    def reports(self) -> list[StageReport]:
-        reports, self._reports = self._reports, []
-        return reports
+    def take_waiting(self) -> list[GeneratedSample]:
+        """Returns the samples that wait to be scored, in order of ids."""
+        waiting, self._waiting = self._waiting, []
+        return sorted(waiting, key=lambda sample: sample.id)
 
 
 class Scorer:
-    """Takes samples from the queue's task `reward` while the block lasts: use it as a context manager."""
+    """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager."""
 
-    def __init__(self, judge: Judge, queue: DistQueue, tokenizer: Any):
-        self._judge, self._queue, self._tokenizer = judge, queue, tokenizer
-        self._prompts: dict[str, Prompt] = {}
-        self._news = threading.Condition()
-        self._arrived: list[Finished] = []
-        self._scored: list[Scored] = []
-        self._waiting: list[Finished] = []
-        """For `judge`"""
-        self.unscored = 0
-        """Samples that have arrived and are not scored, or of whose score `news` has not told yet"""
+    def __init__(self, source: RewardSource, queue: ScoringQueue):
+        self._source, self._queue = source, queue
+        self._prompt_by_group: dict[str, Prompt] = {}
+        self._progress = ScoringProgress()
+        self._changed = threading.Condition()
+        """Held wherever the progress or the error is touched"""
         self._error: BaseException | None = None
-        self._ends = threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
 
     def __enter__(self) -> Scorer:
@@ -143,104 +111,122 @@ class Scorer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ends.set()
+        self._stopping.set()
 
     @property
-    def beside(self) -> bool:
+    def concurrent(self) -> bool:
         """Whether samples are scored while others are generated."""
-        return self._judge.beside
+        return self._source.concurrent
 
-    def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Before groups of these prompts are generated."""
-        self._prompts |= {prompt.id: prompt for prompt in prompts}
+    @property
+    def num_unscored(self) -> int:
+        """Samples that are generated and of whose score `poll` has not told yet."""
+        with self._changed:
+            return self._progress.num_unscored
 
     @property
     def expected(self) -> dict[str, Prompt]:
-        """Prompts of whose groups samples are still to be scored."""
-        return dict(self._prompts)
+        """Prompts, by id, of the groups that still have samples to be scored."""
+        return dict(self._prompt_by_group)
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Registers prompts before their groups are generated."""
+        self._prompt_by_group |= {prompt.id: prompt for prompt in prompts}
 
     def forget(self, group: str) -> None:
-        """Every sample of it is scored."""
-        del self._prompts[group]
+        """Unregisters a group; every sample of it is scored."""
+        del self._prompt_by_group[group]
 
-    def news(self, patience_s: float) -> tuple[list[Finished], list[Scored]]:
-        """What has arrived and what was scored since the last call, by id; waits at most so long for the first. What
-        the scoring raised is raised here."""
-        with self._news:
-            if not (self._arrived or self._scored or self._error):
-                self._news.wait(patience_s)
+    def poll(self, timeout_s: float) -> tuple[list[GeneratedSample], list[ScoredSample]]:
+        """Returns what was generated and what was scored since the last call, each in order of ids; waits at most
+        ``timeout_s`` for the first. Raises what the thread's scoring raised."""
+        with self._changed:
+            if not (self._progress.has_news or self._error):
+                self._changed.wait(timeout_s)
             if self._error is not None:
                 raise self._error
-            arrived, self._arrived = self._arrived, []
-            scored, self._scored = self._scored, []
-            self.unscored -= len(scored)
-        return sorted(arrived, key=lambda one: one.id), sorted(scored, key=lambda one: one.id)
+            return self._progress.take_generated(), self._progress.take_scored()
 
-    def judge(self) -> tuple[list[Scored], list[StageReport]]:
-        """Scores what has arrived and could not be scored beside. In the TRAIN phase. Also the cards' reports."""
-        with self._news:
-            waiting, self._waiting = sorted(self._waiting, key=lambda one: one.id), []
+    def score_waiting(self) -> tuple[list[ScoredSample], list[StageReport]]:
+        """Scores what could not be scored concurrently, in the TRAIN phase. Also returns the cards' reports."""
+        with self._changed:
+            waiting = self._progress.take_waiting()
         if not waiting:
-            return [], self._judge.reports()
-        outcomes = self._judge(waiting)
-        self._queue.ack("reward", [one.id for one in waiting])
-        with self._news:
-            self.unscored -= len(waiting)
-        return [one.scored(outcome) for one, outcome in zip(waiting, outcomes, strict=True)], self._judge.reports()
+            return [], self._source.take_reports()
+        scored = self._score(waiting)
+        with self._changed:
+            self._progress.observe_scored(scored)
+            return self._progress.take_scored(), self._source.take_reports()
 
-    def reports(self) -> list[StageReport]:
-        """Of the cards that have scored since they were asked for last, here or by `judge`."""
-        return self._judge.reports()
+    def take_reports(self) -> list[StageReport]:
+        """Returns the reports of cards that have scored since the last call, here or in `score_waiting`."""
+        return self._source.take_reports()
 
-    def answers(self, prompts: Sequence[Prompt], outputs: Mapping[str, Output]) -> list[tuple[str, RewardOutcome]]:
-        """The text and the outcome of one answer a prompt, which the queue does not hold. In the TRAIN phase."""
-        found = [outputs[prompt.id] for prompt in prompts]
-        texts = [self.text(output.tokens) for output in found]
+    def score_answers(
+        self, prompts: Sequence[Prompt], answers: Mapping[str, Answer]
+    ) -> list[tuple[str, RewardOutcome]]:
+        """Scores one answer a prompt (by its id), in the TRAIN phase; returns text and outcome of each. Rows of the
+        answers' tokens leave the queue."""
         samples = [
-            Finished(prompt.id, prompt, text, len(prompt.ids), len(output.tokens), tokens=(prompt.ids, output.tokens))
-            for prompt, text, output in zip(prompts, texts, found, strict=True)
+            GeneratedSample(
+                id=answers[prompt.id].row or prompt.id,
+                prompt=prompt,
+                response=answers[prompt.id].text,
+                prompt_tokens=len(prompt.ids),
+                response_tokens=answers[prompt.id].response_tokens,
+            )
+            for prompt in prompts
         ]
-        outcomes = self._judge(samples)
-        return list(zip(texts, outcomes, strict=True))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The response as the reward sees it: without the end token that stopped it, with every other token."""
-        ended = bool(tokens) and tokens[-1] == self._tokenizer.eos_token_id
-        return self._tokenizer.decode(list(tokens[:-1] if ended else tokens))
+        outcomes = self._source(samples)
+        if rows := [answers[prompt.id].row for prompt in prompts if answers[prompt.id].row]:
+            self._queue.drop(rows, EVALUATED)
+        return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
 
     def _run(self) -> None:
         try:
-            while not self._ends.is_set():
+            while not self._stopping.is_set():
                 try:
-                    batch = self._queue.get("reward", ["prompt", "response"], BATCH, partial=True, timeout_s=LOOK_S)
+                    batch = self._queue.get(REWARD, [TEXT], MAX_BATCH, partial=True, timeout_s=POLL_S)
                 except TimeoutError:
                     continue
                 self._take(batch)
         except BaseException as error:
-            if self._ends.is_set() and isinstance(error, QueueClosed):
+            if self._stopping.is_set() and isinstance(error, QueueClosed):
                 return
-            with self._news:
+            with self._changed:
                 self._error = error
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def _take(self, batch: PackedBatch) -> None:
-        finished = [self._finished(batch, row) for row in range(len(batch))]
-        with self._news:
-            self._arrived += finished
-            self.unscored += len(finished)
-            if not self.beside:
-                self._waiting += finished
-            self._news.notify_all()
-        if not self.beside:
+        samples = self._describe(batch)
+        with self._changed:
+            self._progress.observe_generated(samples, wait=not self.concurrent)
+            self._changed.notify_all()
+        if not self.concurrent:
             return
-        scored = [one.scored(outcome) for one, outcome in zip(finished, self._judge(finished), strict=True)]
-        self._queue.ack("reward", batch.ids)
-        with self._news:
-            self._scored += scored
-            self._news.notify_all()
+        scored = self._score(samples)
+        with self._changed:
+            self._progress.observe_scored(scored)
+            self._changed.notify_all()
 
-    def _finished(self, batch: PackedBatch, row: int) -> Finished:
-        prompt, response = batch["prompt"][row], batch["response"][row]
-        sizes = len(prompt), len(response)
-        known = self._prompts[batch.groups[row]]
-        return Finished(batch.ids[row], known, self.text(response.tolist()), *sizes, batch.versions[row])
+    def _score(self, samples: Sequence[GeneratedSample]) -> list[ScoredSample]:
+        outcomes = self._source(samples)
+        self._queue.ack(REWARD, [sample.id for sample in samples])
+        return [sample.scored(outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def _describe(self, batch: PackedBatch) -> list[GeneratedSample]:
+        response_tokens = self._queue.lengths(batch.ids, ["response"])["response"]
+        samples = []
+        for row, id in enumerate(batch.ids):
+            prompt = self._prompt_by_group[batch.groups[row]]
+            samples.append(
+                GeneratedSample(
+                    id=id,
+                    prompt=prompt,
+                    response=batch[TEXT][row],
+                    prompt_tokens=len(prompt.ids),
+                    response_tokens=response_tokens[row],
+                    versions=batch.versions[row],
+                )
+            )
+        return samples

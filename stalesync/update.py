@@ -22,7 +22,7 @@ from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
 from stalesync.cards import Cards
-from stalesync.scoring import Scored
+from stalesync.samples import ScoredSample
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Updater:
         """Where the divergence from the reference enters: `loss` or `reward`; None: there is no reference."""
         return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
 
-    def train(self, groups: dict[str, list[Scored]], version: int, metrics: Metrics) -> None:
+    def train(self, groups: dict[str, list[ScoredSample]], version: int, metrics: Metrics) -> None:
         """Trains policy ``version`` on all scored samples of these groups, in this order; drops those whose reward
         failed, by name.
 
@@ -83,17 +83,17 @@ class Updater:
             self._run_reference(self._reference_shares(minibatches, kept), metrics)
         self.view.phase("train")
         with metrics.timer("train"):
-            self.take(self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version))
+            self.take(self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version=version))
         self.queue.ack(TRAIN, ids)
 
-    def _drop_failed(self, samples: Sequence[Scored]) -> list[Scored]:
+    def _drop_failed(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
         """Drops samples whose reward failed from the queue; returns the others."""
         for sample in samples:
             if sample.outcome.error:
                 self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
         return [sample for sample in samples if sample.outcome.error is None]
 
-    def _put_advantages(self, samples: list[Scored], metrics: Metrics) -> None:
+    def _put_advantages(self, samples: list[ScoredSample], metrics: Metrics) -> None:
         replicas = (self.spec.reference or self.spec.train).dp
         kl = self._run_reference(_split_over_replicas(samples, replicas), metrics) if self.kl_in == "reward" else {}
         if kl:
@@ -116,14 +116,14 @@ class Updater:
         self.take(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
-    def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[Scored]) -> list[list[str]]:
+    def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[ScoredSample]) -> list[list[str]]:
         """Returns sample ids by replica of the reference; as they are trained where it uses the training layout."""
         if self.spec.reference is None:
             return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
         return _split_over_replicas(samples, self.spec.reference.dp)
 
 
-def _split_over_replicas(samples: list[Scored], num_replicas: int) -> list[list[str]]:
+def _split_over_replicas(samples: list[ScoredSample], num_replicas: int) -> list[list[str]]:
     """Splits sample ids over data-parallel replicas, balanced by tokens."""
     shares = split_over_ranks([sample.tokens for sample in samples], num_replicas)
     return [[samples[index].id for index in share] for share in shares]

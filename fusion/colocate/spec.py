@@ -13,6 +13,7 @@ from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.model.options import ModelOptions
 from fusion.npu.config import DeviceConfig
+from fusion.rollout.detokenize import DetokenizerSpec
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 
 if TYPE_CHECKING:  # a worker that is not paced does not load the cost model
@@ -36,7 +37,8 @@ class WorkerSpec:
     ``train`` spans the cards that train, ``infer`` those that generate, ``reference`` those of the reference where it
     has cards of its own (None: there is none, or it computes in the training layout). ``topology``: which links are
     fast; None: all alike. ``pace``: what emulated cards take the time of; None: as fast as they are. ``ahead``: cards
-    that only generate may go on while others train, and while their own new weights arrive.
+    that only generate may go on while others train, and while their own new weights arrive. ``detokenizer``: gives
+    responses their text; None: they get none.
     """
 
     seed: int
@@ -56,6 +58,7 @@ class WorkerSpec:
     across_nodes: bool = False
     pace: Pace | None = None
     ahead: bool = False
+    detokenizer: DetokenizerSpec | None = None
 
     @property
     def world(self) -> int:

@@ -17,11 +17,10 @@ import torch
 from fusion.colocate.phases import Phase
 from fusion.colocate.together import BrokenOff
 from fusion.ep_switch import SwitchError
-from fusion.inference import Output
 from fusion.npu import Device
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
-from fusion.rollout.types import SuspendedSample
+from fusion.rollout.types import Answer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Span, Timeline
 from fusion.telemetry.memory import human_bytes
 
@@ -33,8 +32,8 @@ class StageReport:
     metrics: dict[str, Any]
     spans: list[Span]
     memory: MemoryLedger
-    outputs: list[Output] = field(default_factory=list)
-    """Only where the controller asked to keep them."""
+    answers: list[Answer] = field(default_factory=list)
+    """Of `Worker.answer`."""
     scores: dict[str, RewardOutcome] = field(default_factory=dict)
     """Of the reward model, by sample id."""
     suspended: list[SuspendedSample] = field(default_factory=list)
@@ -106,13 +105,13 @@ class StageLog:
 
     def report(
         self,
-        outputs: Sequence[Output] = (),
+        answers: Sequence[Answer] = (),
         scores: Mapping[str, RewardOutcome] | None = None,
         suspended: Sequence[SuspendedSample] = (),
         reference_kl: Mapping[str, float] | None = None,
     ) -> StageReport:
         """The last stage's."""
-        told = list(outputs), dict(scores or {}), list(suspended), dict(reference_kl or {})
+        told = list(answers), dict(scores or {}), list(suspended), dict(reference_kl or {})
         return StageReport(self.metrics.take(), self.timeline.drain(), self._ledger, *told)
 
     def interim_report(self) -> StageReport:

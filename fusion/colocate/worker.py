@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device, open_device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout import SuspendedSample
+from fusion.rollout.detokenize import Detokenizer
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import EmbeddedTrainEngine, Sequences, load_checkpoint
@@ -113,7 +114,8 @@ class Worker:
             replay = spec.algorithm.replay == "rollout"
             given = self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay, pool
             self.engine = self.parts.engine(*given)
-            self.generating = EngineStage(self.engine, self.queue)
+            detokenize = Detokenizer(spec.detokenizer) if spec.detokenizer else None
+            self.generating = EngineStage(self.engine, self.queue, detokenize)
         models = self.weights, meshes, self.trainer, self.engine
         told = self.log.metrics, self.log.timeline
         self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, *told)
@@ -156,18 +158,19 @@ class Worker:
         come; what is unfinished at the end is suspended."""
         self.phases.require("generate")
         with self._stage("generate", "gen"):
-            suspended = self.generating.run(requests, stay, self.log.metrics, self.log.timeline)
+            suspended = self.generating.run(requests, stay=stay, metrics=self.log.metrics, timeline=self.log.timeline)
             self.log.record_memory("infer")
         return self.log.report(suspended=suspended)
 
-    def answer(self, requests: Sequence[Request]) -> StageReport:
-        """Runs this card's engine until all requests have ended; their outputs are in the report, not in the queue.
-        Called as `generate`, while nothing else is in the engine."""
+    def answer(self, requests: Sequence[Request], rows: str = "") -> StageReport:
+        """Runs this card's engine until all requests have finished; their answers are in the report. ``rows``: puts
+        the answers' tokens to the queue as rows of these names (`EngineStage.answer`), to be scored; "": they are not
+        kept. Called as `generate`, while nothing else is in the engine."""
         self.phases.require("generate")
         with self._stage("answer", "gen"):
-            outputs = self.generating.answer(requests, self.log.timeline)
+            answers = self.generating.answer(requests, rows, self.log.timeline)
             self.log.record_memory("infer")
-        return self.log.report(outputs)
+        return self.log.report(answers=answers)
 
     def reference(self, shares: list[list[str]]) -> StageReport:
         """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it. For
@@ -189,22 +192,17 @@ class Worker:
         sums = summed_log_ratios(sequences, logprobs) if speaks else []
         return self.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
 
-    def score(
-        self, shares: list[list[str]], kept: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None
-    ) -> StageReport:
-        """The reward model's outcomes of samples, ``shares`` of ids by DP rank of its mesh; the first card of a replica
-        reports them. Samples that are not in the queue come along as ``kept``: id → (prompt, response)."""
+    def score(self, shares: list[list[str]]) -> StageReport:
+        """Scores samples by the reward model, ``shares`` of ids in the queue by DP rank of its mesh; the first card of
+        a replica reports the outcomes."""
         mesh = self.meshes.reward_model
         assert mesh is not None
         with self._stage("score", "reward_model"), self._as(Phase.REWARD, mesh, self.roles.reward_model_in_hbm()):
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
-            if kept is None:
-                batch = self.reading("score", ids, mesh).batch
-                rows = range(len(batch))
-                samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
-            else:
-                samples = [(list(kept[id][0]), list(kept[id][1])) for id in ids]
+            batch = self.reading("score", ids, mesh).batch
+            rows = range(len(batch))
+            samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
             outcomes = self.roles.scores(samples)
             self.log.record_memory("reward")
         return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})

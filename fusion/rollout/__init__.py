@@ -2,10 +2,11 @@
 
     buffer            the requests of all groups in flight, and which engine holds which       ┐
     router            assigns groups to engines                                                │ pure
-    types             what an engine's stage reports of a sample it did not finish             ┘
+    types             what an engine's stage reports: suspended samples, answers               ┘
     engine_stage      runs one engine for a stage: steps, control calls, outputs to the queue
     partial_samples   suspended samples, kept in the queue until an engine resumes them
     packing           outputs as rows of the queue
+    detokenize        responses as text, on the card that has their tokens
 
     buffer ─ dispatch ─► Request ─► engine_stage ─┬─ finished ──► packing ─────────► queue
        ▲                                          └─ suspended ─► partial_samples ─► queue

@@ -1,20 +1,20 @@
-"""Samples that were suspended: what they have so far waits in the queue, until an engine goes on with them.
+"""Suspended samples: what they have so far waits in the queue until an engine resumes them.
 
-    engine ─► Output(abort or chunk) ─── put ─► row `<id>~<tokens>` in the queue: partial_* columns, by nobody's task
+    engine ─► Output(abort or chunk) ─── put ─► row `<id>~<tokens>` in the queue: partial_* columns, read by no task
                                                   │
-    engine ◄─ Request(response=…) ◄─ restore ─────┤            the sample's row proper comes when it ends, with the
-    engine ─ ends ─► Output ─── put ──────────────┴─► queue    tokens, logprobs and versions of all its parts
+    engine ◄─ Request(response=…) ◄─ restore ─────┤            the sample's own row is put when it finishes, with the
+    engine ─ finishes ─► Output ─── put ──────────┴─► queue    tokens, logprobs and versions of all its parts
 
-Nothing but the queue holds them, so any engine may go on, and a checkpoint of the queue has them. Their KV, where it is
-kept, stays with the engine that made it (`fusion.inference.parked`); `kv_rank` leads them back to it.
+Nothing but the queue holds them, so any engine may resume them, and a checkpoint of the queue contains them. Their KV,
+where it is kept, stays with the engine that computed it (`fusion.inference.parked`); `kv_rank` leads them back to it.
 
-Invariants: a sample has at most one such row, the latest, but for the moment in which a newer one is put beside it; it
-is dropped by whoever put what replaces it.
+Invariants: a sample has at most one such row, the latest, except while a newer one is being put beside it; a row is
+dropped by the card that put its replacement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,10 +27,11 @@ from fusion.rollout.types import SuspendedSample
 
 COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
 RESUMED = "resumed"
+"""Why a partial row is dropped: a newer row, or the finished sample, replaces it"""
 
 
 class SampleStore(Protocol):
-    """The part of the queue's face that is used here."""
+    """The part of the queue's interface that a card uses."""
 
     def put(self, batch: PackedBatch) -> Any: ...
 
@@ -40,67 +41,76 @@ class SampleStore(Protocol):
 
 
 class PartialSamples:
-    """Of one card. ``remembers``: it sees the end of every request that it restores, and so need not read again what it
-    has read."""
+    """The suspended samples of one card.
 
-    def __init__(self, queue: SampleStore, remembers: bool = False):
-        self._queue, self._remembers = queue, remembers
-        self._read: dict[str, list[torch.Tensor]] = {}
-        """By row, what its columns hold"""
+    Args:
+        caches: keep in memory what `restore` read, for `put`. Only where this card sees the end of every request that
+            it restores: another card's would never be freed.
+        detokenize: gives finished responses their text; None: they get none.
+    """
+
+    def __init__(
+        self,
+        queue: SampleStore,
+        caches: bool = False,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+    ):
+        self._queue, self._caches, self._detokenize = queue, caches, detokenize
+        self._cached: dict[str, list[torch.Tensor]] = {}
+        """Columns by row"""
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
-        """Requests that name an `earlier` row go on behind its tokens."""
+        """Returns the requests, those that name an `earlier` row with its tokens as their response."""
         rows = [request.earlier for request in requests if request.earlier]
-        found = self._parts(rows, COLUMNS if self._remembers else COLUMNS[:1])
-        if self._remembers:
-            self._read |= {row: [column.clone() for column in columns] for row, columns in found.items()}
+        columns_by_row = self._read(rows, COLUMNS if self._caches else COLUMNS[:1])
+        if self._caches:
+            self._cached |= {row: [column.clone() for column in columns] for row, columns in columns_by_row.items()}
         return [
-            replace(one, response=tuple(found[one.earlier][0].tolist())) if one.earlier else one for one in requests
+            replace(request, response=tuple(columns_by_row[request.earlier][0].tolist()))
+            if request.earlier
+            else request
+            for request in requests
         ]
 
-    def put(self, ended: Sequence[Output], unfinished: Sequence[Output] = ()) -> list[SuspendedSample]:
-        """Puts what has ended, with what was generated before in front, to the queue, and what has not where it can be
-        gone on with; what both replace leaves. Returns the unfinished ones."""
-        longer = [output for output in unfinished if output.tokens]
-        for output in unfinished:
+    def put(self, finished: Sequence[Output], suspended: Sequence[Output] = ()) -> list[SuspendedSample]:
+        """Puts finished samples to the queue, with what was generated before in front, and suspended ones as partial
+        rows; drops the rows that both replace. Returns the suspended ones."""
+        grown = [output for output in suspended if output.tokens]
+        for output in suspended:
             if not output.tokens:
-                self._read.pop(output.earlier, None)
-        whole = self._merge([*ended, *longer])
-        if ended:
-            self._queue.put(pack_outputs(whole[: len(ended)]))
-        parked = whole[len(ended) :]
-        names = {output.request_id: f"{output.request_id}~{len(output.tokens)}" for output in parked}
-        if parked:
-            rows = {
-                "partial_response": [torch.tensor(one.tokens, dtype=torch.int64) for one in parked],
-                "partial_logprobs": [torch.tensor(one.logprobs, dtype=torch.float32) for one in parked],
-                "partial_versions": [torch.tensor(one.versions, dtype=torch.int32) for one in parked],
-            }
-            self._queue.put(PackedBatch.from_samples(list(names.values()), rows))
-        if replaced := [output.earlier for output in (*ended, *longer) if output.earlier]:
+                self._cached.pop(output.earlier, None)
+        merged = self._merge([*finished, *grown])
+        whole, partial = merged[: len(finished)], merged[len(finished) :]
+        if whole:
+            texts = [self._detokenize(output.tokens) for output in whole] if self._detokenize else []
+            self._queue.put(pack_outputs(whole, texts))
+        row_by_id = {output.request_id: f"{output.request_id}~{len(output.tokens)}" for output in partial}
+        if partial:
+            self._queue.put(_pack_partial(partial, list(row_by_id.values())))
+        if replaced := [output.earlier for output in (*finished, *grown) if output.earlier]:
             self._queue.drop(replaced, RESUMED)
-        spans = {one.request_id: (min(one.versions), max(one.versions)) for one in parked}
+        span_by_id = {output.request_id: (min(output.versions), max(output.versions)) for output in partial}
         return [
             SuspendedSample(
-                one.request_id,
-                len(one.before) + len(one.tokens),
-                names.get(one.request_id, one.earlier),
-                spans.get(one.request_id),
-                one.kv_rank,
+                id=output.request_id,
+                generated=len(output.before) + len(output.tokens),
+                earlier=row_by_id.get(output.request_id, output.earlier),
+                versions=span_by_id.get(output.request_id),
+                kv_rank=output.kv_rank,
             )
-            for one in unfinished
+            for output in suspended
         ]
 
     def _merge(self, outputs: Sequence[Output]) -> list[Output]:
-        """With what was generated before them in front."""
+        """Returns the outputs with what was generated before them in front."""
         rows = [output.earlier for output in outputs if output.earlier]
-        parts = {row: self._read.pop(row) for row in rows if row in self._read}
-        parts |= self._parts([row for row in rows if row not in parts], COLUMNS)
+        columns_by_row = {row: self._cached.pop(row) for row in rows if row in self._cached}
+        columns_by_row |= self._read([row for row in rows if row not in columns_by_row], COLUMNS)
         merged = []
         for output in outputs:
             if output.earlier:
-                tokens, logprobs, versions = (column.tolist() for column in parts[output.earlier])
-                assert tuple(tokens) == output.before, f"sample {output.request_id!r} went on from other tokens"
+                tokens, logprobs, versions = (column.tolist() for column in columns_by_row[output.earlier])
+                assert tuple(tokens) == output.before, f"sample {output.request_id!r} resumed from other tokens"
                 output = replace(
                     output,
                     tokens=tokens + output.tokens,
@@ -111,8 +121,19 @@ class PartialSamples:
             merged.append(output)
         return merged
 
-    def _parts(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         if not rows:
             return {}
         batch = self._queue.read(rows, columns)
         return {id: [batch[name][i] for name in columns] for i, id in enumerate(batch.ids)}
+
+
+def _pack_partial(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
+    return PackedBatch.from_samples(
+        rows,
+        {
+            "partial_response": [torch.tensor(output.tokens, dtype=torch.int64) for output in outputs],
+            "partial_logprobs": [torch.tensor(output.logprobs, dtype=torch.float32) for output in outputs],
+            "partial_versions": [torch.tensor(output.versions, dtype=torch.int32) for output in outputs],
+        },
+    )

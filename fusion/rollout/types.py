@@ -1,8 +1,12 @@
-"""What a stage of an engine reports to its scheduler: plain data."""
+"""What a stage of an engine reports to its scheduler: plain data, without tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a policy that uses these loads no engine
+    from fusion.inference import FinishReason
 
 
 @dataclass(frozen=True)
@@ -21,3 +25,21 @@ class SuspendedSample:
     earlier: str
     versions: tuple[int, int] | None
     kv_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response that is not trained on.
+
+    Args:
+        id: of its request.
+        text: as a reward sees it (`Detokenizer`); "" on a card without a detokenizer.
+        response_tokens: how many it has.
+        row: id of its tokens' row in the queue; "" where they were not kept.
+    """
+
+    id: str
+    text: str
+    response_tokens: int
+    finish_reason: FinishReason
+    row: str = ""

@@ -143,7 +143,9 @@ def said_by_both(rank, device, spec, folder):
     worker.switch("infer", 1)
     params = replace(spec.rollout.sampling(), temperature=0.0)
     requests = [replace(request, params=params) for request in card.requests(1, 0, 1)] if rank == 0 else []
-    after = worker.answer(requests).outputs
+    if requests:
+        worker.engine.submit(requests)
+    after = worker.engine.run()
     worker.switch("train")
     mesh = worker.meshes.engine
     model = Transformer(worker.weights.config, mesh, device, spec.model.torch_dtype, bucket_bytes=1 << 14)

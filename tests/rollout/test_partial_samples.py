@@ -22,10 +22,10 @@ class Counting(LocalQueue):
         return super().read(*args)
 
 
-@pytest.mark.parametrize("remembers", [True, False])
-def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(remembers):
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(caches):
     queue = Counting(["train"])
-    card = PartialSamples(queue, remembers)
+    card = PartialSamples(queue, caches)
     (first,) = card.put([], [_output([5, 6], 0)])
     assert (first.generated, first.earlier, first.versions) == (2, "a/0~2", (0, 0))
 
@@ -42,12 +42,12 @@ def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(remembers):
     assert whole["versions"][0].tolist() == [0, 0, 1, 2]
     assert torch.allclose(whole["behaviour_logprobs"][0], torch.tensor([-0.5, -0.6, -0.7, -0.8]))
     assert queue.stats()["distqueue/rows"] == 1
-    assert queue.reads == (2 if remembers else 4), "what was read as it came back need not be read again"
+    assert queue.reads == (2 if caches else 4), "what was read as it came back need not be read again"
 
 
 def test_another_card_goes_on_with_what_this_one_has_read():
     queue = LocalQueue(["train"])
-    here, there = PartialSamples(queue, remembers=True), PartialSamples(queue, remembers=True)
+    here, there = PartialSamples(queue, caches=True), PartialSamples(queue, caches=True)
     (first,) = here.put([], [_output([5, 6], 0)])
     (again,) = here.restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)])
     (second,) = here.put([], [_output([7], 1, again.response, again.earlier)])

@@ -70,9 +70,9 @@ def test_a_card_answers_while_it_generates(cards):
     time.sleep(0.3)
     cards.on([0]).ask(Worker.abort, ["a"])
     stage.join(timeout=patience(60))
-    outputs = {output.request_id: output for report in reports for output in report.outputs}
-    assert outputs["a"].finish_reason == "abort" and 0 < len(outputs["a"].tokens) < 8000
-    assert outputs["b"].finish_reason == "length" and len(outputs["b"].tokens) == 4
+    answers = {answer.id: answer for report in reports for answer in report.answers}
+    assert answers["a"].finish_reason == "abort" and 0 < answers["a"].response_tokens < 8000
+    assert answers["b"].finish_reason == "length" and answers["b"].response_tokens == 4
     cards.on().call(Worker.switch, "train", 0)
 
 

@@ -13,7 +13,7 @@ from fusion.telemetry import Metrics
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.prompts import Prompt
-from stalesync.scoring import Scored
+from stalesync.samples import ScoredSample
 from stalesync.update import Updater
 
 GROUPS, GROUP = 3, 2
@@ -70,7 +70,7 @@ def _scored(lost=()):
         for member in range(GROUP):
             id = f"g{group}/{member}"
             outcome = RewardOutcome(None, "raised") if id in lost else RewardOutcome(float(member))
-            groups.setdefault(prompt.id, []).append(Scored(id, prompt, "2", 2, 3, outcome))
+            groups.setdefault(prompt.id, []).append(ScoredSample(id, prompt, "2", 2, 3, outcome))
     return groups
 
 

@@ -1,0 +1,85 @@
+"""Turns responses back into text on the card that has their tokens.
+
+    tokenizer ─ detokenizer_spec ─► DetokenizerSpec ─ travels to the cards ─► Detokenizer ─► text of a response
+    (the controller's)              (folder, end token)                       (loaded at the first response)
+
+Only cards that report for an engine have responses, so no other card loads a tokenizer. Importing transformers takes
+seconds of CPU and 150 MiB in each process; where `tokenizer.json` alone decodes as the tokenizer does (`standalone`), a
+card loads it by the `tokenizers` library instead, which takes neither.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILE = "tokenizer.json"
+DECODES = ("model", "decoder", "added_tokens")
+"""The parts of a `tokenizer.json` that determine what tokens decode to."""
+
+
+@dataclass(frozen=True)
+class DetokenizerSpec:
+    """What a card needs to decode responses: plain data.
+
+    Args:
+        folder: of the tokenizer, in Hugging Face format.
+        end_token_id: the token that ends a response; None: there is none.
+        standalone: `tokenizer.json` alone decodes to the same text as the tokenizer, to the letter.
+    """
+
+    folder: str
+    end_token_id: int | None
+    standalone: bool = False
+
+
+class Detokenizer:
+    """Decodes responses; loads its tokenizer when it is first called. One thread at a time."""
+
+    def __init__(self, spec: DetokenizerSpec):
+        self._spec = spec
+        self._decode: Callable[[list[int]], str] | None = None
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """Returns a response as its reward sees it: without the end token that stopped it, with every other token,
+        special tokens included."""
+        if self._decode is None:
+            self._decode = _load(self._spec)
+        ended = bool(tokens) and tokens[-1] == self._spec.end_token_id
+        return self._decode(list(tokens[:-1] if ended else tokens))
+
+
+def detokenizer_spec(folder: str, tokenizer: Any) -> DetokenizerSpec:
+    """Describes ``tokenizer``, which transformers loaded from ``folder``, for the cards."""
+    return DetokenizerSpec(folder, tokenizer.eos_token_id, _is_standalone(folder, tokenizer))
+
+
+def _is_standalone(folder: str, tokenizer: Any) -> bool:
+    """Whether transformers adds nothing to what the `tokenizers` library decodes: no code of a subclass, no clean-up of
+    spaces, and the same vocabulary and decoder as in the file."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    path, kind = Path(folder) / TOKENIZER_FILE, type(tokenizer)
+    if not (path.is_file() and isinstance(tokenizer, PreTrainedTokenizerFast)):
+        return False
+    inherited = all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode"))
+    if not inherited or tokenizer.clean_up_tokenization_spaces:
+        return False
+    file, loaded = (json.loads(one.to_str()) for one in (Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer))
+    return all(file[part] == loaded[part] for part in DECODES)
+
+
+def _load(spec: DetokenizerSpec) -> Callable[[list[int]], str]:
+    if spec.standalone:
+        from tokenizers import Tokenizer
+
+        core = Tokenizer.from_file(str(Path(spec.folder) / TOKENIZER_FILE))
+        return lambda tokens: core.decode(tokens, skip_special_tokens=False)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(spec.folder)
+    return lambda tokens: str(tokenizer.decode(tokens))

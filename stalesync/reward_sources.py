@@ -1,0 +1,63 @@
+"""Where rewards come from: a rule in guarded processes, or a reward model on its cards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fusion.colocate import StageReport, Worker, WorkerSpec
+from fusion.rewards import RewardOutcome, RewardPool, RewardSample
+from fusion.training import split_over_ranks
+from stalesync.cards import Cards
+from stalesync.samples import GeneratedSample
+
+
+class RewardSource(Protocol):
+    """Scores samples. ``concurrent``: may do so while the engines generate."""
+
+    concurrent: bool
+
+    def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
+        """Returns one outcome a sample, in order."""
+
+    def take_reports(self) -> list[StageReport]:
+        """Returns the reports of the cards it used since the last call."""
+
+
+class RuleReward:
+    """Rules and users' functions, in the guarded processes of ``pool``. They see text."""
+
+    concurrent = True
+
+    def __init__(self, pool: RewardPool):
+        self._pool = pool
+
+    def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
+        return self._pool.score(
+            [RewardSample(one.prompt.text, one.response, one.prompt.answer, one.prompt.fields) for one in samples]
+        )
+
+    def take_reports(self) -> list[StageReport]:
+        return []
+
+
+class ModelReward:
+    """The reward model, on the cards that host it. They read the samples' tokens from the queue, by id."""
+
+    def __init__(self, cards: Cards, spec: WorkerSpec):
+        assert spec.reward_model is not None
+        self.concurrent = not {*spec.deployment.reward_model} & {*spec.deployment.actor}
+        self._cards = cards.on(spec.deployment.reward_model)
+        self._num_replicas = spec.reward_model.layout.dp
+        self._reports: list[StageReport] = []
+
+    def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
+        shares = split_over_ranks([sample.tokens for sample in samples], self._num_replicas)
+        reports = self._cards.call(Worker.score, [[samples[index].id for index in share] for share in shares])
+        self._reports += reports
+        outcome_by_id = {id: outcome for report in reports for id, outcome in report.scores.items()}
+        return [outcome_by_id[sample.id] for sample in samples]
+
+    def take_reports(self) -> list[StageReport]:
+        reports, self._reports = self._reports, []
+        return reports
