@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion.ep_switch.layout import Layout
-from fusion.model.transformer import Transformer
+from fusion.model.holder import WeightHolder
 from fusion.model.weights import Buckets
 
-Holder = Transformer | Buckets | None
+Holder = WeightHolder | Buckets | None
 """A model, its storage, or None on a rank that has no share in that end of the switch."""
 
 
@@ -18,7 +18,7 @@ def buckets_of(holder: Holder, layout: Layout, rank: int) -> Buckets | None:
     Raises:
         AssertionError: other parameters, unit bounds or dtype than the layout's.
     """
-    buckets = holder.weights if isinstance(holder, Transformer) else holder
+    buckets = holder if holder is None or isinstance(holder, Buckets) else holder.weights
     if buckets is None:
         assert rank not in layout.ranks, f"rank {rank} has a share in {layout}, but brought no weights"
         return None

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusion.model.holder import WeightHolder
 from fusion.model.table import Box
-from fusion.model.transformer import Transformer
 
 _CHUNK = 1 << 18
 """Elements hashed at once: bounds the int64 temporaries to a few MB."""
@@ -78,7 +78,7 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     return running.diff()
 
 
-def weights_checksum(model: Transformer, dtype: torch.dtype | None = None) -> int:
+def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> int:
     """64 bits that are equal for equal weights, whatever layout they lie in. Collective over the model's mesh.
 
     Args:

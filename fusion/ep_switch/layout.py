@@ -14,7 +14,7 @@ import torch
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
-from fusion.model.table import Box, LocalParam, Part, Placement, local_params
+from fusion.model.table import Box, LocalParam, Part, local_params
 from fusion.model.weights import BucketPlan, plan_units, unit_bytes
 
 
@@ -49,7 +49,7 @@ class Layout:
     Args:
         parallel: one grid; each ``parallel.world`` ranks in order form one, so a layout of several engines is a layout
             with more ranks than its grid.
-        dtype, bucket_bytes, placement: as given to `Transformer`.
+        dtype, bucket_bytes: as given to `Transformer`.
     """
 
     config: ModelConfig
@@ -57,7 +57,6 @@ class Layout:
     ranks: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 256 << 20
-    placement: Placement = ()
 
     def __post_init__(self) -> None:
         assert self.ranks and len(set(self.ranks)) == len(self.ranks), f"ranks {self.ranks} are not distinct"
@@ -78,7 +77,7 @@ class Layout:
     def table(self, place: int) -> tuple[LocalParam, ...]:
         """The local tensors at a place of the grid, in the order of the forward pass, cut to fit units."""
         most = unit_bytes(self.bucket_bytes) // self.dtype.itemsize
-        return local_params(self.config, self.parallel, place, self.placement, most)
+        return local_params(self.config, self.parallel, place, most)
 
     def params(self, rank: int) -> tuple[LocalParam, ...]:
         """The local tensors of a global rank; none where the layout does not reach it."""

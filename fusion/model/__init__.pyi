@@ -1,5 +1,6 @@
 from .config import ModelConfig as ModelConfig
 from .folder import check_folder as check_folder
+from .holder import WeightHolder as WeightHolder
 from .huggingface import load_weights as load_weights
 from .huggingface import save_folder as save_folder
 from .mesh import Mesh as Mesh
@@ -11,7 +12,6 @@ from .replay import routing_dtype as routing_dtype
 from .replay import routing_of as routing_of
 from .table import LocalParam as LocalParam
 from .table import Part as Part
-from .table import Placement as Placement
 from .table import global_params as global_params
 from .table import local_params as local_params
 from .transformer import Attend as Attend

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fusion.model.folder import INDEX, SINGLE, tensor_files
+from fusion.model.holder import WeightHolder
 from fusion.model.table import LocalParam, Part, global_params, local_params
-from fusion.model.transformer import Transformer
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )
 
 
-def load_weights(model: Transformer, folder: str | Path) -> None:
+def load_weights(model: WeightHolder, folder: str | Path) -> None:
     """Fills the model's local tensors from a checkpoint folder, converting to their dtype.
 
     Raises:
@@ -59,7 +59,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 
 
 def save_folder(
-    model: Transformer,
+    model: WeightHolder,
     folder: str | Path,
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = 4 << 30,
@@ -95,7 +95,7 @@ def save_folder(
 
 
 def gather_tensors(
-    model: Transformer, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
+    model: WeightHolder, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yields (name, whole CPU tensor) of every global tensor on rank 0, (name, None) elsewhere. Collective.
 
@@ -106,10 +106,7 @@ def gather_tensors(
     mesh = model.mesh
     views = model.weights.views if views is None else views
     group = group if group is not None else mesh.world_group
-    tables = [
-        local_params(model.config, mesh.parallel, rank, model.placement, model.max_numel)
-        for rank in range(mesh.parallel.world)
-    ]
+    tables = [local_params(model.config, mesh.parallel, rank, model.max_numel) for rank in range(mesh.parallel.world)]
     for name, holders in _owners(tables).items():
         whole = None
         if mesh.rank == 0:

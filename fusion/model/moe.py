@@ -33,15 +33,13 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
-    """``order``: which expert lies in which slot, the slots being dealt out over EP; empty: each in its own."""
-
-    def __init__(self, config: ModelConfig, mesh: Mesh, weights: Weights, order: tuple[int, ...] = ()):
+    def __init__(self, config: ModelConfig, mesh: Mesh, weights: Weights):
         super().__init__()
         self.config, self.mesh = config, mesh
         self.router = parameter("router", weights)
         here = config.num_experts // mesh.parallel.ep
-        mine = (order or tuple(range(config.num_experts)))[mesh.ep_rank * here :][:here]
-        below: dict[int, Weights] = {expert: {} for expert in mine}
+        own = range(mesh.ep_rank * here, (mesh.ep_rank + 1) * here)
+        below: dict[int, Weights] = {expert: {} for expert in own}
         for name, view in weights.items():
             if name.startswith("experts."):
                 _, expert, matrix = name.split(".", 2)
@@ -50,9 +48,6 @@ class MoE(nn.Module):
         # Looked up once: a decode step feels what nn.Module takes to find an attribute.
         self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
         self._down: list[Any] = [expert.down for expert in self.experts.values()]
-        self.slot_E: torch.Tensor | None = None
-        if order:
-            self.slot_E = torch.tensor(order).argsort().to(next(iter(weights.values())).device)
 
     def forward(
         self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None
@@ -70,22 +65,18 @@ class MoE(nn.Module):
         counts_E = torch.bincount(expert_nk.flatten(), minlength=self.config.num_experts)
         routed = Routed(torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)]), expert_nk, strayed)
 
-        slots = expert_nk.flatten()
-        if self.slot_E is not None:
-            slots = self.slot_E[slots]
-            counts_E = torch.empty_like(counts_E).scatter_(0, self.slot_E, counts_E)
-        order = slots.argsort(stable=True)
+        order = expert_nk.flatten().argsort(stable=True)
         y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         y_nkD = y.index_select(0, place).unflatten(0, expert_nk.shape)
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
 
-    def _experts(self, x: torch.Tensor, counts_S: torch.Tensor, row_multiple: int) -> torch.Tensor:
-        """Rows sorted by slot in, the experts' outputs in the same order out."""
+    def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> torch.Tensor:
+        """Rows sorted by expert in, the experts' outputs in the same order out."""
         mesh = self.mesh
         if mesh.ep_group is None and mesh.etp_group is None:
-            return self._swiglu(x, counts_S, row_multiple)
-        send, tables = self._exchange_counts(counts_S)
+            return self._swiglu(x, counts_E, row_multiple)
+        send, tables = self._exchange_counts(counts_E)
         receive = [sum(row) for row in tables[mesh.etp_rank]]
         by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
         sizes = [sum(map(sum, table)) for table in tables]
@@ -95,18 +86,18 @@ class MoE(nn.Module):
         y = reduce_scatter_uneven(y[back], sizes, mesh.etp_group)
         return exchange_rows(y, receive, send, mesh)
 
-    def _exchange_counts(self, counts_S: torch.Tensor) -> tuple[list[int], list[list[list[int]]]]:
+    def _exchange_counts(self, counts_E: torch.Tensor) -> tuple[list[int], list[list[list[int]]]]:
         """Rows to each EP rank; and [etp rank][source rank][local expert] rows that arrive there."""
         mesh, ranks = self.mesh, self.mesh.parallel.ep
-        arriving = counts_S
+        arriving = counts_E
         if mesh.ep_group is not None:
-            arriving = torch.empty_like(counts_S)
-            dist.all_to_all_single(arriving, counts_S, group=mesh.ep_group)
+            arriving = torch.empty_like(counts_E)
+            dist.all_to_all_single(arriving, counts_E, group=mesh.ep_group)
         gathered = arriving
         if mesh.etp_group is not None:
             gathered = arriving.new_empty(mesh.parallel.etp * arriving.numel())
             dist.all_gather_into_tensor(gathered, arriving, group=mesh.etp_group)
-        both = torch.cat([counts_S, gathered]).view(1 + mesh.parallel.etp, ranks, -1).tolist()
+        both = torch.cat([counts_E, gathered]).view(1 + mesh.parallel.etp, ranks, -1).tolist()
         return [sum(row) for row in both[0]], both[1:]
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:

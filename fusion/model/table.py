@@ -106,11 +106,6 @@ class LocalParam:
         return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
 
 
-Placement = tuple[tuple[int, ...], ...]
-"""Which expert lies where: one permutation of the experts a layer, of which each EP rank holds its run of slots in
-order. Empty: experts in their own order."""
-
-
 def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
     """(first, last + 1) of the key/value heads of a rank; several ranks share one where TP exceeds their number."""
     if parallel.tp <= config.num_kv_heads:
@@ -118,15 +113,6 @@ def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int
         return tp_rank * per_rank, (tp_rank + 1) * per_rank
     head = tp_rank * config.num_kv_heads // parallel.tp
     return head, head + 1
-
-
-def experts_of(
-    config: ModelConfig, parallel: Parallel, ep_rank: int, layer: int, placement: Placement = ()
-) -> tuple[int, ...]:
-    """The experts of an EP rank in the order of their slots."""
-    order = placement[layer] if placement else range(config.num_experts)
-    here = config.num_experts // parallel.ep
-    return tuple(order[ep_rank * here : (ep_rank + 1) * here])
 
 
 def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -139,14 +125,10 @@ def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def local_params(
-    config: ModelConfig,
-    parallel: Parallel,
-    rank: int,
-    placement: Placement = (),
-    max_numel: int | None = None,
+    config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None
 ) -> tuple[LocalParam, ...]:
     """The local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements each."""
-    rows = _TableRows(config, parallel, rank, placement)
+    rows = _TableRows(config, parallel, rank)
     stage = parallel.coordinate("pp", rank)
     first, last = stage == 0, stage == parallel.pp - 1
     head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
@@ -167,8 +149,8 @@ def local_params(
 
 
 class _TableRows:
-    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int, placement: Placement):
-        self.config, self.parallel, self.placement = config, parallel, placement
+    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
+        self.config, self.parallel = config, parallel
         self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
         self.etp_rank = parallel.coordinate("etp", rank)
 
@@ -229,7 +211,8 @@ class _TableRows:
         width = config.moe_intermediate_size // self.parallel.etp
         share = self.etp_rank * width, (self.etp_rank + 1) * width
         rows = [self.whole(f"{local}.router", f"{hf}.gate.weight", (config.num_experts, config.hidden_size))]
-        for expert in experts_of(config, self.parallel, self.ep_rank, layer, self.placement):
+        here = config.num_experts // self.parallel.ep
+        for expert in range(self.ep_rank * here, (self.ep_rank + 1) * here):
             one = f"{hf}.experts.{expert}"
             rows += [
                 self.stacked_rows(f"{local}.experts.{expert}.gate_up", _gate_up(one, share), expert=True),

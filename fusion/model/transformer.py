@@ -27,7 +27,7 @@ from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.moe import MoE
 from fusion.model.replay import Forced, Replay, Routed
-from fusion.model.table import Placement, local_params
+from fusion.model.table import local_params
 from fusion.model.weights import Buckets, plan_units, unit_bytes
 from fusion.npu import Device
 from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, varlen_causal_attention
@@ -54,7 +54,6 @@ class Transformer(nn.Module):
         dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
         bucket_bytes: of which the largest unit of storage is a part (`unit_bytes`).
         batch_invariant: a row's result does not depend, to the bit, on which rows it is computed with.
-        placement: which expert lies where.
         share: weights of another model on this card; what both hold alike is stored once, in ``share``.
         resident: False: the weights hold no memory yet.
     """
@@ -68,21 +67,20 @@ class Transformer(nn.Module):
         *,
         bucket_bytes: int = 256 << 20,
         batch_invariant: bool = False,
-        placement: Placement = (),
         share: Buckets | None = None,
         resident: bool = True,
     ):
         super().__init__()
-        self.config, self.mesh, self.device, self.placement = config, mesh, device, placement
+        self.config, self.mesh, self.device = config, mesh, device
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
         self.bucket_bytes, self.max_numel = bucket_bytes, unit_bytes(bucket_bytes) // dtype.itemsize
-        self.table = local_params(config, mesh.parallel, mesh.rank, placement, self.max_numel)
+        self.table = local_params(config, mesh.parallel, mesh.rank, self.max_numel)
         plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
         self.weights = Buckets(plans, device, dtype, "weights", share, resident)
         views = self.weights.views
         self.layers = nn.ModuleDict(
-            {str(i): Layer(config, mesh, n, _below(f"layers.{i}.", views), placement[i] if placement else ())
+            {str(i): Layer(config, mesh, n, _below(f"layers.{i}.", views))
              for n, i in enumerate(mesh.parallel.layers(config.num_layers, mesh.pp_rank))}
         )  # fmt: skip
         tied = config.tie_embeddings and not config.num_labels
@@ -166,16 +164,16 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """``index``: among the layers of this rank's stage. ``order``: of the experts, empty for their own."""
+    """``index``: among the layers of this rank's stage."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, mine: Weights, order: tuple[int, ...]):
+    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, mine: Weights):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.input_norm = nn.Parameter(mine["input_norm"])
         self.attention = Attention(config, mesh, index, _below("attention.", mine))
         self.post_norm = nn.Parameter(mine["post_norm"])
         if config.num_experts:
-            self.moe = MoE(config, mesh, _below("moe.", mine), order)
+            self.moe = MoE(config, mesh, _below("moe.", mine))
         else:
             self.mlp = MLP(mesh, _below("mlp.", mine))
 

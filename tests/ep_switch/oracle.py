@@ -42,16 +42,8 @@ def random_layout(choose: Choose, config: ModelConfig, ranks: Sequence[int], buc
     start = choose(range(len(ranks) - engines * parallel.world + 1))
     for _ in range(engines * parallel.world):
         taken.append(left.pop(start) if in_order else left.pop(choose(range(len(left)))))
-    placement: tuple[tuple[int, ...], ...] = ()
-    if config.num_experts and choose((True, False, False)):
-        placement = tuple(permutation(choose, config.num_experts) for _ in range(config.num_layers))
     dtype = choose((torch.float32, torch.float32, torch.bfloat16))
-    return Layout(config, parallel, tuple(taken), dtype, bucket_bytes // choose((1, 1, 1, 2)), placement)
-
-
-def permutation(choose: Choose, size: int) -> tuple[int, ...]:
-    left = list(range(size))
-    return tuple(left.pop(choose(range(len(left)))) for _ in range(size))
+    return Layout(config, parallel, tuple(taken), dtype, bucket_bytes // choose((1, 1, 1, 2)))
 
 
 def grids(config: ModelConfig, most_ranks: int) -> list[Parallel]:

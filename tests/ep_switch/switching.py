@@ -21,12 +21,9 @@ class End:
     parallel: Parallel
     ranks: tuple[int, ...] = (0, 1, 2, 3)
     dtype: torch.dtype = torch.float32
-    reversed_experts: bool = False
 
     def layout(self, config: ModelConfig) -> Layout:
-        order = tuple(reversed(range(config.num_experts)))
-        placement = (order,) * config.num_layers if self.reversed_experts else ()
-        return Layout(config, self.parallel, self.ranks, self.dtype, BUCKET, placement)
+        return Layout(config, self.parallel, self.ranks, self.dtype, BUCKET)
 
 
 def build(layout: Layout, device: Device, share: Buckets | None = None, resident: bool = True) -> Transformer | None:
@@ -45,7 +42,6 @@ def build(layout: Layout, device: Device, share: Buckets | None = None, resident
         device,
         layout.dtype,
         bucket_bytes=layout.bucket_bytes,
-        placement=layout.placement,
         share=share,
         resident=resident,
     )

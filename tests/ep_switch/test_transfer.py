@@ -77,7 +77,7 @@ CASES = {
     "TP2EP2-EP4": (MOE, End(Parallel(4, 2, 2)), End(Parallel(4, 1, 4)), {}),
     "TP2PP2-EP4": (UNTIED, End(Parallel(4, 2, pp=2)), End(Parallel(4, 1, 4)), {}),
     "TP2ETP2EP2-TP4": (ONE_HEAD, End(Parallel(4, 2, 2, etp=2)), End(Parallel(4, 4)), {}),
-    "EP4-EP4 placed": (MOE, End(Parallel(4, 1, 4)), End(Parallel(4, 1, 4), reversed_experts=True), {}),
+    "EP4-EP4 reversed": (MOE, End(Parallel(4, 1, 4)), End(Parallel(4, 1, 4), ranks=(3, 2, 1, 0)), {}),
     "PP4-two engines of EP2": (
         tiny_config(num_hidden_layers=4),
         End(Parallel(4, pp=4)),

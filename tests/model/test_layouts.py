@@ -91,21 +91,6 @@ def test_logits_and_export_in_every_layout(checkpoints, tmp_path, kind, layout):
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def placed(rank, device, placement, checkpoint):
-    model = Transformer(ModelConfig.from_hf(checkpoint), Mesh.create(Parallel(2, ep=2)), device, placement=placement)
-    load_weights(model, checkpoint)
-    ids, positions = (tensor.to(device.torch_device) for tensor in packed())
-    with torch.no_grad():
-        return model.logits(model(ids, positions, PackedAttention(LENGTHS))).cpu()
-
-
-def test_logits_do_not_depend_on_where_experts_lie(checkpoints):
-    placement = ((3, 1, 4, 0, 5, 7, 2, 6), (7, 6, 5, 4, 3, 2, 1, 0))
-    results = [run_ranks(placed, 2, where, checkpoints["moe"]) for where in ((), placement)]
-    for plain, permuted in zip(*results, strict=True):
-        torch.testing.assert_close(plain, permuted, atol=1e-5, rtol=1e-5)
-
-
 def test_what_two_models_hold_alike_is_stored_once(device):
     """EP 4 and EP 2 at rank 0: half of the experts, the norms and the routers are the same storage."""
     config, dtype = ModelConfig.from_hf({"model_type": "qwen3_moe"} | TINY | TINY_EXPERTS), torch.float32
