@@ -3,13 +3,14 @@
     deployment   which roles live on which cards                            ┐
     phases       the phases of a card: what leads where, what each serves   │ pure
     share        what the inference phase may use                           ┘
-    spec, meshes       what every card is told; its process groups
-    weights/           the actor's, in two layouts: where they go, how, and who waits for whom
-    frozen/            reference and reward model: where their weights are, what they say
-    samples/           between queue, engine and trainer
+    spec, meshes       what a run asks of every card; the card's process groups
+    weights/           the actor's weights in two layouts, and how they change from one to the other
+    frozen/            reference and reward model: where their weights are, and what they compute
+    samples/           what a stage reads from the queue
+    parts, card        factories of what a card is built of; a card that is loaded
     paced              trainer, engine and switch of an emulated card that take the time of the one it stands for
-    checkpoint_writer  a checkpoint is copied in a pause and written beside what follows
-    worker, stages     Worker: switch, generate, reference, score, train, save; what a card tells of each
+    checkpoint_writer  copies the trainer's state in a pause and writes it in the background
+    worker, stages     Worker: switch, generate, reference, score, train, save; the report of each
 
 A worker knows nothing of Ray: `stalesync` starts it as an actor, a test calls it in its own process.
 """

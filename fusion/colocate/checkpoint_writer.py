@@ -1,10 +1,10 @@
-"""What a card that trains writes of a checkpoint: copied while it does nothing else, written while it works on.
+"""The checkpoint of a card that trains: copied while it does nothing else, written while it trains on.
 
     card, or its host  ──copy──►  host memory of our own, pinned  ──write──►  checkpoint, Hugging Face folder
                         a pause                                    any thread, a process group of its own
 
-The copy takes as much host memory as weights and optimizer have, from the first snapshot on. What is written shares no
-byte with what later steps change, wherever the optimizer lives.
+The copy takes as much host memory as weights and optimizer together, from the first snapshot on. It shares no byte with
+what later steps change, wherever the optimizer lives.
 
 Invariant: `copy` and `write` take turns; what `write` writes is what the last `copy` saw, bit for bit.
 """
@@ -22,16 +22,17 @@ import torch.distributed as dist
 from fusion.model import save_folder
 from fusion.npu import Device
 from fusion.offload import HostPool
-from fusion.training import EmbeddedTrainEngine, save_checkpoint
+from fusion.training import TrainEngine, save_checkpoint
 from fusion.training.checkpoint import replace_folder
 
 
 class CheckpointWriter:
-    """Of one card's trainer. ``group``: the cards that train, in their order, for nothing else."""
+    """Of one card's trainer. ``group``: the cards that train, in their order, used for nothing else."""
 
     def __init__(
         self,
-        trainer: EmbeddedTrainEngine,
+        *,
+        trainer: TrainEngine,
         device: Device,
         pool: HostPool,
         group: dist.ProcessGroup | None,
@@ -43,13 +44,14 @@ class CheckpointWriter:
         self._state: dict[str, Any] | None = None
         """What is to be written, or is being written"""
 
-    def copy(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights and optimizer by name, tensors of the card or of the host; returns when they may be changed.
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """Copies a `TrainEngine.state_dict` whose tensors lie in HBM or on the host; returns when they may be changed.
 
         Raises:
             RuntimeError: the host has no memory for the copy.
         """
         assert self._state is None, "the last snapshot was not written yet"
+        live: Mapping[str, torch.Tensor] = state["tensors"]
         if not self._copies:
             regions = self._pool.take([tensor.nbytes for tensor in live.values()])
             self._copies = {
@@ -59,10 +61,10 @@ class CheckpointWriter:
             for name, tensor in live.items():
                 self._copies[name].copy_(tensor, non_blocking=True)
         self._device.current_stream().synchronize()
-        self._state = {"tensors": self._copies, "steps": self._trainer.optimizer.steps}
+        self._state = {**state, "tensors": self._copies}
 
     def write(self, checkpoint: str, export: str) -> None:
-        """Writes the copy. Collective over the cards that train; whole folders appear, or none.
+        """Writes the copy. Collective over the cards that train; each folder appears whole or not at all.
 
         Raises:
             OSError: it could not be written here.
@@ -70,12 +72,7 @@ class CheckpointWriter:
         state, model = self._state, self._trainer.model
         assert state is not None, "there is no snapshot to write"
         save_checkpoint(self._trainer, checkpoint, state, self._group)
-        flats = [state["tensors"][f"weights.{index}"] for index in range(len(model.weights.flats))]
-        views = {
-            name: view
-            for plan, flat in zip(model.weights.plans, flats, strict=True)
-            for name, view in plan.views(flat).items()
-        }
+        views = self._trainer.weight_views(state)
         folder = Path(export)
         aside = folder.with_name(folder.name + ".partial")
         if model.mesh.rank == 0:

@@ -23,12 +23,12 @@ from fusion.inference import EmbeddedEngine, Output
 from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
-from fusion.training import EmbeddedTrainEngine, Sequences
+from fusion.training import EmbeddedTrainEngine, Sequences, TrainEngine
 from fusion.training.loss import Loss
 
 
-def paced_parts(spec: WorkerSpec) -> tuple[WorkerParts, Pacer]:
-    """Returns the parts of a card of this run, and the clock that they share."""
+def paced_parts(spec: WorkerSpec) -> WorkerParts:
+    """Returns the parts of a paced card of this run; all but the background switcher share one clock."""
     assert spec.pace is not None
     pace, pacer, first = spec.pace, Pacer(), spec.deployment.generate[0]
     trainer = TrainerCost(pace, spec.train, spec.training.recompute)
@@ -36,14 +36,14 @@ def paced_parts(spec: WorkerSpec) -> tuple[WorkerParts, Pacer]:
     reward = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
     engine = EngineCost(pace, spec.infer_of_one_engine, full_batch=spec.rollout.max_seqs)
     switch = SwitchCost.of(pace, train=spec.train, infer=spec.infer, infer_first=first, fusion=spec.fusion)
-    parts = WorkerParts(
+    return WorkerParts(
         trainer=partial(PacedTrainEngine, pacer=pacer, cost=trainer),
         engine=partial(PacedEngine, pacer=pacer, cost=engine, adopt_s=switch.adopt_s),
         switcher=partial(PacedSwitcher, pacer=pacer, cost=switch),
         background_switcher=partial(PacedSwitcher, pacer=Pacer(), cost=switch),
         roles=partial(PacedRoles, pacer=pacer, reference_cost=reference, reward_cost=reward),
+        pacer=pacer,
     )
-    return parts, pacer
 
 
 def observe_load(step: Step) -> EngineLoad:
@@ -112,12 +112,12 @@ class PacedTrainEngine(EmbeddedTrainEngine):
 
 
 class PacedSwitcher(PhaseSwitcher):
-    """The optimizer's way back runs beside training; who needs it earlier waits for it (kind ``onload``)."""
+    """Copying the optimizer back overlaps training; whoever needs it earlier waits for it (kind ``onload``)."""
 
-    def __init__(self, *args: Any, pacer: Pacer, cost: SwitchCost):
-        super().__init__(*args)
+    def __init__(self, *, pacer: Pacer, cost: SwitchCost, **options: Any):
+        super().__init__(**options)
         self.pacer, self.cost = pacer, cost
-        self._arrives = 0.0
+        self._arrives_s = 0.0
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
         with self._paced(self.cost.infer_s, self.meshes.actor):
@@ -129,24 +129,24 @@ class PacedSwitcher(PhaseSwitcher):
 
     def load_optimizer(self) -> None:
         if self._away(self.optimizer):
-            self._arrives = self.pacer.now + self.cost.onload_s
+            self._arrives_s = self.pacer.now + self.cost.onload_s
         super().load_optimizer()
 
     def await_optimizer(self) -> None:
         super().await_optimizer()
         if self.pacer.stepping:
-            self.pacer.until(self._arrives, "onload")
+            self.pacer.until(self._arrives_s, "onload")
 
     def _paced(self, seconds: float, group: Any) -> Any:
         return self.pacer.step({"switch": seconds}, {}, group)
 
 
 class PacedRoles(FrozenRoles):
-    def __init__(self, *args: Any, pacer: Pacer, reference_cost: TrainerCost, reward_cost: TrainerCost):
-        super().__init__(*args)
+    def __init__(self, *, pacer: Pacer, reference_cost: TrainerCost, reward_cost: TrainerCost, **options: Any):
+        super().__init__(**options)
         self.pacer, self.reference_cost, self.reward_cost = pacer, reference_cost, reward_cost
 
-    def logprobs(self, sequences: Sequences, trainer: EmbeddedTrainEngine | None) -> torch.Tensor:
+    def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
         if self.reference is None:
             return super().logprobs(sequences, trainer)  # the trainer's pace
         seconds = self.reference_cost.forward(sequences.lengths, "logprobs")

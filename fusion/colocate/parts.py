@@ -1,34 +1,48 @@
-"""The classes a worker is built of. A worker that is not paced has the plain ones, and loads no cost model."""
+"""What a worker is built of, as factories. Another trainer or engine is another factory; a worker that is not paced has
+the plain ones, and loads no cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.colocate.frozen.roles import FrozenRoles
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.switching import PhaseSwitcher
-from fusion.inference import EmbeddedEngine
+from fusion.inference import EmbeddedEngine, InferEngine
+from fusion.model import Transformer, WeightHolder
 from fusion.npu.pacer import Pacer
-from fusion.training import EmbeddedTrainEngine
+from fusion.training import EmbeddedTrainEngine, TrainEngine
+
+
+def frozen_transformer(*args: Any, **options: Any) -> Transformer:
+    """Creates a `Transformer` that is never trained."""
+    model = Transformer(*args, **options)
+    model.requires_grad_(False)
+    return model
 
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """Constructors of a worker's parts."""
+    """Each factory is called with the arguments of its default, by keyword."""
 
-    trainer: Callable[..., EmbeddedTrainEngine] = EmbeddedTrainEngine
-    engine: Callable[..., EmbeddedEngine] = EmbeddedEngine
+    train_model: Callable[..., WeightHolder] = Transformer
+    infer_model: Callable[..., WeightHolder] = frozen_transformer
+    trainer: Callable[..., TrainEngine] = EmbeddedTrainEngine
+    engine: Callable[..., InferEngine] = EmbeddedEngine
+    roles: Callable[..., FrozenRoles] = FrozenRoles
     switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
     background_switcher: Callable[..., PhaseSwitcher] = PhaseSwitcher
-    """The switcher of a thread that receives weights beside an engine"""
-    roles: Callable[..., FrozenRoles] = FrozenRoles
+    """The switcher of the thread that receives weights while the engine decodes"""
+    pacer: Pacer | None = None
+    """The modelled clock that paced parts share"""
 
 
-def worker_parts(spec: WorkerSpec) -> tuple[WorkerParts, Pacer | None]:
-    """Returns the parts of a card of this run and, if it is paced, the modelled clock that they share."""
+def worker_parts(spec: WorkerSpec) -> WorkerParts:
+    """Returns the parts of a card of this run."""
     if spec.pace is None:
-        return WorkerParts(), None
+        return WorkerParts()
     from fusion.colocate.paced import paced_parts
 
     return paced_parts(spec)

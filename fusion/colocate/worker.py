@@ -2,11 +2,11 @@
 
     prepare ─► TRAIN ──switch──► INFER ──switch──► TRAIN …          cards that only generate or score: STANDBY ─► …
                 │                  │
-                reference, score   generate (control meanwhile: submit, abort, …)
-                train, snapshot    (save, in a thread of its own, whatever the phase: what the snapshot has copied)
+                reference, score   generate (control calls meanwhile: submit, abort, …)
+                train, snapshot    (save runs on a thread of its own in any phase: it writes what snapshot copied)
 
 A stage is a method that all cards concerned run at once; between two stages a card only copies (the optimizer, to and
-from the host). How a card changes its phase is `PhaseSwitcher`'s, what frozen models say `FrozenRoles`'.
+from the host). What a card consists of is `Card`; how it changes its phase is in `PhaseSwitcher`.
 """
 
 from __future__ import annotations
@@ -23,285 +23,291 @@ import torch
 import torch.distributed as dist
 
 from distqueue import PackedBatch
+from fusion.colocate.card import Card, load_card
 from fusion.colocate.checkpoint_writer import CheckpointWriter
-from fusion.colocate.meshes import Meshes
-from fusion.colocate.parts import worker_parts
+from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.samples.reader import StageReader
 from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed_log_ratios, to_sequences
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport, wait_kind
 from fusion.colocate.together import together
-from fusion.colocate.weights.policy import PolicyWeights
-from fusion.colocate.weights.weight_receiver import WeightReceiver
-from fusion.inference import EmbeddedEngine, Request
-from fusion.model import Mesh, ModelConfig
+from fusion.inference import Request
+from fusion.model import Mesh
 from fusion.npu import Device, open_device
-from fusion.offload import HostPool, StreamedStates
 from fusion.rollout import SuspendedSample
-from fusion.rollout.detokenize import Detokenizer
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
-from fusion.training import EmbeddedTrainEngine, Sequences, load_checkpoint
-from fusion.training.algorithms import make_algorithm
-from fusion.training.states import ResidentStates
+from fusion.training import Sequences, TrainEngine, load_checkpoint
 
 
 class Worker:
-    """Stages are methods; all cards they concern run the same stage at once. Arguments and results are plain data."""
+    """Stages are methods; all cards they concern run the same stage at once. Arguments and results are plain data.
 
-    def __init__(self, spec: WorkerSpec, rank: int, queue: SampleStore):
+    Args:
+        rank: of this card in the run.
+        queue: where samples are read from and written to.
+        parts: what the card is built of; None: what the spec asks for.
+    """
+
+    def __init__(self, spec: WorkerSpec, rank: int, queue: SampleStore, parts: WorkerParts | None = None):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
-        self.trainer: EmbeddedTrainEngine | None = None
-        self.engine: EmbeddedEngine | None = None
+        self._parts = parts
+        self._card: Card | None = None
+
+    @property
+    def card(self) -> Card:
+        """What `prepare` has loaded."""
+        assert self._card is not None, f"rank {self.rank} is not prepared"
+        return self._card
 
     def rendezvous(self) -> str:
-        """An address at which the other cards can reach this one."""
+        """Returns an address at which the other cards can reach this one."""
         host = socket.gethostbyname(socket.gethostname()) if self.spec.across_nodes else "127.0.0.1"
         with socket.socket() as free:
             free.bind((host, 0))
             return f"tcp://{host}:{free.getsockname()[1]}"
 
     def prepare(self, address: str, device: Device | None = None) -> str:
-        """Opens the card (unless it is handed in), joins the other workers (unless they have joined), loads what its
-        roles need, and says what card it is."""
+        """Opens the card (unless ``device`` is given), joins the other workers at ``address`` (unless they have
+        joined), loads what the card's roles need, and returns a description of the device."""
         spec = self.spec
         home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
         self.phases.begin(home)
         # Ray shows a worker only its own card, under index 0; an emulated one is this process's own.
-        self.device = device or open_device(
+        device = device or open_device(
             spec.device.kind, capacity_bytes=spec.device.capacity_bytes, streams=spec.device.streams
         )
-        self.parts, pacer = worker_parts(spec)
-        self.log = StageLog(self.rank, self.device, pacer)
+        parts = self._parts or worker_parts(spec)
+        log = StageLog(self.rank, device, parts.pacer)
         torch.set_num_threads(1)
         if spec.world > 1 and not dist.is_initialized():
-            backend = self.device.process_group_backend
+            backend = device.process_group_backend
             dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=spec.world)
-        with self.log.work("prepare"):
-            self._load()
+        with log.work("prepare"):
+            self._card = load_card(
+                spec=spec, rank=self.rank, phases=self.phases, queue=self.queue, parts=parts, log=log
+            )
         self.phases.arrive(home)
-        return self.device.describe()
-
-    def _load(self) -> None:
-        spec, device, pool = self.spec, self.device, HostPool(self.device)
-        config = ModelConfig.from_hf(spec.model.path)
-        self.meshes = meshes = Meshes.create(spec, self.rank)
-        self.reading = StageReader(spec, meshes, self.queue, self.log.timeline)
-        self.weights = PolicyWeights(spec, config, self.rank, device, meshes)
-        self.roles = self.parts.roles(spec, self.rank, device, meshes, self.weights, pool)
-        if self.weights.train is not None:
-            assert meshes.train is not None
-            streamed = partial(StreamedStates, pool=pool)
-            self.trainer = self.parts.trainer(
-                self.weights.train,
-                meshes.train,
-                device,
-                spec.training,
-                temperature=spec.temperature,
-                total_steps=spec.steps,
-                states=streamed if spec.fusion.offload == "stream" else ResidentStates,
-            )
-            self.checkpoint_writer = CheckpointWriter(
-                self.trainer, device, pool, meshes.checkpoint_group, spec.model.path
-            )
-            self.algorithm = make_algorithm(spec.algorithm, spec.rollout.max_response_length)
-            self.roles.settle(self._min_over_trainers(device.memory().free))
-        if self.weights.infer is not None:
-            assert meshes.engine is not None
-            replay = spec.algorithm.replay == "rollout"
-            given = self.weights.infer, meshes.engine, device, spec.rollout, spec.seed, replay, pool
-            self.engine = self.parts.engine(*given)
-            detokenize = Detokenizer(spec.detokenizer) if spec.detokenizer else None
-            self.generating = EngineStage(self.engine, self.queue, detokenize)
-        models = self.weights, meshes, self.trainer, self.engine
-        told = self.log.metrics, self.log.timeline
-        self.switcher = self.parts.switcher(spec, self.rank, device, self.phases, *models, pool, *told)
-        if spec.ahead and self.engine is not None and self.trainer is None:
-            policy = self.weights, meshes, self.engine
-            self.receiver = WeightReceiver(
-                spec, self.rank, device, *policy, self.parts.background_switcher, self._interim_report
-            )
-            self.switcher.staged = self.receiver.staged
+        return device.describe()
 
     def switch(
         self, phase: str, version: int = 0, share: InferenceShare | None = None, while_generating: bool = False
     ) -> StageReport:
-        """Switches the card to ``infer``, with the weights of policy ``version`` and the engines and memory of
-        ``share`` (None: all), or to ``train``. ``while_generating``: cards that only generate keep decoding and call
-        `receive`."""
-        target = Phase(phase)
+        """Switches the card to ``infer`` or to ``train``. Collective over the cards that train or generate.
+
+        Args:
+            version: of the policy whose weights the engines get.
+            share: the engines that generate and what they may use of their cards; None: all, as configured.
+            while_generating: cards that only generate keep decoding and call `receive` instead.
+        """
+        card, target = self.card, Phase(phase)
         name = f"switch to {phase}"
         with self._stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
-                self.switcher.to_infer(version, share, while_generating)
+                card.switcher.to_infer(version, share, while_generating)
             else:
-                self.switcher.to_train()
-        if target is Phase.TRAIN and not self.roles.needs_room:
-            with self.log.explain_out_of_memory(
-                name
-            ):  # behind the stage, which waits for the card: the copies go on beside what follows
-                self.switcher.load_optimizer()
-        return self.log.report()
+                card.switcher.to_train()
+        if target is Phase.TRAIN and not card.roles.needs_room:
+            # After the stage, which ends when the card has done its work: these copies overlap what follows.
+            with card.log.explain_out_of_memory(name):
+                card.switcher.load_optimizer()
+        return card.log.report()
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
         """Receives new weights on a card that only generates, while it generates. The other cards call `switch` to
         ``infer`` with ``while_generating``. Runs on a thread of its own."""
-        return self.receiver.receive(version, share)
+        assert self.card.receiver is not None, f"rank {self.rank} does not receive weights while it generates"
+        return self.card.receiver.receive(version, share)
 
     def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
-        """Runs this card's engine until it is told to ``pause`` or, unless it is to ``stay``, has nothing left to do.
-        Every card of an engine calls it; the requests are the first one's. Finished samples go to the queue as they
-        come; what is unfinished at the end is suspended."""
+        """Runs this card's engine until `pause` or, unless ``stay``, until it is idle. Collective over the engine.
+
+        Args:
+            requests: to begin with; on the engine's first card.
+
+        Returns:
+            with the samples that are unfinished at the end (`StageReport.suspended`). Finished ones are put to the
+            queue as they end.
+        """
+        card = self.card
         self.phases.require("generate")
         with self._stage("generate", "gen"):
-            suspended = self.generating.run(requests, stay=stay, metrics=self.log.metrics, timeline=self.log.timeline)
-            self.log.record_memory("infer")
-        return self.log.report(suspended=suspended)
+            suspended = self._generation.run(requests, stay=stay, metrics=card.log.metrics, timeline=card.log.timeline)
+            card.log.record_memory("infer")
+        return card.log.report(suspended=suspended)
 
     def answer(self, requests: Sequence[Request], rows: str = "") -> StageReport:
-        """Runs this card's engine until all requests have finished; their answers are in the report. ``rows``: puts
-        the answers' tokens to the queue as rows of these names (`EngineStage.answer`), to be scored; "": they are not
-        kept. Called as `generate`, while nothing else is in the engine."""
+        """Runs this card's engine until all requests have finished, while it has no others. Collective over the engine.
+
+        Args:
+            rows: prefix of the queue's rows into which the answers' tokens are put, to be scored; "": they are not
+                kept (`EngineStage.answer`).
+
+        Returns:
+            with the answers.
+        """
+        card = self.card
         self.phases.require("generate")
         with self._stage("answer", "gen"):
-            answers = self.generating.answer(requests, rows, self.log.timeline)
-            self.log.record_memory("infer")
-        return self.log.report(answers=answers)
+            answers = self._generation.answer(requests, rows, card.log.timeline)
+            card.log.record_memory("infer")
+        return card.log.report(answers=answers)
 
     def reference(self, shares: list[list[str]]) -> StageReport:
-        """Adds the column `ref_logprobs` to samples, ``shares`` of ids by DP rank of the mesh that hosts it. For
-        algorithm.kl_in=reward the samples' `reference_kl` come back, from one card of each replica."""
-        mesh = self.meshes.reference or self.meshes.train
+        """Adds the column `ref_logprobs` to samples. Collective over the mesh of the reference model.
+
+        Args:
+            shares: ids by DP rank of that mesh.
+
+        Returns:
+            with algorithm.kl_in=reward the samples' `reference_kl`, from one card of each replica.
+        """
+        card = self.card
+        mesh = card.meshes.reference or card.meshes.train
         assert mesh is not None
-        with self._stage("reference", "reference"), self._as(Phase.REFERENCE, mesh, self.roles.reference_in_hbm()):
+        in_hbm = card.roles.reference_in_hbm(card.trainer)
+        with self._stage("reference", "reference"), self._in_phase(Phase.REFERENCE, mesh, in_hbm):
             self.phases.require("reference")
             ids = shares[mesh.dp_rank]
             in_reward = self.spec.algorithm.kl_in == "reward"
-            delivery = self.reading("reference", ids, mesh, ("behaviour_logprobs",) if in_reward else ())
+            delivery = card.reader("reference", ids, mesh, ("behaviour_logprobs",) if in_reward else ())
             sequences = to_sequences(delivery)
-            logprobs = self.roles.logprobs(sequences, self.trainer)
+            logprobs = card.roles.logprobs(sequences, card.trainer)
             if _first_of_replica(mesh) and ids:
                 columns = {REFERENCE: split_responses(logprobs, delivery)}
                 self.queue.put(PackedBatch.from_samples(ids, columns))
-            self.log.record_memory("reference")
-        speaks = in_reward and mesh.tp_rank == 0 and mesh.last_stage
-        sums = summed_log_ratios(sequences, logprobs) if speaks else []
-        return self.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
+            card.log.record_memory("reference")
+        reports_kl = in_reward and mesh.tp_rank == 0 and mesh.last_stage
+        sums = summed_log_ratios(sequences, logprobs) if reports_kl else []
+        return card.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
 
     def score(self, shares: list[list[str]]) -> StageReport:
-        """Scores samples by the reward model, ``shares`` of ids in the queue by DP rank of its mesh; the first card of
-        a replica reports the outcomes."""
-        mesh = self.meshes.reward_model
+        """Scores samples of the queue with the reward model, ``shares`` of ids by DP rank of its mesh. Collective over
+        the mesh; the first card of a replica reports the outcomes."""
+        card = self.card
+        mesh = card.meshes.reward_model
         assert mesh is not None
-        with self._stage("score", "reward_model"), self._as(Phase.REWARD, mesh, self.roles.reward_model_in_hbm()):
+        in_hbm = card.roles.reward_model_in_hbm()
+        with self._stage("score", "reward_model"), self._in_phase(Phase.REWARD, mesh, in_hbm):
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
-            batch = self.reading("score", ids, mesh).batch
+            batch = card.reader("score", ids, mesh).batch
             rows = range(len(batch))
             samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
-            outcomes = self.roles.scores(samples)
-            self.log.record_memory("reward")
-        return self.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
+            outcomes = card.roles.scores(samples)
+            card.log.record_memory("reward")
+        return card.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
     def train(self, minibatches: list[list[list[str]]], version: int | None = None) -> StageReport:
-        """One optimizer step a minibatch ``[minibatch][dp rank]`` of sample ids. What the trainer has summed before
-        goes into the first. ``version``: of the policy as it is now; None: how stale the samples are is not told."""
+        """Does one optimizer step a minibatch. Gradients accumulated before count for the first. Collective over the
+        cards that train.
+
+        Args:
+            minibatches: sample ids, [minibatch][dp rank].
+            version: of the policy before this call; None: the samples' staleness is not reported.
+        """
+        card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
         self.phases.require("train")
-        trainer, mesh = self.trainer, self.meshes.train
-        assert trainer is not None and mesh is not None
+        assert mesh is not None
         with self._stage("train", "train"):
-            self.switcher.load_optimizer()
+            card.switcher.load_optimizer()
             if not trainer.accumulating:
-                together(self.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
-            mine = [shares[mesh.dp_rank] for shares in minibatches]
+                together(card.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
+            own_ids = [shares[mesh.dp_rank] for shares in minibatches]
             weigh = partial(self._weigh, version)
-            for number, batch in enumerate(self.reading.minibatches(trainer, mine, weigh)):
-                with self.log.timeline.span("forward_backward", "train"):
-                    self.log.metrics.update(trainer.forward_backward(batch, self.algorithm.loss))
-                arrived = self.switcher.await_optimizer if number == 0 else None
-                with self.log.timeline.span("optimizer_step", "optimizer"):
-                    self.log.metrics.update(trainer.optimizer_step(arrived))
-            self.log.record_memory("train")
-        self.switcher.unload_optimizer()
-        return self.log.report()
+            for number, batch in enumerate(card.reader.minibatches(trainer, own_ids, weigh)):
+                with card.log.timeline.span("forward_backward", "train"):
+                    card.log.metrics.update(trainer.forward_backward(batch, card.algorithm.loss))
+                before_update = card.switcher.await_optimizer if number == 0 else None
+                with card.log.timeline.span("optimizer_step", "optimizer"):
+                    card.log.metrics.update(trainer.optimizer_step(before_update))
+            card.log.record_memory("train")
+        card.switcher.unload_optimizer()
+        return card.log.report()
 
     def snapshot(self) -> StageReport:
-        """Copies the trainer's state within the host, or to it, for `save` to write. Whatever `save` was at has
-        ended."""
+        """Copies the trainer's state to host memory for `save`. The last `save` must have ended."""
         self.phases.require("snapshot")
-        with self.log.work("snapshot", "save"):
-            self.checkpoint_writer.copy(self.switcher.training_state())
-        return self.log.report()
+        with self.card.log.work("snapshot", "save"):
+            self._checkpoint_writer.copy(self.card.switcher.training_state())
+        return self.card.log.report()
 
     def save(self, checkpoint: str, export: str) -> None:
-        """Writes what the last `snapshot` has copied: the trainer's state and, as a Hugging Face folder, the weights.
-        Other stages may run meanwhile. Returns when all of it is on disk, that of the other cards, too."""
-        self.checkpoint_writer.write(checkpoint, export)
+        """Writes what `snapshot` copied: the trainer's state into the folder ``checkpoint`` and the weights into the
+        Hugging Face folder ``export``. Other stages may run meanwhile. Returns when all cards' files are on disk."""
+        self._checkpoint_writer.write(checkpoint, export)
 
     def restore(self, checkpoint: str) -> None:
+        """Loads the trainer's state from the folder ``checkpoint``.
+
+        Raises:
+            ValueError: it is no checkpoint, or of another layout or model.
+        """
         self.phases.require("restore")
-        assert self.trainer is not None
-        with self.log.work("restore"):
-            self.switcher.load_optimizer()
-            self.switcher.await_optimizer()
-            load_checkpoint(self.trainer, checkpoint)
+        with self.card.log.work("restore"):
+            self.card.switcher.load_optimizer()
+            self.card.switcher.await_optimizer()
+            load_checkpoint(self._trainer, checkpoint)
 
     # Control calls: answered while a stage runs, whatever it is. All but the first are for cards that generate; all but
     # the first and the last for the first card of an engine.
 
     def status(self) -> dict[str, Any]:
         """Reports rank, process id, phase, stage and, of a card that generates, the figures of `InferEngine.status`."""
-        stage = self.log.stage_name if hasattr(self, "log") else "start"
-        figures = self.engine.status() if self.engine is not None else {}
-        return {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value, "stage": stage} | figures
+        card = self._card
+        status = {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value}
+        status["stage"] = card.log.stage_name if card is not None else "start"
+        return status | (card.engine.status() if card is not None and card.engine is not None else {})
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hands further requests to the engine; they start at its next step."""
-        self.generating.submit(requests)
+        self._generation.submit(requests)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests at the engine's next step, with what they have generated; ids it does not have are ignored."""
-        self.generating.engine.abort(request_ids)
+        self._generation.engine.abort(request_ids)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Frees the parked KV of suspended requests that have been resumed elsewhere."""
-        self.generating.engine.forget(request_ids)
+        self._generation.engine.forget(request_ids)
 
     def pause(self) -> None:
         """Ends `generate` after the engine's next step; what is unfinished is suspended."""
-        self.generating.engine.pause()
+        self._generation.engine.pause()
 
     def take_ended_chunks(self) -> list[SuspendedSample]:
         """Returns the requests of this card that were suspended at their chunk's end since the last call."""
-        return self.generating.take_suspended()
+        return self._generation.take_suspended()
+
+    @property
+    def _trainer(self) -> TrainEngine:
+        assert self.card.trainer is not None, f"rank {self.rank} does not train"
+        return self.card.trainer
+
+    @property
+    def _generation(self) -> EngineStage:
+        assert self.card.generation is not None, f"rank {self.rank} does not generate"
+        return self.card.generation
+
+    @property
+    def _checkpoint_writer(self) -> CheckpointWriter:
+        assert self.card.checkpoint_writer is not None, f"rank {self.rank} does not train"
+        return self.card.checkpoint_writer
 
     def _stage(self, name: str, kind: str) -> AbstractContextManager[None]:
         trains = self.rank in self.spec.deployment.train
-        return self.log.stage(name, kind, wait_kind(name, self.phases.phase, trains))
-
-    def _min_over_trainers(self, nbytes: int) -> int:
-        """The smallest of a number of all cards that train, so that they decide alike."""
-        least = torch.tensor([nbytes])
-        if self.meshes.trainers is not None:
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.meshes.trainers)
-        return int(least)
-
-    def _interim_report(self) -> StageReport:
-        self.log.timeline.mark("switch/adopt")
-        self.generating.count(self.log.metrics)
-        return self.log.interim_report()
+        return self.card.log.stage(name, kind, wait_kind(name, self.phases.phase, trains))
 
     def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
-        return replace(self.algorithm.weigh(sequences), version=version)
+        return replace(self.card.algorithm.weigh(sequences), version=version)
 
     @contextmanager
-    def _as(self, phase: Phase, mesh: Mesh, weights: AbstractContextManager[None]) -> Iterator[None]:
-        """Inside, the card is in ``phase`` with these weights in HBM; then it is back where it was. All cards of the
-        mesh get there and back, or none."""
+    def _in_phase(self, phase: Phase, mesh: Mesh, weights: AbstractContextManager[None]) -> Iterator[None]:
+        """Inside, the card is in ``phase`` with ``weights`` entered; afterwards it is back in its phase. All cards of
+        the mesh get there and back, or none does."""
         home, group = self.phases.phase, mesh.world_group
         together(group, self.rank, "phase", lambda: self.phases.check(phase))
         self.phases.begin(phase)
@@ -319,5 +325,5 @@ class Worker:
 
 
 def _first_of_replica(mesh: Mesh) -> bool:
-    """Whether this rank speaks for all that compute the same samples."""
+    """Whether this rank reports for all that compute the same samples."""
     return mesh.tp_rank == 0 and mesh.first_stage

@@ -2,6 +2,7 @@
 
     config      RolloutConfig: the config group `rollout`
     request     Request, SamplingParams, Output: plain data, in and out
+    interface   InferEngine: what other rooms may ask of an engine
     control     orders from any thread, passed on to all ranks at one step
     sequence    a request in the engine; what one step computes                              (pure)
     scheduler   which tokens the next step computes; which attention rank gets a request     (pure)
@@ -15,7 +16,7 @@
     sampler     temperature, top-k, top-p, min-p, and the token under that number
     drawing     the next tokens of a step, the same on all ranks
     forward     one step through this rank's layers
-    engine      EmbeddedEngine: puts them together; all ranks of the group step together
+    engine      EmbeddedEngine, the `InferEngine` of this house; all ranks of the group step together
 
 Its place for what comes: a decode that verifies a draft is a chunk whose rows are all sampled; KV that leaves and comes
 back goes by block names (`blocks`), which are the same in every process.

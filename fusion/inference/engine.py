@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.forward import Forward
+from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
 from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
@@ -88,12 +90,24 @@ class EmbeddedEngine:
         self._idle = True
         self.paused = False
         """Whether `pause` was asked for since `resume`; the same on every rank"""
-        self.computed = ""
+        self.last_step_kind = ""
         """`Step.kind` of what this rank computed in the last step"""
         self._dummy_steps = 0
         self._interrupted = 0
         self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
+
+    @property
+    def is_leader(self) -> bool:
+        return self.mesh.rank == 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.parallel.world
+
+    @property
+    def parked_kv_bytes(self) -> int:
+        return self.parked.host_bytes
 
     # Memory and weights
 
@@ -234,12 +248,12 @@ class EmbeddedEngine:
             what ended, on the first TP rank and stage of the attention rank that owns it; elsewhere nothing.
         """
         began = time.perf_counter()
-        outputs, self.computed = self._take_orders(), ""
+        outputs, self.last_step_kind = self._take_orders(), ""
         if not self._idle:
             assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
             step = self.scheduler.schedule()
             assert step or not self.scheduler.unfinished
-            self.computed = step.kind
+            self.last_step_kind = step.kind
             if step or self.mesh.ep_group is not None:
                 outputs += self._compute(step)
             self._busy_s += time.perf_counter() - began
@@ -343,3 +357,9 @@ class EmbeddedEngine:
             scheduler.recomputed_tokens,
             self._interrupted,
         )
+
+
+if TYPE_CHECKING:
+
+    def _satisfies_interface(engine: EmbeddedEngine) -> InferEngine:
+        return engine

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from fusion.inference import EmbeddedEngine, Output, Request
+from fusion.inference import InferEngine, Output, Request
 from fusion.rollout.packing import pack_answers
 from fusion.rollout.partial_samples import PartialSamples, SampleStore
 from fusion.rollout.types import Answer, SuspendedSample
@@ -32,7 +32,7 @@ TOTALS = (
     "recomputed_tokens",
     "interrupted",
 )
-"""Totals of `EmbeddedEngine.status` whose increase a stage reports."""
+"""Totals of `InferEngine.status` whose increase a stage reports."""
 
 MAX_PENDING = 64
 """Finished samples that a card gathers before it puts them to the queue: one message for many short ones …"""
@@ -51,13 +51,13 @@ class EngineStage:
     """
 
     def __init__(
-        self, engine: EmbeddedEngine, queue: SampleStore, detokenize: Callable[[Sequence[int]], str] | None = None
+        self, engine: InferEngine, queue: SampleStore, detokenize: Callable[[Sequence[int]], str] | None = None
     ):
         self.engine = engine
         self._queue, self._detokenize = queue, detokenize
-        self._partials = PartialSamples(queue, caches=engine.mesh.parallel.world == 1, detokenize=detokenize)
+        self._partials = PartialSamples(queue, caches=engine.num_ranks == 1, detokenize=detokenize)
         self._reported: dict[str, float] = {}
-        """`EmbeddedEngine.status` when its totals were reported last"""
+        """`InferEngine.status` when its totals were reported last"""
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts finished samples to the queue while the engine steps"""
         self._suspended: list[SuspendedSample] = []
@@ -83,8 +83,8 @@ class EngineStage:
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since the last call; the totals of all cards on its first card."""
-        metrics.add("rollout/parked_kv_mib_max", self.engine.parked.host_bytes / MIB)
-        if self.engine.mesh.rank != 0:
+        metrics.add("rollout/parked_kv_mib_max", self.engine.parked_kv_bytes / MIB)
+        if not self.engine.is_leader:
             return
         before, self._reported = self._reported, self.engine.status()
         for name in TOTALS:
@@ -151,7 +151,7 @@ class EngineStage:
 
     def _step(self, mark: Callable[[str], None]) -> list[Output]:
         outputs = self.engine.step()
-        mark(self.engine.computed or WAIT_DATA)
+        mark(self.engine.last_step_kind or WAIT_DATA)
         return outputs
 
     def _put(self, outputs: list[Output], suspended: Sequence[Output] = ()) -> None:

@@ -5,6 +5,7 @@
                                    TrainEngine.logprobs(sequences)               ─► behaviour and reference columns
 
     config        TrainingConfig, AlgorithmConfig: the config groups `training` and `algorithm`
+    interface     TrainEngine: what other rooms may ask of a trainer
     batch         Sequences; split_over_ranks, plan_micro_batches: who computes what, pure
     pipeline      1F1B as programs of passes and messages, pure;    stage      Stage follows them
     logprobs      log-probability and entropy over a split vocabulary, one collective
@@ -17,7 +18,7 @@
     optimizer     ShardedAdamW on them, bucket by bucket;           states     where its states live
     schedule      learning rate by step, pure;                      checkpoint one file a rank, atomic, bitwise
 
-Beside `EmbeddedTrainEngine` there is room for another trainer with its face (`backends/`).
+`EmbeddedTrainEngine` is the `TrainEngine` of this house; others go into `backends/`.
 """
 
 import lazy_loader

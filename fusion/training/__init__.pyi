@@ -6,4 +6,5 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .config import AlgorithmConfig as AlgorithmConfig
 from .config import TrainingConfig as TrainingConfig
 from .engine import EmbeddedTrainEngine as EmbeddedTrainEngine
+from .interface import TrainEngine as TrainEngine
 from .optimizer import ShardedAdamW as ShardedAdamW

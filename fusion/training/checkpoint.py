@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from fusion.telemetry.files import sync
-from fusion.training.engine import EmbeddedTrainEngine
+from fusion.training.interface import TrainEngine
 
 MANIFEST = "trainer.json"
 
 
 def save_checkpoint(
-    engine: EmbeddedTrainEngine,
+    trainer: TrainEngine,
     folder: str | Path,
     state: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -36,14 +36,14 @@ def save_checkpoint(
     An older checkpoint of that name stays until the new one is whole.
 
     Args:
-        state: a copy of the engine's `state_dict` on the host that nobody changes, each tensor in storage of its own;
-            then any thread may write it. None: as the engine is now.
+        state: a copy of the trainer's `state_dict` on the host that nobody changes, each tensor in storage of its own;
+            then any thread may write it. None: as the trainer is now.
         group: over the ranks of the mesh, in their order, used by nobody else meanwhile. None: the mesh's own.
 
     Raises:
         OSError: this rank could not write. The others wait for it until their group's timeout.
     """
-    folder, mesh = Path(folder), engine.mesh
+    folder, mesh = Path(folder), trainer.model.mesh
     group = group if group is not None else mesh.world_group
     aside = folder.with_name(folder.name + ".partial")
     if mesh.rank == 0:
@@ -51,13 +51,13 @@ def save_checkpoint(
         aside.mkdir(parents=True)
     _barrier(group)
     if state is None:
-        state = engine.state_dict()
+        state = trainer.state_dict()
         # Whole copies: a state that lives on the host is a slice of a larger region, all of which would be written.
         state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
     torch.save(state, aside / _file(mesh.rank))
     sync(aside / _file(mesh.rank))
     if mesh.rank == 0:
-        (aside / MANIFEST).write_text(json.dumps({"layout": _layout(engine), "steps": state["steps"]}) + "\n")
+        (aside / MANIFEST).write_text(json.dumps({"layout": _layout(trainer), "steps": state["steps"]}) + "\n")
         sync(aside / MANIFEST)
     _barrier(group)
     if mesh.rank == 0:
@@ -65,7 +65,7 @@ def save_checkpoint(
     _barrier(group)
 
 
-def load_checkpoint(engine: EmbeddedTrainEngine, folder: str | Path) -> None:
+def load_checkpoint(trainer: TrainEngine, folder: str | Path) -> None:
     """Puts a saved state back, bit for bit. Every rank reads its own file.
 
     Raises:
@@ -75,16 +75,16 @@ def load_checkpoint(engine: EmbeddedTrainEngine, folder: str | Path) -> None:
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder} holds no trainer checkpoint ({MANIFEST} is missing)")
     saved = json.loads((folder / MANIFEST).read_text())["layout"]
-    if saved != _layout(engine):
+    if saved != _layout(trainer):
         raise ValueError(
-            f"parallel.train: {folder} was saved in the layout {saved}, this run trains in {_layout(engine)}; "
+            f"parallel.train: {folder} was saved in the layout {saved}, this run trains in {_layout(trainer)}; "
             "resume in the same layout, or start from the exported model"
         )
-    engine.load_state_dict(torch.load(folder / _file(engine.mesh.rank), map_location="cpu", weights_only=True))
+    trainer.load_state_dict(torch.load(folder / _file(trainer.model.mesh.rank), map_location="cpu", weights_only=True))
 
 
-def _layout(engine: EmbeddedTrainEngine) -> dict[str, int]:
-    parallel = engine.layout()
+def _layout(trainer: TrainEngine) -> dict[str, int]:
+    parallel = trainer.model.mesh.parallel
     return {axis: getattr(parallel, axis) for axis in ("world", "tp", "ep", "pp", "etp")}
 
 

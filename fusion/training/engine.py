@@ -12,16 +12,18 @@ the lm head, on the last stage, only where a log-probability is wanted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from fusion.model import LocalParam, Mesh, PackedAttention, Parallel, Routed, Transformer, routing_of
+from fusion.model import Buckets, Mesh, PackedAttention, Routed, Transformer, routing_of
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.config import TrainingConfig
+from fusion.training.interface import TrainEngine
 from fusion.training.logprobs import vocab_parallel_logprobs
 from fusion.training.loss import Loss
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
@@ -75,14 +77,6 @@ class EmbeddedTrainEngine:
         self.stage = Stage(model)
         self._accumulated = False
         self._collect_gradients()
-
-    def layout(self) -> Parallel:
-        return self.mesh.parallel
-
-    def named_shards(self) -> Iterator[tuple[LocalParam, torch.Tensor]]:
-        """This rank's weights: the row of the parameter table, and the tensor in its physical format (a live view)."""
-        for param in self.model.table:
-            yield param, self.model.weights.views[param.name]
 
     def learning_rate(self, step: int) -> float:
         """Of optimizer step ``step``, counted from 0."""
@@ -173,6 +167,18 @@ class EmbeddedTrainEngine:
         self.logprobs(replace(sequences, loss_mask=torch.zeros_like(sequences.loss_mask)), record)
         return replace(sequences, routing=record)
 
+    @contextmanager
+    def using_weights(self, weights: Buckets) -> Iterator[None]:
+        """Inside, the model computes with these weights of its own shape; its own stay untouched."""
+        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        try:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = weights.views[name]
+            yield
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = own[name]
+
     @property
     def accumulating(self) -> bool:
         """Whether the gradients hold a sum that no optimizer step has used yet. If so they can leave HBM only as
@@ -194,6 +200,10 @@ class EmbeddedTrainEngine:
         self.optimizer.gradients.allocate()
         self.optimizer.zero_gradients()
 
+    def optimizer_states(self) -> dict[str, torch.Tensor]:
+        """The live states by name (`ShardedAdamW.tensors`), in HBM or on the host. Ask again before every use."""
+        return self.optimizer.tensors()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights, optimizer states (live tensors, which must be resident) and step."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
@@ -212,6 +222,13 @@ class EmbeddedTrainEngine:
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
         self.optimizer.steps = state["steps"]
+
+    def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The weights in a copy of `state_dict` by local name, as views of the copy."""
+        views: dict[str, torch.Tensor] = {}
+        for index, plan in enumerate(self.model.weights.plans):
+            views |= plan.views(state["tensors"][f"weights.{index}"])
+        return views
 
     def _collect_gradients(self) -> None:
         # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor lives only until it was added.
@@ -268,3 +285,9 @@ class EmbeddedTrainEngine:
 
 def _rows(batches: list[Sequences]) -> list[int]:
     return [batch.rows for batch in batches]
+
+
+if TYPE_CHECKING:
+
+    def _satisfies_interface(engine: EmbeddedTrainEngine) -> TrainEngine:
+        return engine

@@ -108,7 +108,7 @@ class Card:
         engines = [self.spec.engines[i] for i in (share.engines if share else range(len(self.spec.engines)))]
         if self.rank in deployment.actor:
             self.told(worker.switch("infer", version, share))
-            memory["infer"] = worker.device.memory_by_owner()
+            memory["infer"] = worker.card.device.memory_by_owner()
         mine = [engine for engine in engines if self.rank in engine]
         if mine:
             requests = self.requests(version, engines.index(mine[0]), len(engines))
@@ -117,7 +117,7 @@ class Card:
         ids = [f"{version}-{g}/{k}" for g in range(GROUPS) for k in range(GROUP)]
         if self.rank in deployment.train:
             self.told(worker.switch("train", version))
-            memory["switched"] = worker.device.memory_by_owner()
+            memory["switched"] = worker.card.device.memory_by_owner()
         scores = {}
         if self.rank in deployment.reward_model:
             scores = self.told(worker.score(self.deal(ids, self.spec.reward_model.layout.dp))).scores
@@ -157,7 +157,7 @@ class Card:
 
     def checksum(self) -> int | None:
         """Of the policy as it is trained, on the cards that train."""
-        weights = self.worker.weights.train
+        weights = self.worker.card.weights.train
         return weights_checksum(weights) if weights is not None and weights.weights.resident else None
 
     def told(self, report: StageReport) -> StageReport:

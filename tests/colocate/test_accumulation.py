@@ -16,17 +16,17 @@ def two_batches_one_step(rank, device, spec, interruptions):
     card = Card(rank, device, spec)
     card.step(0)
     worker, shares = card.worker, card.deal(IDS, spec.train.dp)
-    trainer, mine = worker.trainer, shares[worker.meshes.train.dp_rank]
+    trainer, mine = worker.card.trainer, shares[worker.card.meshes.train.dp_rank]
     batch = worker.queue.read(mine, (*TOKENS, *LOSS, REFERENCE))
-    trainer.forward_backward(to_sequences(Received.of(batch)), worker.algorithm.loss)
+    trainer.forward_backward(to_sequences(Received.of(batch)), worker.card.algorithm.loss)
     held = []
     for _ in range(interruptions):
         worker.switch("infer", 1)
-        held.append(worker.device.memory_by_owner()["gradients"])
+        held.append(worker.card.device.memory_by_owner()["gradients"])
         worker.switch("train")
     worker.train([shares])
-    worker.switcher.load_optimizer()
-    worker.switcher.await_optimizer()
+    worker.card.switcher.load_optimizer()
+    worker.card.switcher.await_optimizer()
     return held, {name: tensor.cpu() for name, tensor in trainer.state_dict()["tensors"].items()}
 
 

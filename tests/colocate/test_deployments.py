@@ -35,7 +35,7 @@ def changing_steps(rank, device, spec, *shares):
     for version, changes in enumerate(shares):
         steps.append(card.step(version, replace(start, **changes)))
         steps[-1]["phase"] = card.worker.phases.phase.value
-        steps[-1]["kv_tokens"] = card.worker.engine.capacity_tokens if card.worker.engine else None
+        steps[-1]["kv_tokens"] = card.worker.card.engine.capacity_tokens if card.worker.card.engine else None
     return steps
 
 
@@ -144,11 +144,11 @@ def said_by_both(rank, device, spec, folder):
     params = replace(spec.rollout.sampling(), temperature=0.0)
     requests = [replace(request, params=params) for request in card.requests(1, 0, 1)] if rank == 0 else []
     if requests:
-        worker.engine.submit(requests)
-    after = worker.engine.run()
+        worker.card.engine.submit(requests)
+    after = worker.card.engine.run()
     worker.switch("train")
-    mesh = worker.meshes.engine
-    model = Transformer(worker.weights.config, mesh, device, spec.model.torch_dtype, bucket_bytes=1 << 14)
+    mesh = worker.card.meshes.engine
+    model = Transformer(worker.card.weights.config, mesh, device, spec.model.torch_dtype, bucket_bytes=1 << 14)
     load_weights(model, f"{folder}/hf")
     fresh = EmbeddedEngine(model, mesh, device, spec.rollout, spec.seed)
     fresh.allocate_kv()

@@ -33,7 +33,8 @@ def outcome(card, work):
 
 def hog(worker, leave):
     """Takes all of the card but so many bytes, for as long as the result lives."""
-    return torch.empty(worker.device.memory().free - leave, dtype=torch.uint8, device=worker.device.torch_device)
+    device = worker.card.device
+    return torch.empty(device.memory().free - leave, dtype=torch.uint8, device=device.torch_device)
 
 
 def to_a_phase_that_one_cannot_reach(rank, device, spec, target):
@@ -64,7 +65,7 @@ def without_a_master(rank, device, spec):
     worker = card.worker
     worker.switch("infer", 0)
     if rank == 1:  # what the way back would read from the host has left it
-        worker.switcher.offloader.back([name for name in worker.switcher.optimizer if "master" in name])
+        worker.card.switcher.offloader.back([name for name in worker.card.switcher.optimizer if "master" in name])
     return outcome(card, lambda: worker.switch("train"))
 
 
@@ -110,7 +111,7 @@ def without_room_for_the_target(rank, device, spec):
     worker = card.worker
     worker.switch("infer", 0)
     worker.switch("train")
-    plan = worker.switcher.route.to_infer
+    plan = worker.card.switcher.route.to_infer
     room = sum(plan.wire_bytes(rank)) + (plan.peak_bytes(rank) - plan.source.nbytes(rank)) // 4
     taken = hog(worker, room) if rank == 1 else None
     try:

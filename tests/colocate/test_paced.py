@@ -192,7 +192,7 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
 
 def test_a_sleep_does_not_hold_up_the_control_channel(tmp_path):
     worker = _worker(tiny_checkpoint(tmp_path), speed=0.1)
-    worker.switcher.cost = replace(worker.switcher.cost, infer_s=0.0)
+    worker.card.switcher.cost = replace(worker.card.switcher.cost, infer_s=0.0)
     worker.switch("infer", 0)
     params = SamplingParams(max_tokens=6)
     stage = threading.Thread(target=worker.answer, args=([Request("0/0", (3, 4), params, exact_tokens=3)],))

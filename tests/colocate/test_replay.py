@@ -89,7 +89,7 @@ def two_minibatches(rank, device, spec):
     worker = card.worker
     report = worker.train([card.deal(IDS[:4], spec.train.dp), card.deal(IDS[4:], spec.train.dp)])
     mismatch = report.metrics.get(MISMATCH)
-    return mismatch and mismatch.value / (mismatch.weight or 1), worker.reading.readers["train"].columns
+    return mismatch and mismatch.value / (mismatch.weight or 1), worker.card.reader.readers["train"].columns
 
 
 @pytest.mark.parametrize(

@@ -62,21 +62,21 @@ def _one_step(worker, version):
 
 
 def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
-    before = weights_checksum(worker.weights.train)
+    before = weights_checksum(worker.card.weights.train)
     worker.switch("infer", 0)
-    held = worker.device.memory_by_owner()
+    held = worker.card.device.memory_by_owner()
     assert held["optimizer"] == held["gradients"] == 0 and held["kv"] > 0, "generation has the card to itself"
-    assert worker.weights.infer.weights.resident
-    assert held["weights"] < 1.1 * worker.weights.train.weights.nbytes, "one card, equal layouts: stored once"
+    assert worker.card.weights.infer.weights.resident
+    assert held["weights"] < 1.1 * worker.card.weights.train.weights.nbytes, "one card, equal layouts: stored once"
     worker.switch("train", 0)
-    assert worker.device.memory_by_owner()["kv"] == 0
-    assert weights_checksum(worker.weights.train) == before, "there and back, bit for bit"
+    assert worker.card.device.memory_by_owner()["kv"] == 0
+    assert weights_checksum(worker.card.weights.train) == before, "there and back, bit for bit"
 
     ids, report = _one_step(worker, 0)
     figures = {name: part.value / (part.weight or 1) for name, part in report.metrics.items()}
     assert figures["training/rollout_probs_diff_mean"] < 1e-6, "the engine's logprobs are the trainer's"
     assert abs(figures["actor/kl_loss"]) < 1e-6, "before the first update the policy is the reference"
-    assert weights_checksum(worker.weights.train) != before
+    assert weights_checksum(worker.card.weights.train) != before
     _, later = _one_step(worker, 1)
     assert later.metrics["actor/kl_loss"].value > 1e-6, "the reference stays where the run began"
     columns = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs", "versions"])
@@ -109,7 +109,7 @@ def test_decoupled_takes_the_proximal_policy_before_the_first_of_several_updates
 def test_the_divergence_of_every_sample_comes_back_for_its_reward(tmp_path):
     worker, ids = _with_algorithm(tiny_checkpoint(tmp_path), kl_in="reward")
     with torch.no_grad():
-        for flat in worker.weights.train.weights.flats:
+        for flat in worker.card.weights.train.weights.flats:
             flat.mul_(1.1)
     worker.switch("infer", 1)
     more = _generate(worker, 1)
@@ -130,25 +130,26 @@ def test_the_divergence_of_every_sample_comes_back_for_its_reward(tmp_path):
 def test_what_was_copied_is_written_whatever_training_does_meanwhile_and_brought_back(tmp_path, dtype, offload):
     worker = _worker(tiny_checkpoint(tmp_path), dtype, offload=offload)
     _one_step(worker, 0)
-    held = worker.device.memory().allocated
+    held = worker.card.device.memory().allocated
     worker.snapshot()
-    assert worker.device.memory().allocated <= held, "the copy is the host's"
-    saved = {name: tensor.cpu().clone() for name, tensor in worker.switcher.training_state().items()}
-    steps = worker.trainer.optimizer.steps
+    assert worker.card.device.memory().allocated <= held, "the copy is the host's"
+    saved = {name: tensor.cpu().clone() for name, tensor in worker.card.switcher.training_state()["tensors"].items()}
+    steps = worker.card.trainer.optimizer.steps
     with pytest.raises(AssertionError, match="not written yet"):
         worker.snapshot()
     _one_step(worker, 1)
-    changed = worker.switcher.training_state()
+    changed = worker.card.switcher.training_state()["tensors"]
     assert not any(torch.equal(changed[name].cpu(), saved[name]) for name in saved if name.startswith("exp_avg"))
     worker.save(str(tmp_path / "checkpoint"), str(tmp_path / "hf"))
     nbytes = sum(tensor.nbytes for tensor in saved.values())
     assert nbytes < (tmp_path / "checkpoint" / "rank-00000.pt").stat().st_size < 1.5 * nbytes + 50_000
     worker.restore(str(tmp_path / "checkpoint"))
-    assert worker.trainer.optimizer.steps == steps
-    for name, tensor in worker.switcher.training_state().items():
+    assert worker.card.trainer.optimizer.steps == steps
+    for name, tensor in worker.card.switcher.training_state()["tensors"].items():
         assert torch.equal(tensor.cpu(), saved[name]), name
     again = _worker(str(tmp_path / "hf"), dtype, offload=offload)
-    for theirs, ours in zip(again.weights.train.weights.flats, worker.weights.train.weights.flats, strict=True):
+    trained = worker.card.weights.train.weights
+    for theirs, ours in zip(again.card.weights.train.weights.flats, trained.flats, strict=True):
         assert torch.equal(theirs.cpu(), ours.cpu()), "the export is of the same instant"
 
 
@@ -170,7 +171,8 @@ def test_control_is_answered(worker):
 
 def _fill(worker, leave):
     """Takes all of the card but so many bytes, for as long as the result lives."""
-    return torch.empty(worker.device.memory().free - leave, dtype=torch.uint8, device=worker.device.torch_device)
+    device = worker.card.device
+    return torch.empty(device.memory().free - leave, dtype=torch.uint8, device=device.torch_device)
 
 
 def test_who_runs_out_of_memory_says_in_which_stage_and_who_held_it(worker):
@@ -184,7 +186,8 @@ def test_who_runs_out_of_memory_says_in_which_stage_and_who_held_it(worker):
 def test_an_optimizer_that_finds_no_room_behind_a_switch_says_so_too(tmp_path):
     worker = _worker(tiny_checkpoint(tmp_path, vocab_size=1 << 16), deployment="full", resident="all")
     worker.switch("infer", 0)
-    assert worker.device.memory_by_owner()["kv"] < sum(part.nbytes for part in worker.switcher.optimizer.values())
+    optimizer_bytes = sum(part.nbytes for part in worker.card.switcher.optimizer.values())
+    assert worker.card.device.memory_by_owner()["kv"] < optimizer_bytes
     hog = _fill(worker, 1 << 10)
     with pytest.raises(OutOfMemory, match="rank 0 is out of memory in stage 'switch to train'; HBM by owner: weights"):
         worker.switch("train", 0)
@@ -216,7 +219,7 @@ def test_where_the_optimizer_lives_changes_no_bit(tmp_path, dtype):
             _, report = _one_step(worker, version)
             held.append(report.memory.by_owner["train"]["optimizer"])
         worker.switch("infer", 2)
-        generating = worker.device.memory_by_owner()["optimizer"]
+        generating = worker.card.device.memory_by_owner()["optimizer"]
         assert (generating > 0) == (offload == "none") and (min(held) > 0) == (offload != "stream")
-        found[offload] = weights_checksum(worker.weights.infer)
+        found[offload] = weights_checksum(worker.card.weights.infer)
     assert len(set(found.values())) == 1, found

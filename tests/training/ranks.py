@@ -86,7 +86,7 @@ def with_policy(batch: Sequences, engine: EmbeddedTrainEngine) -> Sequences:
 
 
 def my_share(batch: Sequences, engine: EmbeddedTrainEngine) -> Sequences:
-    share = batch.select(split_over_ranks(batch.lengths, engine.layout().dp)[engine.mesh.dp_rank])
+    share = batch.select(split_over_ranks(batch.lengths, engine.mesh.parallel.dp)[engine.mesh.dp_rank])
     return with_policy(share, engine)
 
 

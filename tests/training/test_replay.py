@@ -42,7 +42,7 @@ def replayed(rank, device, case):
     mesh, steps = engine.mesh, []
     for step in range(2):
         batch = with_random_routing(sample_batch(case.samples, step), step)
-        batch = batch.select(split_over_ranks(batch.lengths, engine.layout().dp)[mesh.dp_rank])
+        batch = batch.select(split_over_ranks(batch.lengths, engine.mesh.parallel.dp)[mesh.dp_rank])
         layers = mesh.parallel.layers(LAYERS, mesh.pp_rank)
         batch = with_policy(replace(batch, routing=batch.routing[:, layers.start : layers.stop]), engine)
         steps.append(engine.forward_backward(batch, GRPO) | engine.optimizer_step())

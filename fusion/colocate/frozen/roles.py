@@ -15,7 +15,7 @@ import torch
 from fusion.colocate.frozen.residency import Residency, choose_residency
 from fusion.colocate.frozen.retokenize import Retokenizer
 from fusion.colocate.frozen.scoring import sequence_scores, token_logprobs
-from fusion.colocate.frozen.weights import FrozenWeights, computing_with
+from fusion.colocate.frozen.weights import FrozenWeights
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.policy import PolicyWeights
@@ -23,7 +23,7 @@ from fusion.model import Buckets, Mesh, ModelConfig, Transformer, load_weights
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
 from fusion.rewards import RewardOutcome
-from fusion.training import EmbeddedTrainEngine, Sequences
+from fusion.training import Sequences, TrainEngine
 
 
 class FrozenRoles:
@@ -31,7 +31,7 @@ class FrozenRoles:
     that wait on this card's host, by name."""
 
     def __init__(
-        self, spec: WorkerSpec, rank: int, device: Device, meshes: Meshes, policy: PolicyWeights, pool: HostPool
+        self, *, spec: WorkerSpec, rank: int, device: Device, meshes: Meshes, policy: PolicyWeights, pool: HostPool
     ):
         self.spec, self.device, self.meshes, self.policy = spec, device, meshes, policy
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
@@ -52,7 +52,7 @@ class FrozenRoles:
             if reward.retokenize:
                 self.retokenize = Retokenizer(spec.model.path, reward.path)
 
-    def settle(self, free_bytes: int) -> None:
+    def choose_residency(self, free_bytes: int) -> None:
         """Decides who stays in HBM, once all of training is there. ``free_bytes``: of the card with least."""
         needed = sum(frozen.weights.nbytes for frozen in self.on_host.values())
         fusion = self.spec.fusion
@@ -67,13 +67,15 @@ class FrozenRoles:
         return bool(self.on_host) and self.residency != "all"
 
     @contextmanager
-    def reference_in_hbm(self) -> Iterator[None]:
+    def reference_in_hbm(self, trainer: TrainEngine | None) -> Iterator[None]:
+        """Inside, the reference's weights are in HBM and, where it has no cards of its own, the trainer computes with
+        them."""
         with self._in_hbm("reference"):
             if self.reference is not None:
                 yield
                 return
-            assert self.policy.train is not None
-            with computing_with(self.policy.train, self.on_host["reference"].weights):
+            assert trainer is not None
+            with trainer.using_weights(self.on_host["reference"].weights):
                 yield
 
     @contextmanager
@@ -81,7 +83,7 @@ class FrozenRoles:
         with self._in_hbm("reward_model"):
             yield
 
-    def logprobs(self, sequences: Sequences, trainer: EmbeddedTrainEngine | None) -> torch.Tensor:
+    def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
         """float32 [N] on the CPU: the reference's log-probability of every response token. In `reference_in_hbm`;
         collective over the reference's mesh, which is the trainer's where it has no cards of its own."""
         if self.reference is None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from fusion.colocate.frozen.residency import Residency, exchange_order
-from fusion.model import Buckets, Transformer
+from fusion.model import Buckets
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
 
@@ -75,16 +75,3 @@ class FrozenWeights:
 
     def _arrive(self) -> None:
         self._device.current_stream().wait_stream(self._stream)
-
-
-@contextmanager
-def computing_with(model: Transformer, weights: Buckets) -> Iterator[None]:
-    """Inside, the model computes with these weights of its own shape; its own stay untouched."""
-    own = {name: parameter.data for name, parameter in model.named_parameters()}
-    try:
-        for name, parameter in model.named_parameters():
-            parameter.data = weights.views[name]
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.data = own[name]

@@ -13,7 +13,7 @@ from fusion.model import Mesh
 from fusion.rollout.packing import ROUTING
 from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Timeline
-from fusion.training import EmbeddedTrainEngine, Sequences
+from fusion.training import Sequences, TrainEngine
 
 
 class StageReader:
@@ -39,7 +39,7 @@ class StageReader:
 
     def minibatches(
         self,
-        trainer: EmbeddedTrainEngine,
+        trainer: TrainEngine,
         minibatches: Sequence[Sequence[str]],
         weigh: Callable[[Sequences], Sequences],
     ) -> Iterable[Sequences]:
@@ -56,8 +56,8 @@ class StageReader:
             batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
         return batches
 
-    def _minibatch(self, trainer: EmbeddedTrainEngine, ids: Sequence[str]) -> Sequences:
-        mesh, algorithm = trainer.mesh, self.spec.algorithm
+    def _minibatch(self, trainer: TrainEngine, ids: Sequence[str]) -> Sequences:
+        mesh, algorithm = trainer.model.mesh, self.spec.algorithm
         of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference and algorithm.kl_in == "loss" else LOSS
         of_experts = (ROUTING,) if algorithm.replay == "rollout" else ()
         layers = mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank)

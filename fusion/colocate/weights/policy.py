@@ -18,7 +18,7 @@ from fusion.ep_switch import Plan, SwitchReport, weights_checksum
 from fusion.ep_switch.exchange import Kind
 from fusion.ep_switch.fill import HostParts
 from fusion.ep_switch.transfer import Switcher
-from fusion.model import ModelConfig, Transformer, load_weights
+from fusion.model import ModelConfig, WeightHolder, load_weights
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 
@@ -28,24 +28,34 @@ class WeightsDiffer(RuntimeError):
 
 
 class PolicyWeights:
-    """The policy as up to two models over the same weights: ``train`` where the card trains, ``infer`` where it
-    generates, else None. Slices that both layouts hold alike are stored once.
+    """The policy as up to two models over the same weights: ``train`` on cards that train, ``infer`` on cards that
+    generate, else None. Slices that are equal in both layouts are stored once.
 
     Collective over the deployment's actor cards: `to_infer`; over those that train: `to_train`.
 
     Invariant: outside a switch a card that trains and generates holds one of its two models in memory, or neither.
     """
 
-    def __init__(self, spec: WorkerSpec, config: ModelConfig, rank: int, device: Device, meshes: Meshes):
+    def __init__(
+        self,
+        *,
+        spec: WorkerSpec,
+        config: ModelConfig,
+        rank: int,
+        device: Device,
+        meshes: Meshes,
+        train_model: Callable[..., WeightHolder],
+        infer_model: Callable[..., WeightHolder],
+    ):
         self.spec, self.config, self.device, self.rank, self.meshes = spec, config, device, rank, meshes
         dtype, bucket_bytes = spec.model.torch_dtype, spec.fusion.bucket_bytes
-        self.train: Transformer | None = None
-        self.infer: Transformer | None = None
+        self.train: WeightHolder | None = None
+        self.infer: WeightHolder | None = None
         if meshes.train is not None:
-            self.train = Transformer(config, meshes.train, device, dtype, bucket_bytes=bucket_bytes)
+            self.train = train_model(config, meshes.train, device, dtype, bucket_bytes=bucket_bytes)
             load_weights(self.train, spec.model.path)
         if meshes.engine is not None:
-            self.infer = Transformer(
+            self.infer = infer_model(
                 config,
                 meshes.engine,
                 device,
@@ -55,23 +65,22 @@ class PolicyWeights:
                 share=self.train.weights if self.train is not None else None,
                 resident=False,
             )
-            self.infer.requires_grad_(False)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._switchers: dict[tuple[Plan, Any, Kind], Switcher] = {}
         self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
 
     def route(self, engines: Sequence[int]) -> Route:
-        """The route to these engines, planned once."""
+        """Returns the route to these engines, planned once."""
         engines = tuple(engines)
         if engines not in self._routes:
             self._routes[engines] = plan_route(self.spec, self.config, engines)
         return self._routes[engines]
 
     def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:
-        """Carries the weights to the engines of the route. What an engine elsewhere held before is released here.
+        """Moves the weights to the engines of the route. An engine on other cards releases its old ones first.
 
         Args:
-            while_generating: cards that only generate go on meanwhile, and take the weights into their `StagedWeights`.
+            while_generating: cards that only generate keep decoding and receive into their `StagedWeights`.
         """
         if self.train is None and self.infer is not None:
             self.infer.weights.release()
@@ -82,11 +91,11 @@ class PolicyWeights:
     def to_train(
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
     ) -> SwitchReport | None:
-        """Carries the weights back; None where the trainer has kept them.
+        """Moves the weights back; returns None where the trainer has kept them.
 
         Args:
-            masters: of which shards of the optimizer → their masters on the host, flat float32; asked for what the plan
-                takes from there.
+            masters: maps shards of the optimizer to their masters on the host, flat float32; called with the shards
+                that the plan takes from there.
         """
         plan = route.to_train
         if plan is None:
@@ -106,21 +115,24 @@ class PolicyWeights:
     def reshard(
         self,
         plan: Plan,
-        source: Transformer | None,
-        target: Transformer | Buckets | None,
+        source: WeightHolder | None,
+        target: WeightHolder | Buckets | None,
         group: dist.ProcessGroup | None,
         host: HostParts = MappingProxyType({}),
         while_generating: bool = False,
     ) -> tuple[SwitchReport, int | None]:
-        """One switch by a plan. Also the checksum of the policy where the config asks for one, else None: every layout
-        and every engine holds the same, but for targets that are no model, which are summed when one has taken them.
+        """Runs one switch by a plan.
+
+        Returns:
+            the report, and with `fusion.checksum` the checksum of the policy, else None. It is compared over all
+            layouts and engines. Targets that are only storage are checked when a model has adopted them.
 
         Raises:
-            WeightsDiffer: on all cards of the group, with the sums by rank.
+            WeightsDiffer: on all cards of the group, with the checksums by rank.
         """
         source = source if self.rank in plan.source.ranks else None
         target = target if self.rank in plan.target.ranks else None
-        # What lies on a host cannot be read in place by those to whom it is to be passed on.
+        # Weights staged on a host cannot be read in place by the ranks that they are relayed to.
         exchange: Kind = (
             "collective" if while_generating and plan.relays and not self.spec.fusion.double_buffer else "auto"
         )
@@ -128,23 +140,23 @@ class PolicyWeights:
             self._switchers[plan, target, exchange] = Switcher(plan, source, target, self.device, group, exchange)
         before = self._checksum(source, group)
         report = self._switchers[plan, target, exchange].run(self.spec.fusion.checksum, host)
-        after = self._checksum(target if isinstance(target, Transformer) else None, group)
+        after = self._checksum(None if isinstance(target, Buckets) else target, group)
         return report, self._compare({"before": before, "after": after}, group)
 
-    def _checksum(self, model: Transformer | None, group: dist.ProcessGroup | None) -> int | None:
+    def _checksum(self, model: WeightHolder | None, group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
             return None
         return together(group, self.rank, "checksum", lambda: weights_checksum(model) if model is not None else None)
 
-    def _compare(self, mine: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
+    def _compare(self, own: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
             return None
-        everyone: list[Any] = [mine]
+        everyone: list[Any] = [own]
         if group is not None:
             everyone = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everyone, mine, group=group)
+            dist.all_gather_object(everyone, own, group=group)
         sums = {value for one in everyone for value in one.values() if value is not None}
         if len(sums) > 1:
             cards = dict(zip(self.spec.deployment.actor, everyone, strict=False))
-            raise WeightsDiffer(f"weights sum to other numbers before and after the switch, by rank: {cards}")
+            raise WeightsDiffer(f"the checksums of the weights differ before and after the switch, by rank: {cards}")
         return sums.pop()

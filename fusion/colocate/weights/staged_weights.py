@@ -1,4 +1,4 @@
-"""New weights on a card whose engine goes on with the old ones meanwhile.
+"""New weights on a card whose engine decodes with the old ones meanwhile.
 
     weights thread   ── receive v+1 into staging ─────┐ all cards of the engine have it
     engine's thread  decode v  decode v  decode v  …  └─► adopt ─► decode v+1 …
@@ -7,8 +7,8 @@
 The staged weights lie in pinned host memory that is allocated once and kept or, with ``fusion.double_buffer``, in HBM;
 there they are allocated before the KV cache, which gets that much less.
 
-Invariants: the model's weights change in `adopt` alone, and wholly; what is adopted is a version newer than the
-model's, once; where checksums are on, the model sums to what the trainer's weights did.
+Invariants: the model's weights change only in `adopt`, all at once; a version is adopted at most once, and only if it
+is newer than the model's; with checksums on, the model has the checksum of the trainer's weights afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusion.offload import HostPool
 
 
 class HostBuckets(Buckets):
-    """Pieces as those of `Buckets`, in pinned host memory that is kept: `allocate` and `release` only take note."""
+    """`Buckets` in pinned host memory that is kept: `allocate` and `release` only mark pieces as held or not."""
 
     def __init__(self, plans: tuple[BucketPlan, ...], pool: HostPool, dtype: torch.dtype):
         self.plans, self.dtype, self.owner, self.shared = plans, dtype, "host", {}
@@ -38,33 +38,35 @@ class HostBuckets(Buckets):
             for plan, flat in zip(plans, self.flats, strict=True)
             for param, offset in plan.entries
         }
-        self._there: set[int] = set()
+        self._held: set[int] = set()
 
     def held(self, index: int) -> int:
-        return self.plans[index].numel * self.dtype.itemsize if index in self._there else 0
+        return self.plans[index].numel * self.dtype.itemsize if index in self._held else 0
 
     def allocate(self, index: int | Sequence[int] | None = None) -> None:
-        self._there.update(self._own(index))
+        self._held.update(self._own(index))
 
     def release(self, index: int | Sequence[int] | None = None) -> None:
-        self._there.difference_update(self._own(index))
+        self._held.difference_update(self._own(index))
 
 
 class StagedWeights:
-    """Of the model of ``weights.infer``. What `PolicyWeights` is to a switch, to one that goes on beside the engine."""
+    """New weights for the model ``weights.infer``: takes the place of `PolicyWeights` in a switch in the background."""
 
     def __init__(self, weights: PolicyWeights, device: Device, pool: HostPool, in_hbm: bool):
-        assert weights.infer is not None and weights.train is None, "only cards that only generate go on meanwhile"
+        assert weights.infer is not None and weights.train is None, (
+            "only cards that only generate receive weights while they decode"
+        )
         self._weights, self._device, self._model, self._pool = weights, device, weights.infer, pool
         self._in_hbm = in_hbm
         self._buckets: Buckets | None = None
         self._checksum: int | None = None
         self._version = -1
         self.pause_s = 0.0
-        """What the last `adopt` took."""
+        """Seconds of the last `adopt`"""
 
     def reserve(self) -> None:
-        """Takes the memory, before the KV cache takes what is free."""
+        """Allocates the memory, before the KV cache takes what is free."""
         if self._in_hbm:
             self._storage.allocate()
 
@@ -81,22 +83,22 @@ class StagedWeights:
         return report
 
     def to_train(self, *_: object) -> None:
-        raise AssertionError("a card that only generates has no weights to bring back")
+        raise AssertionError("a card that only generates has no weights to return")
 
     def expect(self, version: int) -> None:
-        """What the next switch brings is policy ``version``."""
+        """Declares that the next switch receives policy ``version``."""
         self._version = version
 
     def adopt(self, version: int) -> None:
-        """The model's weights are policy ``version`` from now on. Between two steps; collective over the engine.
+        """Copies policy ``version`` into the model. Between two steps; collective over the engine.
 
         Raises:
-            WeightsDiffer: the model sums to another number than the trainer's weights.
+            WeightsDiffer: the model's checksum is not that of the trainer's weights.
         """
         assert version == self._version, f"policy {version} is to be adopted, staged is {self._version}"
         began = time.perf_counter()
-        for mine, new in zip(self._model.weights.flats, self._storage.flats, strict=True):
-            mine.copy_(new, non_blocking=True)
+        for own, new in zip(self._model.weights.flats, self._storage.flats, strict=True):
+            own.copy_(new, non_blocking=True)
         self._device.current_stream().synchronize()
         self.pause_s = time.perf_counter() - began
         if self._checksum is not None and (found := weights_checksum(self._model)) != self._checksum:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,30 +34,38 @@ from fusion.colocate.weights.policy import PolicyWeights
 from fusion.colocate.weights.route import Route
 from fusion.colocate.weights.staged_weights import StagedWeights
 from fusion.ep_switch import SwitchReport
-from fusion.inference import EmbeddedEngine
+from fusion.inference import InferEngine
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
 from fusion.telemetry import WAIT_WEIGHTS, Metrics, Timeline
 from fusion.telemetry.memory import MIB
-from fusion.training import EmbeddedTrainEngine
+from fusion.training import TrainEngine
 
 T = TypeVar("T")
 
 
 class PhaseSwitcher:
-    """Acts on one card's trainer and engine, either of which may be None. Collective over the deployment's actor cards:
-    `to_infer`; over those that train: `to_train`."""
+    """Switches one card's trainer and engine, either of which may be None. Collective over the deployment's actor
+    cards: `to_infer`; over those that train: `to_train`.
+
+    Args:
+        weights: of the policy; `StagedWeights` on the thread that receives them while the engine decodes.
+        staged: of a card that receives weights while it decodes; allocated before the KV cache.
+        pool: host memory for what is offloaded.
+    """
 
     def __init__(
         self,
+        *,
         spec: WorkerSpec,
         rank: int,
         device: Device,
         phases: PhaseMachine,
         weights: PolicyWeights | StagedWeights,
         meshes: Meshes,
-        trainer: EmbeddedTrainEngine | None,
-        engine: EmbeddedEngine | None,
+        trainer: TrainEngine | None,
+        engine: InferEngine | None,
+        staged: StagedWeights | None,
         pool: HostPool,
         metrics: Metrics,
         timeline: Timeline,
@@ -66,13 +74,12 @@ class PhaseSwitcher:
         self.device, self.trainer, self.engine, self.metrics = device, trainer, engine, metrics
         self.timeline = timeline
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
-        self.staged: StagedWeights | None = None
-        """Of a card that only generates; it is there before the KV cache"""
+        self.staged = staged
         self.route: Route | None = None
         """Of the present INFER phase, or the last one."""
         shares = trainer is not None and engine is not None
         moves = shares and spec.fusion.offload == "switch"
-        self.optimizer = trainer.optimizer.tensors() if trainer is not None and moves else {}
+        self.optimizer = trainer.optimizer_states() if trainer is not None and moves else {}
         """What leaves the card while it generates."""
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
@@ -133,14 +140,15 @@ class PhaseSwitcher:
         """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
         self._send_out(self.optimizer)
 
-    def training_state(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer by name, each where it is now: on the card, or on the host. To be read only, by what is
-        queued before the card is given other work."""
+    def training_state(self) -> dict[str, Any]:
+        """Returns the trainer's `state_dict` with every tensor where it is now: on the card, or on the host. Read only,
+        by work that is queued before the card is given any other."""
         assert self.trainer is not None
         self.offloader.wait()
-        found = self.trainer.state_dict()["tensors"]
-        away = self._away(found)
-        return found | {name: self.offloader.host(name).view(found[name].dtype) for name in away}
+        state = self.trainer.state_dict()
+        tensors = state["tensors"]
+        on_host = {name: self.offloader.host(name).view(tensors[name].dtype) for name in self._away(tensors)}
+        return state | {"tensors": tensors | on_host}
 
     def _load(self) -> None:
         gradients = self._away(self.trainer.gradients() if self.trainer is not None else {})
@@ -173,7 +181,7 @@ class PhaseSwitcher:
         names = {shard: f"master.{shard}" for shard in shards}
         if self.spec.fusion.offload == "switch":
             return {shard: self.offloader.host(name).view(torch.float32) for shard, name in names.items()}
-        states = self.trainer.optimizer.tensors() if names else {}
+        states = self.trainer.optimizer_states() if names else {}
         return {shard: states[name] for shard, name in names.items()}
 
     def _clear_for_infer(self) -> None:
@@ -193,13 +201,13 @@ class PhaseSwitcher:
         plan = self._planned.to_infer
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
-    def _configure(self, engine: EmbeddedEngine | None, version: int, share: InferenceShare) -> None:
+    def _configure(self, engine: InferEngine | None, version: int, share: InferenceShare) -> None:
         # Apart from the taking of memory, in which the ranks of an engine meet: who fails here must not be waited for.
         if engine is not None:
             engine.reconfigure(share.rollout(self.spec.rollout))
             engine.policy_version = version
 
-    def _allocate_kv(self, engine: EmbeddedEngine | None) -> None:
+    def _allocate_kv(self, engine: InferEngine | None) -> None:
         if engine is not None:
             if self.staged is not None:
                 self.staged.reserve()

@@ -20,7 +20,7 @@ def one_step(rank, device, spec):
     card = Card(rank, device, spec)
     checksum = card.step(0)["weights"]
     worker, found = card.worker, {}
-    for stage, reader in worker.reading.readers.items():
+    for stage, reader in worker.card.reader.readers.items():
         requests, arrives = reader.requests, reader.tree.incoming(reader.rank)
         columns = {name: column.buffer.numel() for name, column in reader.read(IDS).batch.columns.items()}
         found[stage] = requests, columns, sorted(arrives.columns) if arrives else None

@@ -104,7 +104,7 @@ def steps_in_bf16(rank, device, spec):
     """Two steps; what the way back takes over the wire, and from the host."""
     card = Card(rank, device, spec)
     steps = [{name: value for name, value in card.step(version).items() if name != "memory"} for version in range(2)]
-    plan = card.worker.switcher.route.to_train
+    plan = card.worker.card.switcher.route.to_train
     return steps, received(plan, rank), plan.hosted_units(rank)
 
 

@@ -36,10 +36,10 @@ def new_weights_arrive(rank, device, spec, versions):
     card = Card(rank, device, spec)
     worker, share = card.worker, InferenceShare.of(spec.rollout, len(spec.engines))
     worker.switch("infer", 0, share)
-    model = worker.weights.train or worker.weights.infer
+    model = worker.card.weights.train or worker.card.weights.infer
     sums, told = [weights_checksum(model)], []
     before = device.memory_by_owner()
-    if worker.trainer is not None:
+    if worker.card.trainer is not None:
         for version in range(1, versions + 1):
             dist.barrier()
             for flat in model.weights.flats:
@@ -47,27 +47,27 @@ def new_weights_arrive(rank, device, spec, versions):
             sums.append(weights_checksum(model))
             worker.switch("infer", version, share, while_generating=True)
         dist.barrier()
-        return {"sums": sums, "relays": worker.weights.route(share.engines).to_infer.relays}
+        return {"sums": sums, "relays": worker.card.weights.route(share.engines).to_infer.relays}
 
     def receive():
         for version in range(1, versions + 1):
             dist.barrier()
             worker.receive(version, share)
-            told.append(worker.receiver.staged.pause_s)
+            told.append(worker.card.receiver.staged.pause_s)
         dist.barrier()
-        if worker.engine.mesh.rank == 0:
+        if worker.card.engine.mesh.rank == 0:
             worker.pause()
 
     thread = threading.Thread(target=receive)
     thread.start()
     params = replace(spec.rollout.sampling(), stop_token_ids=())
     requests = [Request(f"{n}/0", (3 + n, 4, 5), params, group=f"{n}") for n in range(4)]
-    report = worker.generate(requests if worker.engine.mesh.rank == 0 else [])
+    report = worker.generate(requests if worker.card.engine.mesh.rank == 0 else [])
     thread.join()
     ended = [span for batch in worker.queue.put_here if "prompt" in batch.columns for span in batch.versions]
     return {
         "sums": [weights_checksum(model)],
-        "version": worker.engine.policy_version,
+        "version": worker.card.engine.policy_version,
         "memory": [before, device.memory_by_owner()],
         "weights": model.weights.nbytes,
         "pauses": told,
@@ -111,11 +111,11 @@ def tampered(rank, device, spec):
     card = Card(rank, device, spec)
     worker, share = card.worker, InferenceShare.of(spec.rollout, len(spec.engines))
     worker.switch("infer", 0, share)
-    if worker.trainer is not None:
+    if worker.card.trainer is not None:
         worker.switch("infer", 1, share, while_generating=True)
         return
-    receiver = worker.receiver
+    receiver = worker.card.receiver
     receiver.staged.expect(1)
-    receiver._switcher.to_infer(1, share, while_generating=True)
+    receiver.switcher.to_infer(1, share, while_generating=True)
     receiver.staged._storage.flats[0][0] += 1
     receiver.staged.adopt(1)

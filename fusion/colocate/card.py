@@ -1,0 +1,184 @@
+"""One card, loaded: the trainer, engine and frozen models that its roles need, and what connects them.
+
+weights ─┬─ trainer ─┬─ switcher: TRAIN ◄─► INFER      reader: the queue's samples for a stage
+         └─ engine ──┘      │                          generation: runs the engine for a stage
+                            └─ receiver: new weights while the engine decodes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fusion.colocate.checkpoint_writer import CheckpointWriter
+from fusion.colocate.frozen.roles import FrozenRoles
+from fusion.colocate.meshes import Meshes
+from fusion.colocate.parts import WorkerParts
+from fusion.colocate.phases import PhaseMachine
+from fusion.colocate.samples.reader import StageReader
+from fusion.colocate.spec import WorkerSpec
+from fusion.colocate.stages import StageLog, StageReport
+from fusion.colocate.weights.policy import PolicyWeights
+from fusion.colocate.weights.staged_weights import StagedWeights
+from fusion.colocate.weights.switching import PhaseSwitcher
+from fusion.colocate.weights.weight_receiver import WeightReceiver
+from fusion.inference import InferEngine
+from fusion.model import ModelConfig
+from fusion.npu import Device
+from fusion.offload import HostPool, StreamedStates
+from fusion.rollout.detokenize import Detokenizer
+from fusion.rollout.engine_stage import EngineStage
+from fusion.rollout.partial_samples import SampleStore
+from fusion.training import TrainEngine
+from fusion.training.algorithms import Algorithm, make_algorithm
+from fusion.training.states import ResidentStates
+
+
+@dataclass(frozen=True)
+class Card:
+    """``trainer`` and ``checkpoint_writer`` are None on a card that does not train, ``engine`` and ``generation`` on
+    one that does not generate; ``receiver`` exists on cards that only generate and may do so while others train."""
+
+    device: Device
+    meshes: Meshes
+    log: StageLog
+    reader: StageReader
+    weights: PolicyWeights
+    roles: FrozenRoles
+    algorithm: Algorithm
+    switcher: PhaseSwitcher
+    trainer: TrainEngine | None
+    checkpoint_writer: CheckpointWriter | None
+    engine: InferEngine | None
+    generation: EngineStage | None
+    receiver: WeightReceiver | None
+
+
+def load_card(
+    *, spec: WorkerSpec, rank: int, phases: PhaseMachine, queue: SampleStore, parts: WorkerParts, log: StageLog
+) -> Card:
+    """Creates the process groups and loads what the roles of ``rank`` need. Collective over all cards of the run."""
+    device, pool = log.device, HostPool(log.device)
+    meshes = Meshes.create(spec, rank)
+    weights = PolicyWeights(
+        spec=spec,
+        config=ModelConfig.from_hf(spec.model.path),
+        rank=rank,
+        device=device,
+        meshes=meshes,
+        train_model=parts.train_model,
+        infer_model=parts.infer_model,
+    )
+    # Before the trainer, so that a reference can be copied from its weights while there is room.
+    roles = parts.roles(spec=spec, rank=rank, device=device, meshes=meshes, policy=weights, pool=pool)
+    trainer = _load_trainer(spec, weights, device, pool, parts)
+    if trainer is not None:
+        roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
+    engine = _load_engine(spec, weights, device, pool, parts)
+    generation = None
+    if engine is not None:
+        generation = EngineStage(engine, queue, Detokenizer(spec.detokenizer) if spec.detokenizer else None)
+    staged = None
+    if spec.ahead and engine is not None and trainer is None:
+        staged = StagedWeights(weights, device, HostPool(device), spec.fusion.double_buffer)
+    switcher = parts.switcher(
+        spec=spec,
+        rank=rank,
+        device=device,
+        phases=phases,
+        weights=weights,
+        meshes=meshes,
+        trainer=trainer,
+        engine=engine,
+        staged=staged,
+        pool=pool,
+        metrics=log.metrics,
+        timeline=log.timeline,
+    )
+    receiver = None
+    if staged is not None and engine is not None and generation is not None:
+        receiver = WeightReceiver(
+            spec=spec,
+            rank=rank,
+            device=device,
+            staged=staged,
+            meshes=meshes,
+            engine=engine,
+            make_switcher=parts.background_switcher,
+            interim_report=partial(_interim_report, log, generation),
+        )
+    return Card(
+        device=device,
+        meshes=meshes,
+        log=log,
+        reader=StageReader(spec, meshes, queue, log.timeline),
+        weights=weights,
+        roles=roles,
+        algorithm=make_algorithm(spec.algorithm, spec.rollout.max_response_length),
+        switcher=switcher,
+        trainer=trainer,
+        checkpoint_writer=_checkpoint_writer(trainer, spec, meshes, device, pool),
+        engine=engine,
+        generation=generation,
+        receiver=receiver,
+    )
+
+
+def _load_trainer(
+    spec: WorkerSpec, weights: PolicyWeights, device: Device, pool: HostPool, parts: WorkerParts
+) -> TrainEngine | None:
+    if weights.train is None:
+        return None
+    return parts.trainer(
+        model=weights.train,
+        mesh=weights.train.mesh,
+        device=device,
+        config=spec.training,
+        temperature=spec.temperature,
+        total_steps=spec.steps,
+        states=partial(StreamedStates, pool=pool) if spec.fusion.offload == "stream" else ResidentStates,
+    )
+
+
+def _load_engine(
+    spec: WorkerSpec, weights: PolicyWeights, device: Device, pool: HostPool, parts: WorkerParts
+) -> InferEngine | None:
+    if weights.infer is None:
+        return None
+    return parts.engine(
+        model=weights.infer,
+        mesh=weights.infer.mesh,
+        device=device,
+        config=spec.rollout,
+        seed=spec.seed,
+        routing=spec.algorithm.replay == "rollout",
+        memory=pool,
+    )
+
+
+def _checkpoint_writer(
+    trainer: TrainEngine | None, spec: WorkerSpec, meshes: Meshes, device: Device, pool: HostPool
+) -> CheckpointWriter | None:
+    if trainer is None:
+        return None
+    return CheckpointWriter(
+        trainer=trainer, device=device, pool=pool, group=meshes.checkpoint_group, tokenizer_from=spec.model.path
+    )
+
+
+def _interim_report(log: StageLog, generation: EngineStage) -> StageReport:
+    """Reports the `generate` stage that is running up to now. On its thread, when it has adopted new weights."""
+    log.timeline.mark("switch/adopt")
+    generation.count(log.metrics)
+    return log.interim_report()
+
+
+def _min_over(group: dist.ProcessGroup | None, value: int) -> int:
+    """The smallest value over a group's ranks, so that all of them decide alike."""
+    smallest = torch.tensor([value])
+    if group is not None:
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+    return int(smallest)
