@@ -5,13 +5,13 @@
     full         train, generate, reference, reward model   on every card
     hybrid       train and generate │ generate              more cards generate than train
 
-Reference and reward model take cards of their own where there are some (`fusion.score_cards`), else they ride on the
-cards that train: their weights wait on the host and come beside the actor's when they are asked.
+Reference and reward model have cards of their own if `fusion.score_cards` > 0. Otherwise they share the cards that
+train: their weights are kept on the host and loaded beside the actor's when they are needed.
 
 Invariants (property-tested in tests/colocate/test_deployment.py):
 1. Every card hosts a role, and every role that the run needs has a card.
-2. A role's cards are neighbours. In order of ranks: cards that train, cards that only generate, cards that only score.
-3. No engine has cards that train and cards that do not.
+2. A role's cards have consecutive ranks. In order: cards that train, cards that only generate, cards that only score.
+3. No engine mixes cards that train and cards that do not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Deployment:
-    """The global ranks that host each role; none where the run does without it."""
+    """The global ranks that host each role; () where the run does not use it."""
 
     train: tuple[int, ...]
     generate: tuple[int, ...]
@@ -41,7 +41,7 @@ class Deployment:
 
     @classmethod
     def colocated(cls, world: int) -> Deployment:
-        """Training and generation on every one of ``world`` cards."""
+        """Returns training and generation on every one of ``world`` cards."""
         return cls(tuple(range(world)), tuple(range(world)))
 
     @property
@@ -70,10 +70,10 @@ class Deployment:
         return frozenset(role for role in Role if rank in self.cards_of(role))
 
     def engines(self, size: int) -> list[tuple[int, ...]]:
-        """The ranks of every engine of ``size`` cards.
+        """Returns the ranks of every engine of ``size`` cards.
 
         Raises:
-            ValueError: an engine would be incomplete, or have cards that train and cards that do not, with the keys.
+            ValueError: an engine would be incomplete, or mix cards that train and cards that do not; names the keys.
         """
         alone = len(self.generate) - len(self.shared)
         for count, what in ((len(self.shared), "cards that train and generate"), (alone, "cards that only generate")):
@@ -85,20 +85,20 @@ class Deployment:
         return [self.generate[first : first + size] for first in range(0, len(self.generate), size)]
 
     def describe(self) -> str:
-        """The cards of each role in a line: `actor_train 0-3, reference 0-3`."""
+        """Returns the cards of each role in a line: `actor_train 0-3, reference 0-3`."""
         spans = [(role.value, self.cards_of(role)) for role in Role if self.cards_of(role)]
         return ", ".join(f"{role} {cards[0]}{f'-{cards[-1]}' if len(cards) > 1 else ''}" for role, cards in spans)
 
 
 def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool) -> Deployment:
-    """The deployment that the config group `fusion` asks for.
+    """Returns the deployment that the config group `fusion` asks for.
 
     Args:
         npus: cards of the run (`cluster.npus`).
         reference, reward_model: whether the run needs the role.
 
     Raises:
-        ValueError: the cards do not suffice, or a key has no meaning in this deployment, naming it.
+        ValueError: there are too few cards, or a key has no meaning in this deployment; names the key.
     """
     name, score = config.deployment, config.score_cards
     apart = name in ("separate", "hybrid")

@@ -1,4 +1,4 @@
-"""The process groups of a card: one mesh a role, and the groups that switch and read together."""
+"""The process groups of a card: one mesh for each role, and the groups that switch, read and save together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from fusion.model import Mesh, Parallel
 
 @dataclass(frozen=True)
 class Meshes:
-    """A mesh is None where the card has no part in it, a group where it has one member.
+    """A mesh is None where the card has no part in it; a group is None where it has one member.
 
-    ``actor`` and ``trainers``: the cards of a switch to INFER, and to TRAIN. ``replica``: the cards that train on the
-    same samples. ``checkpoint_group``: those of ``trainers`` again, over the host, for what they write beside all else.
+    Attributes:
+        actor: the cards that take part in a switch to INFER.
+        trainers: the cards that take part in a switch to TRAIN.
+        replica: the cards that train on the same samples.
+        checkpoint_group: the cards of ``trainers`` over the host, for saving in the background.
     """
 
     train: Mesh | None
@@ -30,7 +33,7 @@ class Meshes:
 
     @classmethod
     def create(cls, spec: WorkerSpec, rank: int) -> Meshes:
-        """Collective over the whole world: every card makes all groups in the same order."""
+        """Creates all groups in the same order on every card. Collective over the whole world."""
         deployment = spec.deployment
 
         def mesh(parallel: Parallel | None, ranks: tuple[int, ...]) -> Mesh | None:
@@ -53,7 +56,8 @@ class Meshes:
 
 
 def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
-    """The process group of these ranks, None for one alone or a rank that is not in it. Collective over the world."""
+    """Creates the process group of ``ranks``; None if it has one member or ``rank`` is not in it. Collective over the
+    world."""
     if len(ranks) == 1:
         return None
     group = dist.new_group(list(ranks), backend=backend)
@@ -61,7 +65,7 @@ def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dis
 
 
 def _replicas(spec: WorkerSpec, rank: int) -> dist.ProcessGroup | None:
-    """Every TP rank of every stage with the same DP coordinate, the first of the first stage in front."""
+    """Groups all TP ranks of all stages with the same DP coordinate, the first rank of the first stage in front."""
     members: dict[int, list[int]] = {}
     for place, card in enumerate(spec.deployment.train):
         members.setdefault(spec.train.coordinate("dp", place), []).append(card)

@@ -3,13 +3,13 @@
     cards that train                              other cards
 
     EMPTY ──load──► TRAIN ──switch──► INFER       EMPTY ──load──► STANDBY ──weights arrive──► INFER ─┐ newer weights
-                    │ ▲ ▲◄───switch─────┘                          │ ▲ ▲◄──laid off────────────┘ ▲───┘
-           reference│ │ └─► STANDBY: lent its       reference,     │ │
-        reward model▼ │     share to other engines   reward model  ▼ │
+                    │ ▲ ▲◄───switch─────┘                          │ ▲ ▲◄──not in the share────┘ ▲───┘
+           reference│ │ └─► STANDBY: other          reference,     │ │
+        reward model▼ │     engines generate         reward model  ▼ │
               REFERENCE, REWARD                          REFERENCE, REWARD
 
 Invariants: a card is in exactly one phase; a transition that is not in the table, or not for a card of its roles, and a
-request that the phase does not serve, is refused with the phase and the request; a card whose switch broke off is in
+request that the phase does not serve, is refused with the phase and the request; a card whose switch failed is in
 BROKEN and serves nothing.
 """
 
@@ -32,7 +32,7 @@ class Phase(str, Enum):
 
 
 class Transition(NamedTuple):
-    """Allowed on cards that host all of ``hosts`` and nothing of ``lacks``."""
+    """Allowed on cards that host all roles in ``hosts`` and none in ``lacks``."""
 
     source: Phase
     target: Phase
@@ -47,7 +47,7 @@ _SCORE = {Phase.REFERENCE: frozenset({Role.REFERENCE}), Phase.REWARD: frozenset(
 TRANSITIONS = (
     Transition(Phase.EMPTY, Phase.TRAIN, _TRAIN),
     Transition(Phase.EMPTY, Phase.STANDBY, frozenset(), _TRAIN),
-    # In place: the card changes its layout, or lends its share to engines elsewhere.
+    # In place: the card changes its layout, or stands by while engines elsewhere generate.
     Transition(Phase.TRAIN, Phase.INFER, _BOTH),
     Transition(Phase.INFER, Phase.TRAIN, _BOTH),
     Transition(Phase.TRAIN, Phase.STANDBY, _BOTH),
@@ -75,7 +75,7 @@ SERVES = {
 
 
 class PhaseError(RuntimeError):
-    """A transition or a request that the phase of the card does not allow."""
+    """The phase of the card does not allow a transition or a request."""
 
 
 class PhaseMachine:
@@ -84,7 +84,7 @@ class PhaseMachine:
 
     @property
     def reachable(self) -> set[Phase]:
-        """Where this card can go from here."""
+        """Phases that this card can switch to from its present one."""
         return {
             step.target
             for step in TRANSITIONS
@@ -92,7 +92,7 @@ class PhaseMachine:
         }
 
     def check(self, target: Phase) -> None:
-        """Raises a PhaseError if `begin` would."""
+        """Raises the PhaseError that `begin` would raise."""
         if target not in self.reachable:
             allowed = sorted(phase.value for phase in self.reachable)
             raise PhaseError(
@@ -106,9 +106,11 @@ class PhaseMachine:
         self.phase = Phase.BROKEN
 
     def arrive(self, target: Phase) -> None:
+        """Ends the transition that `begin` started."""
         self.phase = target
 
     def require(self, request: str) -> None:
+        """Raises a PhaseError if the present phase does not serve ``request``, a key of SERVES."""
         if self.phase not in SERVES[request]:
             serving = sorted(phase.value for phase in SERVES[request])
             raise PhaseError(

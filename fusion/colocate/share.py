@@ -1,6 +1,6 @@
 """What the inference phase may use: which engines run, how much of each card, how many sequences.
 
-A share holds from one switch to INFER to the next, so it may change between two steps of a run that goes on. Pure data.
+A share holds from one switch to INFER to the next, so it may change between two steps of a run. Pure data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from fusion.inference.config import RolloutConfig
 
 KEYS = ("engines", "rollout.kv_fraction", "rollout.max_kv_tokens", "rollout.max_seqs")
-"""What may be changed while a run goes on; all but the first start as the config says."""
+"""What may be changed during a run; all but the first start with the config's value."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,22 @@ class InferenceShare:
 
     @classmethod
     def of(cls, config: RolloutConfig, engines: int) -> InferenceShare:
-        """All engines, as the config says: what a run starts with."""
+        """Returns all engines with the limits of the config: what a run starts with."""
         return cls(tuple(range(engines)), config.kv_fraction, config.max_seqs, config.max_kv_tokens)
 
     def rollout(self, config: RolloutConfig) -> RolloutConfig:
-        """The config of an engine under this share."""
+        """Returns the config of an engine under this share."""
         tokens = max(config.max_batch_tokens, self.max_seqs)  # every running sequence decodes one token a step
-        mine: dict[str, Any] = {name: getattr(self, name) for name in ("kv_fraction", "max_seqs", "max_kv_tokens")}
-        return replace(config, max_batch_tokens=tokens, **mine)
+        limits: dict[str, Any] = {name: getattr(self, name) for name in ("kv_fraction", "max_seqs", "max_kv_tokens")}
+        return replace(config, max_batch_tokens=tokens, **limits)
 
     def changed(self, wishes: Mapping[str, Any], config: RolloutConfig, engines: int, longest: int) -> InferenceShare:
-        """This share with some of KEYS changed.
+        """Returns this share with some of KEYS changed.
 
         Args:
-            wishes: key → value as a person writes it: numbers, null, engines as `all` or `0,2`.
-            engines: how many the run has. longest: tokens of its longest sample.
+            wishes: key → value as a user writes it: numbers, null, engines as `all` or `0,2`.
+            engines: number of engines of the run.
+            longest: tokens of the longest possible sample.
 
         Raises:
             ValueError: a key that cannot be changed, or a value out of range, naming key and accepted values.
@@ -48,7 +49,7 @@ class InferenceShare:
         share = self
         for key, value in wishes.items():
             if key not in KEYS:
-                raise ValueError(f"{key!r} cannot be changed while a run goes on; expected one of {', '.join(KEYS)}")
+                raise ValueError(f"{key!r} cannot be changed during a run; expected one of {', '.join(KEYS)}")
             name = key.removeprefix("rollout.")
             parsed: Any = _engines(value, engines) if name == "engines" else _number(key, value)
             share = replace(share, **{name: parsed})
@@ -62,7 +63,7 @@ class InferenceShare:
         return share
 
     def state(self) -> dict[str, Any]:
-        """The share as `changed` takes it: what a checkpoint and the run's records hold."""
+        """Returns the share as `changed` takes it: what a checkpoint and the run's records hold."""
         return {
             "engines": ",".join(map(str, self.engines)),
             "rollout.kv_fraction": self.kv_fraction,

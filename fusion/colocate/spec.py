@@ -1,4 +1,4 @@
-"""What a worker is made of: plain data that travels to every card."""
+"""What a run asks of a worker: plain data that is sent to every card."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # a worker that is not paced does not load the cost model
 
 @dataclass(frozen=True)
 class RewardModelSpec:
-    """The reward model and its layout over the cards that host it. ``retokenize``: its tokens are not the policy's, so
-    samples are taken apart into text and tokenised again."""
+    """The reward model and its layout over the cards that host it. ``retokenize``: its vocabulary is not the policy's,
+    so samples are decoded to text and tokenised again."""
 
     path: str
     layout: Parallel
@@ -32,13 +32,18 @@ class RewardModelSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The same on every card; a worker's rank comes beside it. ``steps``: optimizer steps of the run.
+    """The same on every card; a worker's rank is given separately.
 
-    ``train`` spans the cards that train, ``infer`` those that generate, ``reference`` those of the reference where it
-    has cards of its own (None: there is none, or it computes in the training layout). ``topology``: which links are
-    fast; None: all alike. ``pace``: what emulated cards take the time of; None: as fast as they are. ``ahead``: cards
-    that only generate may go on while others train, and while their own new weights arrive. ``detokenizer``: gives
-    responses their text; None: they get none.
+    Attributes:
+        steps: optimizer steps of the run.
+        train: layout over the cards that train.
+        infer: layout over the cards that generate.
+        reference: layout over the reference's own cards; None: there is no reference, or it computes in the training
+            layout.
+        topology: bandwidth of the links; None: all links are alike.
+        pace: the card whose time emulated cards take; None: they run as fast as they can.
+        ahead: cards that only generate keep generating while others train and while they receive new weights.
+        detokenizer: how responses are decoded to text; None: they are not.
     """
 
     seed: int
@@ -80,16 +85,15 @@ class WorkerSpec:
 
     @property
     def masters_on_host(self) -> bool:
-        """Whether cards that train and generate have float32 masters of their weights, and those on the host while
-        they generate."""
+        """Whether float32 masters of the weights exist and are on the host while cards that train generate."""
         return self.fusion.offload != "none" and self.model.dtype != "float32"
 
     @property
     def temperature(self) -> float:
-        """Of the distribution whose log-probabilities are trained: the one that was sampled from."""
+        """Temperature of the distribution whose log-probabilities are trained: the one that was sampled from."""
         return self.rollout.temperature or 1.0
 
 
 def engine_size(infer: Parallel) -> int:
-    """Cards of one engine: the smallest set of neighbours that closes its TP, expert and pipeline groups."""
+    """Returns the cards of one engine: the smallest run of ranks that closes its TP, expert and pipeline groups."""
     return infer.pp * lcm(infer.tp, infer.ep * infer.etp)

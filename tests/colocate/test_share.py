@@ -24,7 +24,7 @@ def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"rollout.top_k": "3"}, "'rollout.top_k' cannot be changed while a run goes on; expected one of engines, "),
+        ({"rollout.top_k": "3"}, "'rollout.top_k' cannot be changed during a run; expected one of engines, "),
         ({"engines": "0,4"}, r"engines=0,4: expected all, or numbers of engines between 0 and 3 \(0,2\)"),
         ({"engines": ""}, "engines=: expected all"),
         ({"rollout.kv_fraction": "1.5"}, r"rollout.kv_fraction=1.5: expected a number in \(0, 1\]"),

@@ -1,16 +1,16 @@
-"""The way back to TRAIN with masters on the host: which units of the weights a rank rounds from its own. Pure.
+"""Which units of the weights a rank rounds from its masters on the host when it switches to TRAIN. Pure.
 
     fp32 masters of a rank     │ master.0: its share of bucket 0 │ master.1: … │      sharded over replicas
     units of its weights       │ layer 0, norms ▓▓│ layer 0, qkv … ░░│ expert 0 ▓▓│ expert 1 ░▓│
-                                 ▓ all of it is in own masters: it can come from the host
+                                 ▓ own masters hold all of it: the host can supply it
 
-Weights are published by rounding masters, so both ways give the same bits. A unit comes from the host whole or not at
-all, and each rank chooses by `plan_return`: the wire, at the speed of its slowest link to the nearest engine, and the
-host link work at the same time. With expert parallelism most units are experts, whose masters are seldom divided.
-Units whose masters are divided between replicas come over the wire.
+Weights are published by rounding masters, so both ways give the same bits. A unit is taken from the host whole or not
+at all. Each rank chooses by `plan_return`: the wire, at the speed of its slowest link to the nearest engine, and the
+host link are used at the same time. With expert parallelism most units are experts, whose masters are seldom sharded.
+Units whose masters are sharded over replicas are taken from the wire.
 
-Invariants: every element of a hosted unit is in exactly one run; a hosted unit is one that the rank's masters cover,
-that it lacks in the source layout, wholly or in part, and that `plan_return` sends to the host. All ranks choose alike.
+Invariants: every element of a hosted unit is in exactly one run; a hosted unit is covered by the rank's masters, is
+missing in the source layout, wholly or in part, and was assigned to the host by `plan_return`. All ranks choose alike.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class MasterRun(NamedTuple):
 
 
 def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
-    """The units of a rank of the training layout that its own masters cover → what of which master lies where."""
+    """Maps the units of a rank of the training layout that its own masters cover to the runs that make them up."""
     parallel, place = layout.parallel, layout.ranks.index(rank) % layout.parallel.world
     buckets, _ = gradient_buckets(layout.config, parallel, layout.table(place), layout.bucket_bytes)
     by_name: dict[str, list[MasterRun]] = defaultdict(list)
     for shard, bucket in enumerate(buckets):
         for piece in shard_pieces(bucket, *own_range(bucket, parallel, place)):
             by_name[piece.param.name].append(MasterRun(piece.param.name, piece.start, shard, piece.at, piece.numel))
-    found = {}
+    runs_by_unit = {}
     for index, unit in enumerate(layout.units(rank)):
         runs = [run._replace(start=run.start + at) for param, at in unit.entries for run in by_name[param.name]]
         if sum(run.numel for run in runs) == sum(param.numel for param, _ in unit.entries):
-            found[index] = tuple(runs)
-    return found
+            runs_by_unit[index] = tuple(runs)
+    return runs_by_unit
 
 
 def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology: Topology) -> tuple[UnitId, ...]:
-    """The units of the training layout that come from the hosts of those of its ``ranks`` that have masters there."""
+    """Returns the units of the training layout that ``ranks``, which have masters on the host, take from there."""
     hosted: list[UnitId] = []
     for rank in ranks:
         runs, shared, held = master_runs(train, rank), shared_units(source, train, rank), _boxes(source, rank)
@@ -81,10 +81,10 @@ def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology:
 def host_parts(
     runs: Mapping[int, Iterable[MasterRun]], masters: Mapping[int, torch.Tensor]
 ) -> dict[int, list[HostPart]]:
-    """The runs as views of the masters, flat float32 host tensors by shard."""
+    """Returns the runs as views of the masters, which are flat float32 host tensors by shard."""
     return {
-        unit: [HostPart(run.name, run.start, masters[run.shard][run.at : run.at + run.numel]) for run in found]
-        for unit, found in runs.items()
+        unit: [HostPart(run.name, run.start, masters[run.shard][run.at : run.at + run.numel]) for run in unit_runs]
+        for unit, unit_runs in runs.items()
     }
 
 
@@ -96,7 +96,7 @@ def _boxes(layout: Layout, rank: int) -> dict[str, set[Box]]:
 
 
 def _lacking(layout: Layout, rank: int, held: Mapping[str, set[Box]]) -> dict[int, int]:
-    """Unit → its elements that the rank does not hold already. What is held of a tensor are disjoint boxes."""
+    """Counts by unit the elements that the rank does not hold. The boxes it holds of a tensor are disjoint."""
     lacking: dict[int, int] = defaultdict(int)
     for name, region, place in layout.places(rank):
         hits = [hit for box in held.get(name, ()) if (hit := intersect(region, box))]
@@ -109,7 +109,7 @@ def _numel(box: Box) -> int:
 
 
 def _level_to_nearest_engine(source: Layout, rank: int, topology: Topology) -> int:
-    """Level of the slowest link to the ranks of one engine, which together hold all weights, of the nearest engine."""
+    """Returns the level of the slowest link to the ranks of the nearest engine, which together hold all weights."""
     size = source.parallel.world
     engines = [source.ranks[first : first + size] for first in range(0, len(source.ranks), size)]
     return min(max(topology.level(rank, other) for other in engine) for engine in engines)

@@ -1,12 +1,12 @@
-"""Where the actor's weights go when the phase changes, for the engines that generate this time. Pure.
+"""Which ranks send and receive the actor's weights when the phase changes, for the engines that generate. Pure.
 
-    cards that train and generate   training layout ──► inference layout, and back: the weights change place
-    cards that only generate        receive                                       and keep what they have
-    cards that only train           send and keep                                 nothing to do
+    cards that train and generate   training layout ──► inference layout ──► training layout, in place
+    cards that only generate        receive, and keep them while others train
+    cards that only train           send, and keep theirs
 
-Invariants: after `to_infer` every engine of the route holds the whole policy in its layout; the training layout is
-whole somewhere at every time outside a switch: kept where no engine of the route has training cards, else rebuilt by
-`to_train`, which asks only cards that train, and the hosts on which their masters wait (`masters`).
+Invariants: after `to_infer` every engine of the route holds the whole policy in its layout. Where no engine of the
+route has training cards, the trainer keeps its weights; otherwise `to_train` rebuilds them from cards that train, and
+from masters on their hosts (`masters`), alone.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from fusion.model import ModelConfig
 
 @dataclass(frozen=True)
 class Route:
-    """Both switches of a step. ``generating``: the ranks of the engines that run; ``to_train`` None: the trainer keeps
-    its weights meanwhile."""
+    """Both switches of a step.
+
+    Attributes:
+        generating: ranks of the engines that run.
+        to_train: None: the trainer keeps its weights meanwhile.
+    """
 
     deployment: Deployment
     generating: tuple[int, ...]
     to_infer: Plan
     to_train: Plan | None
 
-    def phase_of(self, rank: int, wish: Phase) -> Phase:
-        """The phase in which the card ``rank`` takes part in the phase ``wish``, TRAIN or INFER, of the run."""
+    def phase_of(self, rank: int, run_phase: Phase) -> Phase:
+        """Returns the phase of the card ``rank`` while the run is in ``run_phase``, TRAIN or INFER."""
         trains = rank in self.deployment.train
-        if wish is Phase.TRAIN:
+        if run_phase is Phase.TRAIN:
             return Phase.TRAIN if trains else Phase.STANDBY
         if trains and self.to_train is None:
             return Phase.TRAIN
@@ -43,7 +47,7 @@ class Route:
 
 
 def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> Route:
-    """The route to the engines of these numbers; the same on every rank."""
+    """Returns the route to the engines of these numbers; the same on every rank."""
     deployment, dtype, bucket_bytes = spec.deployment, spec.model.torch_dtype, spec.fusion.bucket_bytes
     generating = tuple(rank for number in engines for rank in spec.engines[number])
     shared = tuple(rank for rank in generating if rank in deployment.train)
