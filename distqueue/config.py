@@ -1,58 +1,88 @@
-"""How a queue is kept: `QueueConfig` is what a run's config says of it, `QueueOptions` all that a queue can be told."""
+"""Configures a queue: `QueueConfig` is the config group `queue`, `QueueOptions` the arguments of `DistQueue.create`.
+
+Its checks are its own few lines, as this distribution imports nothing of the others.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LEASE_S = 900.0
+DURABILITIES = ("memory", "journal")
 
 
 @dataclass
 class QueueConfig:
+    """Where samples are stored, and how much room they have."""
+
     durability: str = "memory"
-    """`memory`: samples live in shared memory and end with the queue's actor. `journal`: what was acknowledged is on
-    disk, and goes on where the queue's processes were killed."""
+    """`memory`: samples are in shared memory and end with the queue's actor. `journal`: acknowledged samples are on
+    disk and survive the crash of any process of the queue."""
     max_bytes: int | None = None
-    """Bytes of samples a node holds; a put of new ones waits for room. null: half of what is free where they lie."""
+    """Most bytes of samples on a node; a put of new samples waits for room. null: half of what is free where they are
+    stored."""
     spill: str | None = None
-    """Folder on disk to which `memory` brings samples that a full node has no room for; null: puts wait."""
+    """With durability=memory, folder on disk for samples that a full node has no room for; null: puts wait."""
 
     def validate(self, prefix: str = "queue.") -> None:
-        if self.durability not in ("memory", "journal"):
-            raise ValueError(f"{prefix}durability={self.durability!r}: expected 'memory' or 'journal'")
-        if self.durability == "journal" and self.spill is not None:
-            raise ValueError(f"{prefix}spill={self.spill!r}: expected null; a journal's samples are on disk already")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"{prefix}max_bytes={self.max_bytes}: expected a positive number or null")
+        """Raises:
+        ValueError: a value that is not accepted, by key; ``prefix`` is put before the key.
+        """
+        durable = self.durability in DURABILITIES
+        _expect(durable, f"{prefix}durability", self.durability, f"one of {', '.join(DURABILITIES)}")
+        _expect_count(f"{prefix}max_bytes", self.max_bytes)
         if self.spill is not None:
+            memory = self.durability == "memory"
+            _expect(memory, f"{prefix}spill", self.spill, "null, as the samples of a journal are on disk already")
             check_absolute(f"{prefix}spill", self.spill)
 
 
 @dataclass
 class QueueOptions(QueueConfig):
-    """What `DistQueue.create` takes beside the tasks."""
+    """The arguments of `DistQueue.create` besides the tasks: the config group, and what a run derives from its
+    others."""
 
     group_size: int | None = None
     """Members of every group, needed for `whole_groups`."""
     lease_s: float = LEASE_S
-    """What a reader got and has not acknowledged (or renewed) within this is handed out again."""
+    """Seconds of a lease: a sample that a reader neither acknowledges nor renews in time is delivered again."""
     journal: str | None = None
-    """Folder of the journal and its segments, the same path on every node; with durability="journal" alone."""
+    """Folder of the journal and its segments, the same path on every node; with durability="journal" only."""
     max_rows: int | None = None
-    """Samples the queue holds; a put of new ones waits for room. None: no bound."""
+    """Most samples in the queue; a put of new samples waits for room. None: no limit."""
 
     def validate(self, prefix: str = "") -> None:
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
         super().validate(prefix)
-        if (self.durability == "journal") != (self.journal is not None):
-            expected = "a folder" if self.durability == "journal" else "None; only durability='journal' has one"
-            raise ValueError(f"{prefix}journal={self.journal!r}: expected {expected}")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"{prefix}max_rows={self.max_rows}: expected a positive number or None")
+        _expect_count(f"{prefix}group_size", self.group_size)
+        _expect_count(f"{prefix}max_rows", self.max_rows)
+        seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
+        _expect(seconds, f"{prefix}lease_s", self.lease_s, "a number above 0")
+        journals = self.durability == "journal"
+        expected = "a folder" if journals else "None; only durability='journal' has one"
+        _expect(journals == (self.journal is not None), f"{prefix}journal", self.journal, expected)
         if self.journal is not None:
             check_absolute(f"{prefix}journal", self.journal)
 
 
 def check_absolute(key: str, folder: str) -> None:
-    if not Path(folder).is_absolute():
-        raise ValueError(f"{key}={folder!r}: expected an absolute path; the queue's processes have other folders")
+    """Raises:
+    ValueError: ``folder`` is a relative path.
+    """
+    expected = "an absolute path, as the queue's processes have other working folders"
+    _expect(Path(folder).is_absolute(), key, folder, expected)
+
+
+def _expect_count(key: str, value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _expect(value is None or (whole and value >= 1), key, value, "a whole number of at least 1, or null")
+
+
+def _expect(holds: bool, key: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{key}={value!r}: expected {expected}")

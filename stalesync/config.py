@@ -1,7 +1,7 @@
-"""The composed config: every room's dataclass under its group, and the checks that span rooms.
+"""Composes the config of a run: one dataclass per group, each in the room that owns it, and the checks across groups.
 
-A run's config comes from `recipes/conf` (Hydra) over these dataclasses, is checked once, and never changes. The
-documentation of a key is the text below its field, in the room that owns it.
+Hydra composes a run's config from `recipes/conf` over these dataclasses; it is validated once and never changes. The
+documentation of a key is the text below its field.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from fusion.colocate.spec import engine_size
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
-from fusion.model.options import LayoutOptions, ModelOptions, ParallelOptions
+from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
+from fusion.telemetry.validation import Checks
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.prompts.config import DataConfig
 
@@ -29,26 +30,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClusterConfig:
+    """The cards of a run and how Ray reaches them."""
+
     npus: int = 1
-    """Cards of the run, those that only generate or score included; one worker each."""
+    """Number of cards of the run, including those that only generate or score; one worker per card."""
     address: str | None = None
-    """Ray cluster to join ("auto" on a head node); null starts Ray on this machine."""
+    """Ray cluster to join ("auto" on a head node); null: start Ray on this machine."""
     hardware: str | None = None
-    """What the cards are, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800): which links are
-    fast; null: all alike."""
+    """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800): says which links
+    are fast; null: all links alike."""
     stage_timeout_s: float = 1800.0
-    """A stage that takes longer than this ends the run with a message naming the ranks that are still at it."""
+    """Timeout of a stage in seconds: a longer stage ends the run with an error that names the ranks still running
+    it."""
 
     def validate(self) -> None:
-        if self.npus < 1:
-            raise ValueError(f"cluster.npus={self.npus}: expected at least 1")
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("cluster", self)
+        check.integer("npus", at_least=1)
+        check.number("stage_timeout_s", above=0)
         _ = self.topology  # raises where the hardware is unknown
-        if self.stage_timeout_s <= 0:
-            raise ValueError(f"cluster.stage_timeout_s={self.stage_timeout_s}: expected seconds > 0")
 
     @property
     def topology(self) -> Topology | None:
-        """Which links between the cards are fast; None: all alike."""
+        """Says which links between the cards are fast; None: all alike.
+
+        Raises:
+            ValueError: `cluster.hardware` is unknown.
+        """
         if self.hardware is None:
             return None
         from fusion.costmodel.hardware import hardware_named  # only where asked for: it loads the cost model
@@ -58,58 +68,69 @@ class ClusterConfig:
 
 @dataclass
 class StaleSyncConfig:
+    """How far generation may run ahead of training."""
+
     max_staleness: int = 0
-    """Policy versions a trained sample's oldest token may lag behind; 0 is the synchronous loop."""
+    """Staleness bound: most policy versions that the oldest token of a trained sample may lag behind; 0: the
+    synchronous loop."""
     train_tokens: int | None = None
-    """A step begins as soon as finished groups hold so many tokens, prompts and responses; `data.prompts_per_step` is
+    """A step starts as soon as finished groups hold this many tokens, prompts and responses; `data.prompts_per_step` is
     then the most groups it takes, and older groups may make it larger. null: it takes all `data.prompts_per_step`."""
 
     def validate(self) -> None:
-        if self.max_staleness < 0:
-            raise ValueError(f"stalesync.max_staleness={self.max_staleness}: expected at least 0")
-        if self.train_tokens is None:
-            return
-        if self.train_tokens < 1:
-            raise ValueError(f"stalesync.train_tokens={self.train_tokens}: expected at least 1, or null")
-        if not self.max_staleness:
-            raise ValueError(
-                f"stalesync.train_tokens={self.train_tokens}: expected null at stalesync.max_staleness=0, where a step "
-                "trains its whole batch of data.prompts_per_step groups"
-            )
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("stalesync", self)
+        check.integer("max_staleness", at_least=0)
+        check.integer("train_tokens", at_least=1, null=True)
+        check.that(
+            "train_tokens",
+            self.train_tokens is None or self.max_staleness > 0,
+            "null at stalesync.max_staleness=0, where a step trains its whole batch of data.prompts_per_step groups",
+        )
 
 
 @dataclass
-class RunOptions:
+class RunConfig:
+    """What a run is called, how long it trains, and what it saves."""
+
     name: str = "run"
-    """Folder of the run below `dir`; a taken name gets a number unless `resume` is set."""
+    """Folder of the run in `dir`; a name that is taken gets a number unless `resume` is set."""
     dir: str = "runs"
-    """Where runs are kept."""
+    """Folder of all runs."""
     steps: int = 100
-    """Training steps (policy versions)."""
+    """Number of training steps (policy versions)."""
     seed: int = 0
-    """Seeds the order of prompts and every sampled token."""
+    """Seeds the order of prompts and every sampled token; any whole number."""
     eval_prompts: int = 64
-    """Held-out prompts answered before the first and after the last step (`val/rewards/mean`); 0: none."""
+    """Number of held-out prompts answered before the first and after the last step (`val/rewards/mean`); 0: none."""
     save_every: int = 0
     """Steps between checkpoints; 0: only after the last step."""
     keep: int = 2
-    """Checkpoints that are kept, the last ones; 0: all."""
+    """Number of checkpoints to keep, the newest ones; 0: all."""
     resume: bool = False
-    """Go on from the newest checkpoint of the run of this name."""
+    """Resume from the newest checkpoint of the run with this name."""
 
     def validate(self) -> None:
-        for key, least in (("steps", 1), ("eval_prompts", 0), ("save_every", 0), ("keep", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"run.{key}={getattr(self, key)}: expected at least {least}")
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("run", self)
+        check.that("name", bool(self.name), "a name")
+        check.integer("steps", at_least=1)
+        check.integer("seed")
+        check.integer("eval_prompts", "save_every", "keep", at_least=0)
+        check.boolean("resume")
 
 
 @dataclass
 class Config:
-    """Everything a run depends on."""
+    """Everything a run depends on, by group."""
 
-    run: RunOptions = field(default_factory=RunOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    run: RunConfig = field(default_factory=RunConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -136,7 +157,7 @@ class Config:
 
     @property
     def pace(self) -> Pace | None:
-        """What emulated cards take the time of; None where they are not paced."""
+        """The modelled cards whose step times emulated cards reproduce; None where they are not paced."""
         if self.device.pace is None:
             return None
         from fusion.costmodel.pace import Pace
@@ -144,10 +165,16 @@ class Config:
         return Pace.load(self.device, self.cluster.hardware)
 
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
-        """Of reference or reward model, of this shape, over the cards that host it."""
+        """Returns the layout of the reference or reward ``model`` over the cards that host it.
+
+        Raises:
+            ValueError: the layout does not fit the model or the cards, by key.
+        """
         shape = self.parallel.score
         if shape.pp != 1:
-            raise ValueError(f"parallel.score.pp={shape.pp}: expected 1; reference and reward model have no stages")
+            raise ValueError(
+                f"parallel.score.pp={shape.pp}: expected 1, as reference and reward model have no pipeline stages"
+            )
         if not model.num_experts:
             shape = dataclasses.replace(shape, ep=1, etp=1)
         layout = self._layout("parallel.score", cards, shape)
@@ -155,28 +182,26 @@ class Config:
         return layout
 
     def resolved(self) -> Config:
-        """The same with the nulls filled in that depend on other rooms: what a run follows and leaves in its folder."""
+        """Returns a copy in which the nulls that depend on other groups are resolved: what a run uses and saves."""
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
         return dataclasses.replace(self, algorithm=dataclasses.replace(self.algorithm, correction=correction))
 
     @property
     def longest_sample(self) -> int:
-        """Tokens."""
+        """Most tokens of a sample, prompt and response together."""
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     def validate(self) -> ModelConfig:
-        """Checks every key and the arithmetic between them; returns the shape of the model they were checked against.
+        """Validates every key and the constraints between keys; returns the shape of the model.
 
         Raises:
-            ValueError: names the key to change, or both numbers that do not fit.
+            ValueError: names the key to change, or both numbers that conflict.
         """
         resolved = self.resolved()
-        for room in dataclasses.fields(resolved):
-            check = getattr(getattr(resolved, room.name), "validate", None)
-            if check is not None:
-                check()
+        for group in dataclasses.fields(resolved):
+            getattr(resolved, group.name).validate()
         if not self.model.path:
-            raise ValueError("model.path is not set: expected a Hugging Face checkpoint folder")
+            raise ValueError("model.path='': expected a Hugging Face checkpoint folder")
         model = ModelConfig.from_hf(self.model.path)
         check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
@@ -191,11 +216,11 @@ class Config:
         if self.fusion.double_buffer and not (alone and self.stalesync.max_staleness):
             raise ValueError(
                 "fusion.double_buffer=true: expected fusion.deployment=separate or hybrid, not "
-                f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: else "
-                "no engine goes on while weights arrive"
+                f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
+                "otherwise no engine continues while weights arrive"
             )
         if self.algorithm.replay != "none" and not model.num_experts:
-            raise ValueError(f"algorithm.replay={self.algorithm.replay}: the model is dense; set it to none")
+            raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")
@@ -214,7 +239,7 @@ class Config:
             )
         self.score_layout(model, self.deployment.reward_model)
 
-    def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutOptions) -> Parallel:
+    def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:
         world, npus = len(cards), self.cluster.npus
         try:
             return Parallel(world, shape.tp, shape.ep, shape.pp, shape.etp)

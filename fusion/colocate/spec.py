@@ -11,7 +11,7 @@ from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rollout.detokenize import DetokenizerSpec
 from fusion.training.config import AlgorithmConfig, TrainingConfig
@@ -48,7 +48,7 @@ class WorkerSpec:
 
     seed: int
     steps: int
-    model: ModelOptions
+    model: PolicyModelConfig
     deployment: Deployment
     train: Parallel
     infer: Parallel

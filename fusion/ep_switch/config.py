@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion.telemetry.validation import Checks
+
 DEPLOYMENTS = ("separate", "colocated", "full", "hybrid")
 RESIDENT = ("auto", "one", "all")
 OFFLOADS = ("none", "switch", "stream")
@@ -11,56 +13,49 @@ OFFLOADS = ("none", "switch", "stream")
 
 @dataclass
 class FusionConfig:
-    """How a card changes between training and generation. `validate()` raises `ValueError` naming the key."""
+    """How cards are assigned to roles and how a card switches between training and generation."""
 
     deployment: str = "colocated"
-    """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: on cards of its
-    own for each; `hybrid`: colocated cards, and more that only generate; `full`: reference and reward model share every
-    card too."""
+    """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: training and
+    generation have their own cards; `hybrid`: colocated cards, and more that only generate; `full`: reference and
+    reward model share every card with the actor."""
 
     infer_cards: int | None = None
-    """Cards that only generate, in `separate` and `hybrid`; null: half of those the actor has."""
+    """Number of cards that only generate, in `separate` and `hybrid`; null: half of the actor's cards."""
 
     score_cards: int = 0
-    """Cards that hold nothing but reference and reward model; 0: both wait on the hosts of the cards that train."""
+    """Number of cards that hold only reference and reward model; 0: both stay in host memory of the cards that
+    train."""
 
     resident: str = "auto"
-    """In `full`, whose weights are in HBM while reference and reward model compute: `one` model at a time, `all` all
-    the time, or `auto`: all, if that takes at most half of what the allocator says is free."""
+    """In `full`, whose weights are in HBM while reference and reward model compute: `one` model at a time, `all` of
+    them, or `auto`: all, if they take at most half of what the allocator reports as free."""
 
     bucket_bytes: int = 256 << 20
-    """In what portions weights move: what a switch holds beyond the weights is a few of these. Weights are stored in
-    eighths of it; a matrix that is larger is cut, which costs a matrix product more for every cut."""
+    """Bytes of one bucket, the unit in which weights move: a switch holds a few buckets beyond the weights. Weights are
+    stored in eighths of it; a larger matrix is cut, and each cut costs one more matrix product."""
 
     offload: str = "switch"
-    """Optimizer state and fp32 masters: `none` stay in HBM; `switch` are in pinned host memory while the card
-    generates, so that HBM goes to the KV cache; `stream` live there, and a step streams them through HBM in parts."""
+    """Where optimizer state and fp32 masters are kept: `none`: in HBM; `switch`: in pinned host memory while the card
+    generates, which frees HBM for the KV cache; `stream`: in pinned host memory, streamed through HBM in parts during a
+    step."""
 
     double_buffer: bool = False
-    """Where cards only generate and `stalesync.max_staleness` lets them go on while new weights arrive: these wait in
-    HBM, beside the old ones and at the cost of KV cache, instead of in pinned host memory; the pause is shorter."""
+    """Where cards only generate and `stalesync.max_staleness` lets them continue while new weights arrive: stage these
+    in HBM, beside the old ones and at the cost of KV cache, instead of in pinned host memory; shortens the pause."""
 
     checksum: bool = False
     """Compare a checksum of every moved slice between its ends, and of all weights between trainer and engine."""
 
     def validate(self) -> None:
-        if self.deployment not in DEPLOYMENTS:
-            raise ValueError(f"fusion.deployment={self.deployment!r}: expected one of {', '.join(DEPLOYMENTS)}")
-        size = self.bucket_bytes
-        if not (isinstance(size, int) and not isinstance(size, bool) and size >= 1024):
-            raise ValueError(f"fusion.bucket_bytes={size!r}: expected a whole number of bytes of at least 1024")
-        if not (self.infer_cards is None or _count(self.infer_cards, 1)):
-            raise ValueError(f"fusion.infer_cards={self.infer_cards!r}: expected null, or a whole number of at least 1")
-        if not _count(self.score_cards, 0):
-            raise ValueError(f"fusion.score_cards={self.score_cards!r}: expected a whole number of at least 0")
-        if self.resident not in RESIDENT:
-            raise ValueError(f"fusion.resident={self.resident!r}: expected one of {', '.join(RESIDENT)}")
-        if self.offload not in OFFLOADS:
-            raise ValueError(f"fusion.offload={self.offload!r}: expected one of {', '.join(OFFLOADS)}")
-        for key in ("double_buffer", "checksum"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"fusion.{key}={getattr(self, key)!r}: expected true or false")
-
-
-def _count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("fusion", self)
+        check.one_of("deployment", DEPLOYMENTS)
+        check.integer("infer_cards", at_least=1, null=True)
+        check.integer("score_cards", at_least=0)
+        check.one_of("resident", RESIDENT)
+        check.integer("bucket_bytes", at_least=1024)
+        check.one_of("offload", OFFLOADS)
+        check.boolean("double_buffer", "checksum")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from fusion.telemetry.validation import Checks
+
 if TYPE_CHECKING:
     import torch
+
+    from fusion.inference.config import RolloutConfig
 
 FinishReason = Literal["stop", "length", "chunk", "abort"]
 
@@ -84,20 +88,17 @@ class Output:
     kv_rank: int | None = None
 
 
-def check_sampling(where: str, params: SamplingParams) -> None:
-    """Raises:
-    ValueError: a parameter out of its range; ``where`` names the config node or the request.
+def check_sampling(group: str, sampling: SamplingParams | RolloutConfig) -> None:
+    """Checks the sampling parameters of a request or of the config.
+
+    Raises:
+        ValueError: a parameter out of its range; ``group`` prefixes its key.
     """
-    ranges = {
-        "temperature": (params.temperature >= 0, "a number of at least 0"),
-        "top_k": (params.top_k >= 0, "an integer of at least 0"),
-        "top_p": (0 < params.top_p <= 1, "a number in (0, 1]"),
-        "min_p": (0 <= params.min_p <= 1, "a number in [0, 1]"),
-        "max_tokens": (params.max_tokens >= 1, "a positive integer"),
-    }
-    for key, (holds, expected) in ranges.items():
-        if not holds:
-            raise ValueError(f"{where}.{key}={getattr(params, key)}: expected {expected}")
+    check = Checks(group, sampling)
+    check.number("temperature", at_least=0)
+    check.integer("top_k", at_least=0)
+    check.number("top_p", above=0, at_most=1)
+    check.number("min_p", at_least=0, at_most=1)
 
 
 def check_request(request: Request, vocabulary: int) -> None:
@@ -106,6 +107,7 @@ def check_request(request: Request, vocabulary: int) -> None:
     """
     where = f"request {request.id!r}"
     check_sampling(f"{where}: params", request.params)
+    Checks(f"{where}: params", request.params).integer("max_tokens", at_least=1)
     if not request.prompt:
         raise ValueError(f"{where}: the prompt is empty; expected at least one token")
     if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:

@@ -1,9 +1,11 @@
-"""Config groups `model` and `parallel`: which checkpoint, in which arithmetic, in which layouts."""
+"""The config groups `model` and `parallel`: which checkpoint, in which data type, in which layouts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from fusion.telemetry.validation import Checks
 
 if TYPE_CHECKING:
     import torch
@@ -12,15 +14,19 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass
-class ModelOptions:
+class PolicyModelConfig:
+    """The base model of the policy. Its shape is a `ModelConfig`, read from its folder."""
+
     path: str = ""
     """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
     dtype: str = "float32"
-    """float32, or bfloat16 with float32 master weights in the optimizer."""
+    """Data type of the compute weights: `float32`, or `bfloat16` with float32 master weights in the optimizer."""
 
     def validate(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"model.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        Checks("model", self).one_of("dtype", DTYPES)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -30,23 +36,34 @@ class ModelOptions:
 
 
 @dataclass
-class LayoutOptions:
+class LayoutConfig:
+    """The sizes of one layout; data parallel takes the cards that are left."""
+
     tp: int = 1
-    """Tensor parallel: ranks that share a token's attention and dense layers."""
+    """Tensor parallel: ranks that split the attention and dense layers of a token."""
     ep: int = 1
-    """Expert parallel: ranks the experts are dealt out over."""
+    """Expert parallel: ranks that the experts are distributed over."""
     pp: int = 1
-    """Pipeline parallel: runs of layers on ranks of their own."""
+    """Pipeline parallel: stages of consecutive layers, each on its own ranks."""
     etp: int = 1
-    """Expert-tensor parallel: ranks that share one expert."""
+    """Expert-tensor parallel: ranks that split one expert."""
 
 
 @dataclass
-class ParallelOptions:
-    train: LayoutOptions = field(default_factory=LayoutOptions)
-    """Layout of the training phase; data parallel is what is left of the cards."""
-    infer: LayoutOptions = field(default_factory=LayoutOptions)
+class ParallelConfig:
+    """The layouts of a run."""
+
+    train: LayoutConfig = field(default_factory=LayoutConfig)
+    """Layout of the training phase; data parallel takes the cards that are left."""
+    infer: LayoutConfig = field(default_factory=LayoutConfig)
     """Layout of the generation phase; cards beyond one TP/EP group become further engines."""
-    score: LayoutOptions = field(default_factory=LayoutOptions)
-    """Layout of the reward model over the cards that host it, and of the reference where it has cards of its own; pp
-    is 1, and a dense model ignores ep and etp."""
+    score: LayoutConfig = field(default_factory=LayoutConfig)
+    """Layout of the reward model over the cards that host it, and of the reference model where it has its own cards;
+    pp must be 1, and a dense model ignores ep and etp."""
+
+    def validate(self) -> None:
+        """Raises:
+        ValueError: a size below 1, by key.
+        """
+        for name in ("train", "infer", "score"):
+            Checks(f"parallel.{name}", getattr(self, name)).integer("tp", "ep", "pp", "etp", at_least=1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusion.npu.config import check_capacity, check_kind, check_streams
+from fusion.npu.config import DeviceConfig
 
 OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
 """What memory is for. Whatever nobody claimed is `activations`."""
@@ -137,9 +137,7 @@ def open_device(
 
     Raises ValueError for a kind that does not exist or is not there.
     """
-    check_kind(kind)
-    check_capacity(capacity_bytes)
-    check_streams(streams)
+    DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams).validate()
     if segments not in ("expandable", "fixed"):
         raise ValueError(f"device segments {segments!r}: expected one of expandable, fixed")
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+
+from fusion.telemetry.validation import Checks, is_finite
 
 SCHEDULES = ("constant", "cosine")
+ALGORITHM_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_plus_plus")
+"""The keys of `algorithms.ALGORITHMS`, stated here as those files need torch."""
 KL_IN = ("loss", "reward")
-
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", "mask_sequence")
+"""The keys of `corrections.CORRECTIONS`, likewise."""
+USE_CAP = CORRECTION_NAMES[1:]
+USE_FLOOR = ("icepop", "mask_sequence")
 REPLAYS = ("none", "train", "rollout")
 
 
 @dataclass
 class TrainingConfig:
-    """How a step of the optimizer is made. `validate()` raises `ValueError` naming the key."""
+    """How an optimizer step is computed."""
 
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
@@ -24,50 +29,53 @@ class TrainingConfig:
     """Decay rates of AdamW's first and second moment."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices; norms have none."""
+    """Decoupled weight decay of matrices; the weights of norms do not decay."""
 
     clip_grad: float = 1.0
-    """Greatest norm of the whole gradient; a longer one is scaled down to it. 0: no clipping."""
+    """Largest norm of the whole gradient; a larger gradient is scaled down to it. 0: no clipping."""
 
     schedule: str = "constant"
-    """Learning rate after the warm-up: `constant`, or `cosine` down to 0 at the last step of the run."""
+    """Learning rate after the warm-up: `constant`, or `cosine`, which decays to 0 at the last step of the run."""
 
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
 
     token_budget: int = 16384
-    """Tokens of one micro-batch on one data-parallel rank: bounds the memory of activations, changes no result."""
+    """Most tokens of one micro-batch on one data-parallel rank: bounds activation memory, changes no result."""
 
     recompute: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, about a third
-    more work."""
+    """Activation checkpointing: keep only the input of each layer and recompute the rest in the backward pass; less
+    memory, about a third more compute."""
 
     load_balancing_coef: float | None = None
-    """Weight of the experts' load-balancing loss; null: the model's own `router_aux_loss_coef`; 0: none."""
+    """Weight of the load-balancing loss of the experts; null: `router_aux_loss_coef` of the model; 0: none."""
 
     def validate(self) -> None:
-        _number("training.lr", self.lr, 0.0)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"training.betas={list(self.betas)}: expected two numbers in [0, 1)")
-        _number("training.weight_decay", self.weight_decay, 0.0)
-        _number("training.clip_grad", self.clip_grad, 0.0)
-        _one_of("training.schedule", self.schedule, SCHEDULES)
-        _whole("training.warmup_steps", self.warmup_steps, 0)
-        _whole("training.token_budget", self.token_budget, 1)
-        if self.load_balancing_coef is not None:
-            _number("training.load_balancing_coef", self.load_balancing_coef, 0.0)
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("training", self)
+        check.number("lr", "weight_decay", "clip_grad", at_least=0)
+        betas = list(self.betas)
+        rates = len(betas) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
+        check.that("betas", rates, "two numbers in [0, 1)")
+        check.one_of("schedule", SCHEDULES)
+        check.integer("warmup_steps", at_least=0)
+        check.integer("token_budget", at_least=1)
+        check.boolean("recompute")
+        check.number("load_balancing_coef", at_least=0, null=True)
 
 
 @dataclass
 class AlgorithmConfig:
-    """What a sample's reward does to the policy. `validate()` raises `ValueError` naming the key."""
+    """How the rewards of samples update the policy."""
 
     name: str = "grpo"
     """Algorithm: one of the files of `fusion/training/algorithms` (grpo, dr_grpo, dapo, gspo, rloo,
     reinforce_plus_plus)."""
 
     group_size: int = 8
-    """Responses sampled of each prompt; their rewards are compared with each other."""
+    """Responses sampled for each prompt; advantages compare their rewards with each other."""
 
     clip_low: float = 0.2
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 - clip_low."""
@@ -76,101 +84,75 @@ class AlgorithmConfig:
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 + clip_high."""
 
     kl_coef: float = 0.0
-    """Weight of the KL divergence to the reference model; 0: no reference model is needed."""
+    """Weight of the KL divergence to the reference model; 0: no reference model is loaded."""
 
     kl_in: str = "loss"
-    """Where that divergence goes: `loss`, each token's estimate; `reward`, that of a sample's whole response is
-    subtracted from its reward."""
+    """Where the divergence is applied: `loss`: the estimate of each token is added to its loss; `reward`: the estimate
+    of a whole response is subtracted from its reward."""
 
     normalize_advantages: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards (grpo, dapo, gspo; the others' formulas have
-    no such choice); false: only subtract the mean."""
+    """Divide the advantages of a group by the standard deviation of its rewards (grpo, dapo, gspo; the formulas of the
+    others leave no choice); false: only subtract the mean."""
 
     loss_aggregation: str | None = None
-    """How tokens' losses are averaged: `token_mean`, over all tokens of the batch; `sequence_mean`, over each sequence,
-    then over sequences; `constant`, summed, divided by sequences x rollout.max_response_length; null: the algorithm's
-    own (dr_grpo, rloo: constant; gspo: sequence_mean; others: token_mean)."""
+    """How the losses of tokens are aggregated: `token_mean`: mean over all tokens of the batch; `sequence_mean`: mean
+    over each sequence, then over sequences; `constant`: sum divided by sequences x rollout.max_response_length; null:
+    the default of the algorithm (dr_grpo, rloo: constant; gspo: sequence_mean; others: token_mean)."""
 
     overlong_buffer: int | None = None
-    """Tokens before rollout.max_response_length over which a response's reward falls by up to 1; 0: none; null: the
-    algorithm's own (dapo: a fifth of the maximum; others: none)."""
+    """Number of tokens before rollout.max_response_length over which an overlong penalty grows from 0 to 1; 0: no
+    penalty; null: the default of the algorithm (dapo: a fifth of the maximum; others: none)."""
 
     correction: str | None = None
-    """What is done about samples of another policy than the one trained (`fusion/training/corrections.py`): `none`,
-    `tis_token`, `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`; null: `none`, or `decoupled` where
+    """Off-policy correction, for samples of an older policy (`fusion/training/corrections.py`): `none`, `tis_token`,
+    `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`; null: `none`, or `decoupled` where
     stalesync.max_staleness > 0, which with several minibatches costs a forward pass of the batch."""
 
     correction_cap: float | None = None
-    """The correction's greatest importance weight (mask_sequence: a sequence's geometric mean of ratios lies between
-    its inverse and it); null: its own (tis_token, tis_sequence and mask_sequence 2, decoupled and icepop 5)."""
+    """Largest importance weight of the correction (mask_sequence: the geometric mean of the ratios of a sequence lies
+    between the inverse of the cap and the cap); null: the default of the correction (tis_token, tis_sequence and
+    mask_sequence 2, decoupled and icepop 5)."""
 
     correction_floor: float | None = None
-    """Tokens (icepop) or whole sequences with a token (mask_sequence) of a smaller ratio are left out; null: the
-    correction's own (icepop 0.5, mask_sequence 0.0001)."""
+    """Masks tokens (icepop) or whole sequences with a token (mask_sequence) of a smaller ratio; null: the default of
+    the correction (icepop 0.5, mask_sequence 0.0001)."""
 
     minibatches: int = 1
-    """Optimizer steps the samples of one loop step are divided into."""
+    """Number of optimizer steps that the samples of one loop step are divided into."""
 
     replay: str = "none"
-    """Routing of experts that every forward pass of a step repeats: `rollout`, the engine's (R3, arXiv 2510.11370);
-    `train`, the trainer's own of before the step's first update (R2, arXiv 2507.18071); `none`. With either,
-    `training/routing_mismatch` is the share of (token, layer)s that the router would now have sent elsewhere."""
+    """Routing replay, which experts every forward pass of a step uses: `rollout`: those of the engine (R3, arXiv
+    2510.11370); `train`: those of the trainer before the first update of the step (R2, arXiv 2507.18071); `none`. With
+    either, `training/routing_mismatch` is the fraction of (token, layer) pairs that the router would now route
+    elsewhere."""
 
     @property
     def corrects_by(self) -> str:
-        """`correction`, with `none` for null."""
+        """The correction in force: `correction`, with `none` for null."""
         return self.correction or "none"
 
     def validate(self) -> None:
-        from fusion.training.algorithms import ALGORITHMS
-        from fusion.training.algorithms.aggregation import AGGREGATIONS
-        from fusion.training.corrections import CORRECTIONS
-
-        _one_of("algorithm.name", self.name, ALGORITHMS)
-        _one_of("algorithm.kl_in", self.kl_in, KL_IN)
-        if self.correction is not None:
-            _one_of("algorithm.correction", self.correction, [*CORRECTIONS, "null"])
-        if self.loss_aggregation is not None:
-            _one_of("algorithm.loss_aggregation", self.loss_aggregation, [*AGGREGATIONS, "null"])
-        _whole("algorithm.group_size", self.group_size, 2 if self.name == "rloo" else 1)
-        _number("algorithm.clip_low", self.clip_low, 0.0)
-        _number("algorithm.clip_high", self.clip_high, 0.0)
-        if self.clip_low >= 1:
-            raise ValueError(f"algorithm.clip_low={self.clip_low}: expected a number in [0, 1)")
-        _number("algorithm.kl_coef", self.kl_coef, 0.0)
-        _whole("algorithm.minibatches", self.minibatches, 1)
-        if self.overlong_buffer is not None:
-            _whole("algorithm.overlong_buffer", self.overlong_buffer, 0)
-        _one_of("algorithm.replay", self.replay, REPLAYS)
-        self._check_correction()
-
-    def _check_correction(self) -> None:
-        from fusion.training.corrections import USE_CAP, USE_FLOOR
-
-        for key, uses in (("correction_cap", USE_CAP), ("correction_floor", USE_FLOOR)):
-            value = getattr(self, key)
-            if value is None:
-                continue
-            _number(f"algorithm.{key}", value, 1.0 if key == "correction_cap" else 0.0)
-            if self.corrects_by not in uses:
-                raise ValueError(
-                    f"algorithm.{key}={value} has no use in algorithm.correction={self.corrects_by}: expected null, or "
-                    f"one of the corrections {', '.join(uses)}"
-                )
-        if self.correction_floor is not None and self.correction_floor > 1:
-            raise ValueError(f"algorithm.correction_floor={self.correction_floor}: expected a number in [0, 1]")
-
-
-def _one_of(key: str, value: Any, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key}={value!r}: expected one of {', '.join(choices)}")
-
-
-def _number(key: str, value: Any, least: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= least):
-        raise ValueError(f"{key}={value!r}: expected a number of at least {least:g}")
-
-
-def _whole(key: str, value: Any, least: int) -> None:
-    if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-        raise ValueError(f"{key}={value!r}: expected a whole number of at least {least}")
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("algorithm", self)
+        check.one_of("name", ALGORITHM_NAMES)
+        check.one_of("kl_in", KL_IN)
+        check.one_of("correction", CORRECTION_NAMES, null=True)
+        check.one_of("loss_aggregation", AGGREGATIONS, null=True)
+        check.integer("group_size", at_least=2 if self.name == "rloo" else 1)
+        check.number("clip_low", at_least=0, below=1)
+        check.number("clip_high", "kl_coef", at_least=0)
+        check.boolean("normalize_advantages")
+        check.integer("minibatches", at_least=1)
+        check.integer("overlong_buffer", at_least=0, null=True)
+        check.one_of("replay", REPLAYS)
+        check.number("correction_cap", at_least=1, null=True)
+        check.number("correction_floor", at_least=0, at_most=1, null=True)
+        for key, users in (("correction_cap", USE_CAP), ("correction_floor", USE_FLOOR)):
+            used = getattr(self, key) is None or self.corrects_by in users
+            check.that(
+                key,
+                used,
+                f"null, as algorithm.correction={self.corrects_by} does not use it; it is used by {', '.join(users)}",
+            )

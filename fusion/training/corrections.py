@@ -109,9 +109,6 @@ CORRECTIONS: dict[str, tuple[Correct, Band]] = {
 }
 """By `algorithm.correction`, with the band of its source where the config does not choose."""
 
-USE_CAP = tuple(name for name in CORRECTIONS if name != "none")
-USE_FLOOR = ("icepop", "mask_sequence")
-
 
 def make_correction(config: AlgorithmConfig) -> Callable[[LossInput], Corrected]:
     correct, band = CORRECTIONS[config.corrects_by]

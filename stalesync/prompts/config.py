@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusion.telemetry.validation import Checks
 from stalesync.prompts.tokenizer import PLACES
 
 GENERATORS = ("addition", "worked_arithmetic")
@@ -13,56 +14,53 @@ MAX_TERMS = 4
 
 @dataclass
 class DataConfig:
-    """Where prompts come from. `validate()` raises `ValueError` naming the key."""
+    """Where prompts come from."""
 
     source: str = "addition"
-    """`addition` (one digit), `worked_arithmetic` (long answers with their working), or a .jsonl or .parquet file."""
+    """`addition` (one-digit sums), `worked_arithmetic` (long answers with their working), or a .jsonl or .parquet
+    file."""
 
     prompt_field: str = "prompt"
-    """Field of the file that holds the prompt: a text, or a list of chat messages (`role`, `content`)."""
+    """Field of the file with the prompt: a text, or a list of chat messages (`role`, `content`)."""
 
     answer_field: str = "answer"
-    """Field of the file that holds the reference answer, which the reward is given."""
+    """Field of the file with the reference answer, which is passed to the reward function."""
 
     prompts_per_step: int = 64
-    """Prompts of one step; each is answered by a group of responses."""
+    """Number of prompts per step; each gets a group of responses."""
 
     max_prompt_length: int = 512
-    """Longest prompt in tokens, chat template included."""
+    """Most tokens of a prompt, chat template included."""
 
     long_prompts: str = "refuse"
-    """What a longer prompt does: `refuse` stops before the run starts and names the row, `skip` leaves it out, counted
-    in `data/skipped_prompts`."""
+    """What happens to a longer prompt: `refuse`: an error before the run starts names the row; `skip`: it is left out
+    and counted in `data/skipped_prompts`."""
 
     chat_template: str = "auto"
-    """`auto` puts the prompt into the tokenizer's chat template where it has one, `never` leaves the prompt as it
-    is."""
+    """`auto`: apply the chat template of the tokenizer if it has one; `never`: use the prompt as it is."""
 
     min_digits: int = 2
-    """`worked_arithmetic`: digits of each number, at least."""
+    """`worked_arithmetic`: fewest digits of a number."""
 
     max_digits: int = 4
-    """`worked_arithmetic`: digits of each number, at most; a digit more makes the answer to a sum of two 19 tokens
-    longer, and 5 for every further number."""
+    """`worked_arithmetic`: most digits of a number; one more digit makes the answer to a sum of two numbers 19 tokens
+    longer, and 5 more for each further number."""
 
     max_terms: int = 2
-    """`worked_arithmetic`: numbers added up, between 2 and this many."""
+    """`worked_arithmetic`: most numbers in a sum; the fewest are 2."""
 
     def validate(self) -> None:
-        if self.source not in GENERATORS and not self.source.endswith(SUFFIXES):
-            expected = ", ".join((*GENERATORS, "a path ending in " + " or ".join(SUFFIXES)))
-            raise ValueError(f"data.source={self.source!r}: expected {expected}")
-        for key, least in (("prompts_per_step", 1), ("max_prompt_length", 1), ("min_digits", 1)):
-            value = getattr(self, key)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"data.{key}={value!r}: expected a whole number of at least {least}")
-        if not self.min_digits <= self.max_digits <= len(PLACES):
-            allowed = f"between data.min_digits={self.min_digits} and {len(PLACES)}"
-            raise ValueError(f"data.max_digits={self.max_digits}: expected {allowed}")
-        if not 2 <= self.max_terms <= MAX_TERMS:
-            raise ValueError(f"data.max_terms={self.max_terms}: expected between 2 and {MAX_TERMS}")
-        for key, choices in (("long_prompts", ("refuse", "skip")), ("chat_template", ("auto", "never"))):
-            if getattr(self, key) not in choices:
-                raise ValueError(f"data.{key}={getattr(self, key)!r}: expected one of {', '.join(choices)}")
-        if not self.prompt_field or not self.answer_field:
-            raise ValueError("data.prompt_field and data.answer_field: expected the name of a field")
+        """Raises:
+        ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("data", self)
+        known = self.source in GENERATORS or self.source.endswith(SUFFIXES)
+        check.that("source", known, ", ".join((*GENERATORS, "a path ending in " + " or ".join(SUFFIXES))))
+        check.integer("prompts_per_step", "max_prompt_length", "min_digits", "max_digits", at_least=1)
+        digits = self.min_digits <= self.max_digits <= len(PLACES)
+        check.that("max_digits", digits, f"between data.min_digits={self.min_digits} and {len(PLACES)}")
+        check.integer("max_terms", at_least=2, at_most=MAX_TERMS)
+        check.one_of("long_prompts", ("refuse", "skip"))
+        check.one_of("chat_template", ("auto", "never"))
+        check.that("prompt_field", bool(self.prompt_field), "the name of a field")
+        check.that("answer_field", bool(self.answer_field), "the name of a field")

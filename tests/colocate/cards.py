@@ -12,7 +12,7 @@ from fusion.colocate import InferenceShare, RewardModelSpec, StageReport, Worker
 from fusion.ep_switch import FusionConfig, weights_checksum
 from fusion.inference import Request, RolloutConfig
 from fusion.model import Parallel
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.telemetry import Span
 from fusion.training import AlgorithmConfig, TrainingConfig, split_over_ranks
@@ -36,7 +36,7 @@ def make_spec(
     return WorkerSpec(
         seed=5,
         steps=10,
-        model=ModelOptions(path=path),
+        model=PolicyModelConfig(path=path),
         deployment=deployment,
         train=Parallel(len(deployment.train), **train),
         infer=Parallel(len(deployment.generate), **infer),

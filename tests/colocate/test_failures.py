@@ -8,7 +8,7 @@ import torch
 
 from fusion.colocate import BrokenOff, OutOfMemory, Phase, PhaseError
 from fusion.ep_switch import SwitchError
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from tests.colocate.cards import Card, make_spec, tiny_reward_model
 from tests.helpers import run_ranks, tiny_checkpoint
 
@@ -70,7 +70,7 @@ def without_a_master(rank, device, spec):
 
 
 def test_a_master_that_one_card_cannot_fetch_breaks_the_switch_on_both(policy):
-    spec = replace(make_spec(policy, 2, {"ep": 2}, {"tp": 2, "etp": 2}), model=ModelOptions(policy, "bfloat16"))
+    spec = replace(make_spec(policy, 2, {"ep": 2}, {"tp": 2, "etp": 2}), model=PolicyModelConfig(policy, "bfloat16"))
     first, second = run_ranks(without_a_master, 2, spec)
     assert first == second and first[2] == "broken"
     assert "failed on rank 1, masters: AssertionError: master." in first[1] and "is not on the host" in first[1]

@@ -16,7 +16,7 @@ from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
 from fusion.ep_switch import FusionConfig
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig, open_device
 from fusion.npu.pacer import CATCH_UP_S, Pacer
 from fusion.offload import HostPool
@@ -139,7 +139,7 @@ def _worker(path, speed):
     spec = WorkerSpec(
         seed=5,
         steps=10,
-        model=ModelOptions(path=path),
+        model=PolicyModelConfig(path=path),
         deployment=Deployment((0,), (0,), reference=(0,)),
         train=Parallel(),
         infer=Parallel(),

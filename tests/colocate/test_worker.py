@@ -8,7 +8,7 @@ from fusion.colocate import BrokenOff, Deployment, OutOfMemory, PhaseError, Work
 from fusion.ep_switch import FusionConfig, weights_checksum
 from fusion.inference import Request, RolloutConfig
 from fusion.model import Parallel
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
@@ -25,7 +25,7 @@ def _worker(path, dtype="float32", algorithm=None, **fusion):
     spec = WorkerSpec(
         seed=5,
         steps=10,
-        model=ModelOptions(path=path, dtype=dtype),
+        model=PolicyModelConfig(path=path, dtype=dtype),
         deployment=Deployment((0,), (0,), reference=(0,)),
         train=Parallel(),
         infer=Parallel(),

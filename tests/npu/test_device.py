@@ -25,7 +25,7 @@ def test_importing_the_package_builds_nothing_and_renames_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpu", "NPU", "ledger", ""])
 def test_an_unknown_kind_is_refused(kind):
-    with pytest.raises(ValueError, match=f"device.kind={kind}: expected one of auto, npu, cuda, emulated"):
+    with pytest.raises(ValueError, match=f"device.kind={kind!r}: expected one of auto, npu, cuda, emulated"):
         open_device(kind)
     with pytest.raises(ValueError, match="device.kind="):
         DeviceConfig(kind=kind).validate()
@@ -33,7 +33,7 @@ def test_an_unknown_kind_is_refused(kind):
 
 def test_bad_arguments_are_refused():
     DeviceConfig().validate()
-    with pytest.raises(ValueError, match="device.capacity_bytes=0: expected a positive number"):
+    with pytest.raises(ValueError, match="device.capacity_bytes=0: expected a whole number of at least 1"):
         DeviceConfig(capacity_bytes=0).validate()
     with pytest.raises(ValueError, match="device.capacity_bytes=-1"):
         open_device("emulated", capacity_bytes=-1)

@@ -248,7 +248,7 @@ def test_modes_do_not_mix_on_a_card_in_use(late):
     held = _full(late, 1.0)
     with pytest.raises(ValueError, match="npu:14 is open in this process .* mode"):
         open_device("emulated", index=14)
-    with pytest.raises(ValueError, match="device.streams=lazy: expected one of eager, adversarial"):
+    with pytest.raises(ValueError, match="device.streams='lazy': expected one of eager, adversarial"):
         open_device("emulated", index=14, streams="lazy")
     del held
 

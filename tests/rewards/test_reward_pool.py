@@ -248,7 +248,7 @@ def test_children_end_when_the_parent_is_killed(user_file, response):
     ("path", "message"),
     [
         ("{file}", "expected file.py:function"),
-        ("/nowhere/reward.py:f", "there is no file /nowhere/reward.py"),
+        ("/nowhere/reward.py:f", "/nowhere/reward.py does not exist"),
         ("{file}:absent", r"defines no function 'absent'; it defines \['narrow', 'reward', 'two'\]"),
         ("{file}:two", r"takes \(prompt, response\), expected \(prompt, response, answer, \*\*fields\)"),
         ("{broken}:f", "importing it raised ModuleNotFoundError: No module named 'no_such_module'"),
@@ -267,7 +267,7 @@ def test_errors_of_the_path_name_the_key(user_file, tmp_path, path, message):
     ("changes", "message"),
     [
         ({"name": "maths"}, "reward.name='maths': expected one of arithmetic, math, custom"),
-        ({"name": "custom"}, "reward.name='custom' needs reward.path"),
+        ({"name": "custom"}, "expected file.py:function, as reward.name='custom'"),
         ({"time_limit_s": 0}, "reward.time_limit_s=0"),
         ({"time_limit_s": float("nan")}, "reward.time_limit_s=nan"),
         ({"workers": 0}, "reward.workers=0"),

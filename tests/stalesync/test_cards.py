@@ -14,7 +14,7 @@ from fusion.colocate import Deployment, InferenceShare, Worker, WorkerSpec
 from fusion.ep_switch import FusionConfig
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.model import Parallel
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
@@ -30,7 +30,7 @@ def spec(tmp_path_factory):
     return WorkerSpec(
         seed=5,
         steps=1,
-        model=ModelOptions(path=tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)),
+        model=PolicyModelConfig(path=tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)),
         deployment=Deployment.colocated(2),
         train=Parallel(2),
         infer=Parallel(2, ep=2),

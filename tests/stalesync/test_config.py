@@ -2,17 +2,20 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
+import math
+import re
 import sys
 import textwrap
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fusion.model.options import LayoutOptions
+from fusion.model.options import LayoutConfig
 from fusion.training.algorithms import ALGORITHMS
 from stalesync.config import Config
 from stalesync.overrides import check_overrides, known_keys, register
@@ -60,25 +63,28 @@ def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
         _config(checkpoint, algorithm__replay=replay).validate()
         dense = _config(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
-        with pytest.raises(ValueError, match=f"algorithm.replay={replay}: the model is dense; set it to none"):
+        with pytest.raises(ValueError, match=f"algorithm.replay='{replay}': expected none, as the model is dense"):
             dense.validate()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model__path": ""}, "model.path is not set"),
+        ({"model__path": ""}, "model.path='': expected a Hugging Face checkpoint folder"),
         ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
         ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
-        ({"parallel__train": LayoutOptions(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
-        ({"parallel__infer": LayoutOptions(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
-        ({"parallel__infer": LayoutOptions(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
-        ({"parallel__train": LayoutOptions(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
-        ({"parallel__infer": LayoutOptions(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
-        ({"queue__durability": "disk"}, "queue.durability='disk': expected 'memory' or 'journal'"),
-        ({"queue__max_bytes": 0}, "queue.max_bytes=0: expected a positive number or null"),
+        ({"parallel__train": LayoutConfig(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
+        ({"parallel__infer": LayoutConfig(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
+        ({"parallel__infer": LayoutConfig(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
+        ({"parallel__train": LayoutConfig(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
+        ({"parallel__infer": LayoutConfig(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
+        ({"queue__durability": "disk"}, "queue.durability='disk': expected one of memory, journal"),
+        ({"queue__max_bytes": 0}, "queue.max_bytes=0: expected a whole number of at least 1, or null"),
         ({"queue__spill": "here"}, "queue.spill='here': expected an absolute path"),
-        ({"queue__spill": "/d", "queue__durability": "journal"}, "queue.spill='/d': expected null; a journal's"),
+        (
+            {"queue__spill": "/d", "queue__durability": "journal"},
+            "queue.spill='/d': expected null, as the samples",
+        ),
         ({"algorithm__minibatches": 3}, "algorithm.minibatches=3 does not divide data.prompts_per_step=64"),
         (
             {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},
@@ -90,26 +96,29 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
         ({"stalesync__max_staleness": -1}, "stalesync.max_staleness=-1"),
         ({"stalesync__train_tokens": 100}, "stalesync.train_tokens=100: expected null at stalesync.max_staleness=0"),
-        ({"stalesync__max_staleness": 1, "stalesync__train_tokens": 0}, "stalesync.train_tokens=0: expected at least"),
+        (
+            {"stalesync__max_staleness": 1, "stalesync__train_tokens": 0},
+            "stalesync.train_tokens=0: expected a whole",
+        ),
         ({"device__kind": "tpu"}, "device.kind=.*tpu.*: expected one of"),
         ({"reward__name": "vibes"}, "reward.name='vibes'"),
-        ({"cluster__npus": 0}, "cluster.npus=0: expected at least 1"),
+        ({"cluster__npus": 0}, "cluster.npus=0: expected a whole number of at least 1"),
         ({"fusion__deployment": "shared"}, "fusion.deployment='shared': expected one of separate, colocated, full, hy"),
         (
-            {"fusion__deployment": "separate", "parallel__train": LayoutOptions(ep=4)},
+            {"fusion__deployment": "separate", "parallel__train": LayoutConfig(ep=4)},
             r"parallel.train: ep=4 does not divide the 2 ranks .* \(cluster.npus=4; 2 of them in fusion.deployment=sep",
         ),
         (
-            {"fusion__deployment": "hybrid", "fusion__infer_cards": 1, "parallel__infer": LayoutOptions(tp=2)},
+            {"fusion__deployment": "hybrid", "fusion__infer_cards": 1, "parallel__infer": LayoutConfig(tp=2)},
             "parallel.infer: an engine takes 2 cards, which does not divide the 3 cards that train and generate",
         ),
         ({"fusion__score_cards": 2}, "fusion.score_cards=2: nothing would run on them, as algorithm.kl_coef is 0"),
         (
-            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutOptions(tp=4)},
+            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutConfig(tp=4)},
             "parallel.score: tp=4 does not divide the 2 ranks of the layout",
         ),
         (
-            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutOptions(pp=2)},
+            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutConfig(pp=2)},
             "parallel.score.pp=2: expected 1",
         ),
         (
@@ -124,13 +133,13 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         ({"rollout__forced_median": 17.0}, "rollout.forced_median=17.0: expected 1 to rollout.max_response_length=16"),
         (
             {"device__pace": "qwen3_30b_a3b"},
-            "device.pace=qwen3_30b_a3b: expected device.kind=emulated; device.kind=auto",
+            "device.pace='qwen3_30b_a3b': expected device.kind=emulated with it, or null; device.kind=auto",
         ),
         ({**PACED, "cluster__hardware": None}, "device.pace=qwen3_30b_a3b: expected cluster.hardware to say"),
         ({**PACED, "device__pace": "abacus"}, "device.pace='abacus': expected one of .*qwen3_30b_a3b"),
         ({**PACED, "device__pace_tokens": 0}, "device.pace_tokens=0: expected a whole number of at least 1"),
-        ({**PACED, "device__pace_speed": 0.0}, "device.pace_speed=0.0: expected a number > 0"),
-        ({"run__steps": 0}, "run.steps=0: expected at least 1"),
+        ({**PACED, "device__pace_speed": 0.0}, "device.pace_speed=0.0: expected a number above 0"),
+        ({"run__steps": 0}, "run.steps=0: expected a whole number of at least 1"),
     ],
 )
 def test_what_does_not_fit_is_said_with_its_key(checkpoint, changes, message):
@@ -150,6 +159,39 @@ def test_a_reward_model_has_one_score(checkpoint, tmp_path):
     config = _config(checkpoint, reward__model=one, fusion__deployment="full")
     config.validate()
     assert config.deployment.reward_model == (0, 1, 2, 3)
+
+
+NO_BOUND = {"run.seed": "any whole number is a seed"}
+"""Numeric keys that a negative number is legal for, and why."""
+
+
+def _numeric_keys(node=Config, prefix=""):
+    """(key, kinds of number it takes) of every numeric key."""
+    for name, kind in get_type_hints(node).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _numeric_keys(kind, f"{prefix}{name}.")
+        elif {int, float} & {kind, *get_args(kind)}:
+            yield prefix + name, kind
+
+
+@pytest.mark.parametrize(("key", "kind"), _numeric_keys(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, True])
+def test_a_number_is_finite_and_in_its_range_in_every_group(key, kind, value):
+    if value == -1 and value is not True and key in NO_BOUND:
+        return
+    config = Config()
+    *parents, name = key.split(".")
+    node = functools.reduce(getattr, parents, config)
+    assert getattr(node, name) is None or not isinstance(getattr(node, name), bool)
+    setattr(node, name, [value, 0.9] if kind == list[float] else value)
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}=.*: expected "):
+        getattr(config, parents[0]).validate()
+
+
+def test_every_numeric_key_is_among_those_checked():
+    numeric = dict(_numeric_keys())
+    assert {"cluster.stage_timeout_s", "training.betas", "parallel.score.etp", "queue.max_bytes"} < numeric.keys()
+    assert NO_BOUND.keys() < numeric.keys() and len(numeric) > 50
 
 
 def _undocumented(node, prefix=""):

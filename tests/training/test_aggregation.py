@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fusion.model import Mesh, ModelConfig
 from fusion.training import AlgorithmConfig, Sequences, split_over_ranks
 from fusion.training.algorithms import ALGORITHMS, Algorithm, cross_entropy, make_algorithm
-from fusion.training.algorithms.aggregation import AGGREGATIONS, weigh
+from fusion.training.algorithms.aggregation import weigh
+from fusion.training.config import AGGREGATIONS
 from fusion.training.corrections import CORRECTIONS
 from fusion.training.objective import Objective, Totals, TrainedTokens
 from tests.training.ranks import LONGEST, sample_batch

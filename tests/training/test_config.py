@@ -5,6 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig, TrainingConfig
+from fusion.training.algorithms import ALGORITHMS
+from fusion.training.config import ALGORITHM_NAMES, CORRECTION_NAMES
+from fusion.training.corrections import CORRECTIONS
 from fusion.training.schedule import learning_rate
 
 
@@ -33,8 +36,11 @@ from fusion.training.schedule import learning_rate
             AlgorithmConfig(correction="icepop", correction_floor=1.5),
             "algorithm.correction_floor=1.5: expected",
         ),
-        (AlgorithmConfig(correction_cap=2.0), "algorithm.correction_cap=2.0 has no use in algorithm.correction=none"),
-        (AlgorithmConfig(correction="decoupled", correction_floor=0.5), "or one of the corrections icepop, mask_seq"),
+        (
+            AlgorithmConfig(correction_cap=2.0),
+            "algorithm.correction_cap=2.0: expected null, as algorithm.correction=none",
+        ),
+        (AlgorithmConfig(correction="decoupled", correction_floor=0.5), "it is used by icepop, mask_sequence"),
         (AlgorithmConfig(overlong_buffer=-1), "algorithm.overlong_buffer=-1: expected a whole number of at least 0"),
         (AlgorithmConfig(name="rloo", group_size=1), "algorithm.group_size=1: expected a whole number of at least 2"),
         (AlgorithmConfig(clip_low=1.0), r"algorithm.clip_low=1.0: expected a number in \[0, 1\)"),
@@ -46,6 +52,10 @@ from fusion.training.schedule import learning_rate
 def test_a_wrong_value_is_refused_by_key(config, message):
     with pytest.raises(ValueError, match=message):
         config.validate()
+
+
+def test_the_names_in_the_config_are_those_of_the_registries():
+    assert tuple(ALGORITHMS) == ALGORITHM_NAMES and tuple(CORRECTIONS) == CORRECTION_NAMES
 
 
 def test_defaults_are_valid():

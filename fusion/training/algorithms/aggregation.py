@@ -19,8 +19,6 @@ import torch
 
 from fusion.training.batch import Sequences
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-
 
 def weigh(sequences: Sequences, aggregation: str, max_response_length: int) -> Sequences:
     """``sequences`` with the columns of the table above."""

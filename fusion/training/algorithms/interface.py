@@ -35,7 +35,7 @@ class Algorithm:
 
     name: str
     aggregation: str = "token_mean"
-    """One of `aggregation.AGGREGATIONS`, where the config does not choose."""
+    """One of `config.AGGREGATIONS`, where the config does not choose."""
     overlong_share: float = 0.0
     """Of max_response_length: the overlong buffer, where the config does not choose."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusion.colocate.weights.masters import choose_hosted, host_parts, master_runs
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.model import Mesh, Parallel, Transformer
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.training.optimizer import ShardedAdamW
 from tests.colocate.cards import Card, make_spec
 from tests.ep_switch.oracle import check_contents, random_config, random_layout
@@ -116,7 +116,8 @@ def policy(tmp_path_factory):
 def run(policy, offload, device="emulated"):
     spec = make_spec(policy, 2, {"ep": 2}, {"tp": 2, "etp": 2}, offload=offload)
     return zip(
-        *run_ranks(steps_in_bf16, 2, replace(spec, model=ModelOptions(policy, "bfloat16")), device=device), strict=True
+        *run_ranks(steps_in_bf16, 2, replace(spec, model=PolicyModelConfig(policy, "bfloat16")), device=device),
+        strict=True,
     )
 
 
