@@ -18,7 +18,7 @@ from fusion.colocate.parts import WorkerParts
 from fusion.ep_switch import FusionConfig
 from fusion.inference import InferEngine, Request, RolloutConfig
 from fusion.model import Parallel
-from fusion.model.options import ModelOptions
+from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.training import AlgorithmConfig, TrainEngine, TrainingConfig
 from tests.colocate.fakes import FakeEngine, FakeModel, FakeTrainer, first_weight
@@ -35,7 +35,7 @@ def worker(tmp_path):
     spec = WorkerSpec(
         seed=5,
         steps=10,
-        model=ModelOptions(path=tiny_checkpoint(tmp_path / "model")),
+        model=PolicyModelConfig(path=tiny_checkpoint(tmp_path / "model")),
         deployment=Deployment((0,), (0,), reference=(0,)),
         train=Parallel(),
         infer=Parallel(),
