@@ -1,0 +1,78 @@
+"""A run as `scripts/train.py` starts it, whose controller counts what it receives.
+
+    python -m tests.stalesync.counted_run COUNTS.json overrides …
+
+`queue_bytes` by column: payload that the controller's handle on the queue returned; `queue_total_bytes`: with metadata;
+`samples`: that it returned a text of; `reports`: of every stage report or control answer, the bytes of what it holds
+beside metrics, spans and memory, how many items that describes, and the bytes of their texts.
+"""
+
+import atexit
+import json
+import pickle
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+MEASURED = ("metrics", "spans", "memory")
+
+
+def count(target):
+    from distqueue import DistQueue
+    from fusion.colocate import StageReport
+    from stalesync.cards import Cards
+
+    columns, reports, handles = {}, [], []
+    create, get, read, wait, ask = DistQueue.create, DistQueue.get, DistQueue.read, Cards.wait, Cards.ask_each
+
+    def counted_create(*args, **options):
+        handles.append(create(*args, **options))
+        return handles[-1]
+
+    def counted(method):
+        def call(self, *args, **options):
+            batch = method(self, *args, **options)
+            for name, column in batch.columns.items():
+                size, rows = columns.get(name, (0, 0))
+                columns[name] = size + column.buffer.nbytes, rows + len(batch)
+            return batch
+
+        return call
+
+    def note(stage, held):
+        if any(held):
+            texts = sum(len(getattr(one, "text", "").encode()) for part in held for one in part)
+            reports.append((stage, len(pickle.dumps(held)), sum(len(part) for part in held), texts))
+
+    def counted_wait(self, running):
+        results = wait(self, running)
+        for report in results:
+            if isinstance(report, StageReport):
+                held = [getattr(report, field.name) for field in fields(report) if field.name not in MEASURED]
+                note(running.stage, [part for part in held if not isinstance(part, int)])
+        return results
+
+    def counted_ask(self, ranks, call):
+        answers = ask(self, ranks, call)
+        for answer in answers:
+            if isinstance(answer, list):
+                note(call.stage, [answer])
+        return answers
+
+    def write():
+        (queue,) = handles
+        found = {"queue_bytes": {name: size for name, (size, _) in columns.items()}, "reports": reports}
+        found |= {"queue_total_bytes": queue.traffic.received_bytes}
+        Path(target).write_text(json.dumps(found | {"samples": max(rows for _, rows in columns.values())}))
+
+    DistQueue.create, DistQueue.get, DistQueue.read = counted_create, counted(get), counted(read)
+    Cards.wait, Cards.ask_each = counted_wait, counted_ask
+    atexit.register(write)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "scripts")
+    import train
+
+    count(sys.argv.pop(1))
+    train.main()
