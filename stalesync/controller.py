@@ -72,7 +72,14 @@ class Controller:
         self.groups = Groups(size, self.ledger, self.generation, self.scorer, algorithm, self.queue, self.folder)
         parts = self.ledger, self.generation, self.groups, self.record
         self.collector = Collector(config, spec, cards, self.source, self.scorer, self.view, *parts)
-        self.updater = Updater(spec, cards, self.queue, self.view, algorithm, self.record.take)
+        self.updater = Updater(
+            spec=spec,
+            cards=cards,
+            queue=self.queue,
+            view=self.view,
+            algorithm=algorithm,
+            record_reports=self.record.take,
+        )
         self.saver = Saver()
         cards.health_checks.append(self.saver.check)
         self.pace = PaceTally(spec.pace)

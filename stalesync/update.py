@@ -42,16 +42,16 @@ class TrainQueue(Protocol):
     def drop(self, ids: Sequence[str], reason: str) -> None: ...
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Updater:
-    """Runs the stages of an update. ``take``: receives the cards' reports of every stage."""
+    """Runs the stages of an update. ``record_reports``: receives the cards' reports of every stage."""
 
     spec: WorkerSpec
     cards: Cards
     queue: TrainQueue
     view: LiveView
     algorithm: Algorithm
-    take: Callable[[Sequence[StageReport]], None]
+    record_reports: Callable[[Sequence[StageReport]], None]
 
     @property
     def kl_in(self) -> str | None:
@@ -83,7 +83,9 @@ class Updater:
             self._run_reference(self._reference_shares(minibatches, kept), metrics)
         self.view.phase("train")
         with metrics.timer("train"):
-            self.take(self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version=version))
+            self.record_reports(
+                self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version=version)
+            )
         self.queue.ack(TRAIN, ids)
 
     def _drop_failed(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
@@ -113,7 +115,7 @@ class Updater:
         self.view.phase("reference")
         with metrics.timer("ref"):
             reports = self.cards.on(self.spec.deployment.reference).call(Worker.reference, shares)
-        self.take(reports)
+        self.record_reports(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[ScoredSample]) -> list[list[str]]:

@@ -173,7 +173,7 @@ class Worker:
             self.phases.require("reference")
             ids = shares[mesh.dp_rank]
             in_reward = self.spec.algorithm.kl_in == "reward"
-            delivery = card.reader("reference", ids, mesh, ("behaviour_logprobs",) if in_reward else ())
+            delivery = card.reader("reference", ids, mesh, loss_columns=("behaviour_logprobs",) if in_reward else ())
             sequences = to_sequences(delivery)
             logprobs = card.roles.logprobs(sequences, card.trainer)
             if _first_of_replica(mesh) and ids:

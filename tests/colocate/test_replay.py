@@ -10,7 +10,7 @@ import torch
 
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
-from fusion.colocate.samples.sequences import needed, to_sequences
+from fusion.colocate.samples.sequences import stage_columns, to_sequences
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.packing import pack_outputs
@@ -119,7 +119,7 @@ def test_a_step_in_layouts_that_differ(tmp_path, npus, train, infer, replay):
 
 
 def test_every_stage_looks_at_the_routing_and_gets_its_layers():
-    stages = [needed(Mesh(Parallel(3, pp=3), rank), ("advantage",), ("routing",)) for rank in range(3)]
+    stages = [stage_columns(Mesh(Parallel(3, pp=3), rank), ("advantage",), ("routing",)) for rank in range(3)]
     assert stages == [("prompt", "response", "routing"), ("routing",), ("response", "advantage", "routing")]
     routing = torch.arange(5 * 4 * 2, dtype=torch.uint8).view(5, 4, 2)
     columns = {

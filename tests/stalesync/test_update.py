@@ -86,7 +86,9 @@ def _updater(queue, cards):
     config = AlgorithmConfig(group_size=GROUP, minibatches=2)
     spec = SimpleNamespace(algorithm=config, reference=None, train=Parallel(1), deployment=SimpleNamespace(train=(0,)))
     view = SimpleNamespace(phase=lambda name: None)
-    return Updater(spec, cards, queue, view, make_algorithm(config, 8), lambda reports: None)
+    algorithm = make_algorithm(config, 8)
+    parts = {"spec": spec, "cards": cards, "queue": queue, "view": view, "algorithm": algorithm}
+    return Updater(**parts, record_reports=lambda reports: None)
 
 
 def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():

@@ -1,4 +1,4 @@
-"""What a card reads from the queue for a stage: samples by id, as far as its rank looks at them."""
+"""Reads a stage's samples from the queue by id: on each rank of a replica the columns that it computes with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.samples.sequences import LOSS, REFERENCE, needed, nothing, to_sequences
+from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, stage_columns, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
 from fusion.rollout.packing import ROUTING
@@ -17,20 +17,27 @@ from fusion.training import Sequences, TrainEngine
 
 
 class StageReader:
-    """Collective over a replica of the stage's mesh, which asks the queue once. ``timeline``: is told of the wait."""
+    """Reads samples for the stages of a card. Collective over a replica of the stage's mesh, which makes one request to
+    the queue. ``timeline``: records the wait."""
 
     def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, timeline: Timeline):
         self.spec, self._meshes, self._queue, self._timeline = spec, meshes, queue, timeline
         self.readers: dict[str, GroupReader] = {}
-        """By stage, from its first batch on"""
+        """By stage; made at its first batch"""
 
     def __call__(
-        self, stage: str, ids: Sequence[str], mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()
+        self,
+        stage: str,
+        ids: Sequence[str],
+        mesh: Mesh,
+        *,
+        loss_columns: Sequence[str] = (),
+        expert_columns: Sequence[str] = (),
     ) -> Received:
-        """Samples with what this rank of the stage's ``mesh`` looks at."""
-        columns = needed(mesh, of_loss, of_experts)
+        """Reads samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`)."""
+        columns = stage_columns(mesh, loss_columns, expert_columns)
         if not ids:
-            return nothing(columns)
+            return empty_samples(columns)
         if stage not in self.readers:
             group = self._meshes.replica if mesh is self._meshes.train else mesh.tp_group
             self.readers[stage] = GroupReader(self._queue, group, columns)
@@ -43,22 +50,28 @@ class StageReader:
         minibatches: Sequence[Sequence[str]],
         weigh: Callable[[Sequences], Sequences],
     ) -> Iterable[Sequences]:
-        """This rank's samples of each minibatch, read when it is their turn; or all at once, where each has to know
-        what the policy before the first step says of it: its routing, or log-probabilities. One alone needs none.
+        """Reads this rank's samples of each minibatch when it is their turn; all of them at once where each needs what
+        the policy before the first update computes: its routing, or its log-probabilities. A single minibatch needs
+        neither.
 
         Args:
             weigh: gives the tokens their weights.
         """
-        batches: Iterable[Sequences] = (weigh(self._minibatch(trainer, ids)) for ids in minibatches)
+        batches: Iterable[Sequences] = (weigh(self._read_minibatch(trainer, ids)) for ids in minibatches)
         if len(minibatches) > 1 and self.spec.algorithm.replay == "train":
             batches = [trainer.with_own_routing(batch) for batch in batches]
         if len(minibatches) > 1 and self.spec.algorithm.corrects_by == "decoupled":
             batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
         return batches
 
-    def _minibatch(self, trainer: TrainEngine, ids: Sequence[str]) -> Sequences:
+    def _read_minibatch(self, trainer: TrainEngine, ids: Sequence[str]) -> Sequences:
         mesh, algorithm = trainer.model.mesh, self.spec.algorithm
-        of_loss = (*LOSS, REFERENCE) if self.spec.deployment.reference and algorithm.kl_in == "loss" else LOSS
-        of_experts = (ROUTING,) if algorithm.replay == "rollout" else ()
-        layers = mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank)
-        return to_sequences(self("train", ids, mesh, of_loss, of_experts), layers)
+        has_reference = self.spec.deployment.reference and algorithm.kl_in == "loss"
+        received = self(
+            "train",
+            ids,
+            mesh,
+            loss_columns=(*LOSS, REFERENCE) if has_reference else LOSS,
+            expert_columns=(ROUTING,) if algorithm.replay == "rollout" else (),
+        )
+        return to_sequences(received, mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank))

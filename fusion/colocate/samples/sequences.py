@@ -2,8 +2,8 @@
 
 queue columns ─► StageReader ─► Received ─to_sequences─► trainer Sequences ─► logprobs ─split_responses─► queue column
 
-A stage of a pipeline holds what it looks at (`needed`): the first its tokens, the last the labels and what the loss is
-made of; how long the samples are all stages know.
+A pipeline stage has the columns that it computes with (`stage_columns`): the first stage the tokens, the last one the
+labels and the loss's inputs. The samples' lengths are known to all stages.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from fusion.rollout.packing import ROUTING
 from fusion.training import Sequences
 
 TOKENS = ("prompt", "response")
-"""What a forward pass begins with."""
+"""Inputs of a forward pass."""
 
 LABELS = ("response",)
-"""What log-probabilities are of."""
+"""Tokens whose log-probabilities are computed."""
 
 LOSS = ("behaviour_logprobs", "advantage", "versions")
-"""What a loss is made of beside them; `REFERENCE` too where it has a reference."""
+"""Inputs of a loss beside the log-probabilities; `REFERENCE` too where it has a KL term."""
 
 REFERENCE = "ref_logprobs"
 
 
-def needed(mesh: Mesh, of_loss: Sequence[str] = (), of_experts: Sequence[str] = ()) -> tuple[str, ...]:
-    """Columns that a rank of ``mesh`` looks at; the last stage at those ``of_loss`` beside the labels, every stage that
-    has experts (all of them, or none) at those ``of_experts``."""
+def stage_columns(mesh: Mesh, loss_columns: Sequence[str] = (), expert_columns: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the columns that a rank of ``mesh`` needs: tokens in the first stage, labels and ``loss_columns`` in the
+    last one, ``expert_columns`` in every stage."""
     first = TOKENS if mesh.first_stage else ()
-    last = (*LABELS, *of_loss) if mesh.last_stage else ()
-    return tuple(dict.fromkeys((*first, *last, *of_experts)))
+    last = (*LABELS, *loss_columns) if mesh.last_stage else ()
+    return tuple(dict.fromkeys((*first, *last, *expert_columns)))
 
 
-def nothing(columns: Sequence[str]) -> Received:
-    """No sample with these columns."""
+def empty_samples(columns: Sequence[str]) -> Received:
+    """Returns a batch of no samples with these columns."""
     batch = PackedBatch((), {name: Column(torch.empty(0)) for name in columns})
     return Received(batch, {name: torch.empty(0, dtype=torch.int64) for name in (*TOKENS, *columns)})
 
 
-def to_sequences(delivery: Received, layers: range | None = None) -> Sequences:
-    """The samples as the trainer reads them, with the columns they came with; of their routing the stage's ``layers``
-    (None: all).
+def to_sequences(received: Received, layers: range | None = None) -> Sequences:
+    """Converts samples, with the columns that were received, to the trainer's sequences; of their routing the stage's
+    ``layers`` (None: all).
 
     Raises:
-        ValueError: a column has another number of values than a sample has response tokens, or `routing` another than
-            it has tokens but one.
+        ValueError: the number of values in a column differs from that of a sample's response tokens, or in `routing`
+            from one less than that of all its tokens.
     """
-    batch, lengths = delivery.batch, delivery.lengths
+    batch, lengths = received.batch, received.lengths
     for name in ("behaviour_logprobs", "versions", REFERENCE):
         if name in batch.columns and not lengths[name].equal(lengths["response"]):
             row = int((lengths[name] != lengths["response"]).nonzero()[0])
@@ -87,15 +87,15 @@ def to_sequences(delivery: Received, layers: range | None = None) -> Sequences:
 
 
 def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> list[float]:
-    """Of each sample, behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) summed over its response."""
+    """Sums behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) over each sample's response."""
     behaviour_N = sequences.behaviour_logprobs
     assert behaviour_N is not None
     ratios = (behaviour_N - ref_logprobs_N).to(torch.float64)
     return [float(part.sum()) for part in ratios.split(sequences.lengths)]
 
 
-def split_responses(values_N: torch.Tensor, delivery: Received) -> list[torch.Tensor]:
-    """A per-token column of `to_sequences(delivery)` as one tensor a sample, of its response tokens."""
-    prompts, responses = (delivery.lengths[name].tolist() for name in TOKENS)
-    lengths = [size for pair in zip(prompts, responses, strict=True) for size in pair]
+def split_responses(values_N: torch.Tensor, received: Received) -> list[torch.Tensor]:
+    """Splits a per-token column of `to_sequences(received)` into one tensor a sample, of its response tokens."""
+    prompts, responses = (received.lengths[name].tolist() for name in TOKENS)
+    lengths = [length for pair in zip(prompts, responses, strict=True) for length in pair]
     return list(values_N.split(lengths)[1::2])

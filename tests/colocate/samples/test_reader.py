@@ -7,7 +7,7 @@ import torch
 
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
-from fusion.colocate.samples.sequences import needed, to_sequences
+from fusion.colocate.samples.sequences import stage_columns, to_sequences
 from fusion.model import Mesh, Parallel
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
@@ -53,9 +53,9 @@ def test_a_replica_without_samples_takes_part(tmp_path):
 
 def test_what_a_rank_needs():
     loss = ("advantage", "ref_logprobs")
-    stages = [needed(Mesh(Parallel(3, pp=3), rank), loss) for rank in range(3)]
+    stages = [stage_columns(Mesh(Parallel(3, pp=3), rank), loss) for rank in range(3)]
     assert stages == [("prompt", "response"), (), ("response", *loss)]
-    assert needed(Mesh.single(), loss) == ("prompt", "response", *loss)
+    assert stage_columns(Mesh.single(), loss) == ("prompt", "response", *loss)
 
 
 def test_a_column_that_does_not_fit_is_refused_by_sample():
