@@ -14,6 +14,7 @@ from fusion.ep_switch import Layout, Plan, SwitchError, plan_switch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Buckets, ModelConfig, Parallel
 from fusion.npu import Device
+from fusion.npu.failures import FailureKind
 
 BUCKETS_OF_A_SHARD = 16
 BOUND_BUCKETS = 4
@@ -86,7 +87,7 @@ class Pair:
             try:
                 self.switch(source, plan)
             except SwitchError as error:
-                assert "OutOfMemoryError" in str(error), error
+                assert FailureKind.OUT_OF_MEMORY in {failure.kind for failure in error.failures}, error
                 fits = False
             else:
                 fits = True

@@ -8,7 +8,5 @@ from .share import InferenceShare as InferenceShare
 from .spec import RewardModelSpec as RewardModelSpec
 from .spec import WorkerSpec as WorkerSpec
 from .spec import engine_size as engine_size
-from .stages import OutOfMemory as OutOfMemory
 from .stages import StageReport as StageReport
-from .together import BrokenOff as BrokenOff
 from .worker import Worker as Worker

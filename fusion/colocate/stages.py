@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from fusion.colocate.phases import Phase
-from fusion.colocate.together import BrokenOff
-from fusion.ep_switch import SwitchError
 from fusion.npu import Device
+from fusion.npu.failures import AbortedOnAllRanks, FailureKind, OutOfMemory, failures_in
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
 from fusion.rollout.types import Answer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Span, Timeline
-from fusion.telemetry.memory import human_bytes
 
 
 @dataclass
@@ -58,10 +56,6 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
     if stage in ("switch to infer", "generate", "answer"):
         return WAIT_WEIGHTS if not trains else ""
     return ""
-
-
-class OutOfMemory(RuntimeError):
-    """A card ran out of memory; the message says in which stage, and who held what."""
 
 
 class StageLog:
@@ -124,19 +118,16 @@ class StageLog:
 
     @contextmanager
     def explain_out_of_memory(self, stage: str) -> Iterator[None]:
-        """Whoever runs out of memory inside says who held it.
+        """Reports who held the memory where the block runs out of it.
 
         Raises:
-            OutOfMemory: in place of the allocator's error, or of a switch's that this card broke by it.
+            OutOfMemory: in place of the allocator's error, or of an abort on all cards for want of memory on this one.
         """
         try:
             yield
-        except (torch.OutOfMemoryError, SwitchError, BrokenOff) as error:
-            mine = [failure.reason for failure in getattr(error, "failures", ()) if failure.rank == self.rank]
-            if not (isinstance(error, torch.OutOfMemoryError) or any("OutOfMemoryError" in reason for reason in mine)):
-                raise
-            table = ""
-            if not any("the card held" in reason for reason in mine):  # a switch says it, of before it let go of memory
-                held = self.device.memory_by_owner().items()
-                table = "; HBM by owner: " + "  ".join(f"{owner} {human_bytes(count)}" for owner, count in held)
-            raise OutOfMemory(f"rank {self.rank} is out of memory in stage {stage!r}{table}\n{error}") from error
+        except (torch.OutOfMemoryError, AbortedOnAllRanks) as error:
+            held = self.device.memory_by_owner()
+            for failure in failures_in(error, rank=self.rank, stage=stage, bytes_by_owner=held):
+                if failure.rank == self.rank and failure.kind is FailureKind.OUT_OF_MEMORY:
+                    raise OutOfMemory(stage, failure) from error
+            raise

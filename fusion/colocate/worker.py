@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,10 @@ from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport, wait_kind
-from fusion.colocate.together import together
 from fusion.inference import Request
 from fusion.model import Mesh
 from fusion.npu import Device, open_device
+from fusion.npu.all_or_none import all_or_none
 from fusion.rollout import SuspendedSample
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
@@ -215,7 +215,7 @@ class Worker:
         with self._stage("train", "train"):
             card.switcher.load_optimizer()
             if not trainer.accumulating:
-                together(card.meshes.trainers, self.rank, "gradients", trainer.allocate_gradients)
+                self._all_or_none(trainer.allocate_gradients, group=card.meshes.trainers, stage="gradients")
             own_ids = [shares[mesh.dp_rank] for shares in minibatches]
             weigh = partial(self._weigh, version)
             for number, batch in enumerate(card.reader.minibatches(trainer, own_ids, weigh)):
@@ -301,6 +301,9 @@ class Worker:
         trains = self.rank in self.spec.deployment.train
         return self.card.log.stage(name, kind, wait_kind(name, self.phases.phase, trains))
 
+    def _all_or_none(self, work: Callable[[], object], *, group: dist.ProcessGroup | None, stage: str) -> None:
+        all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.card.device)
+
     def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
         return replace(self.card.algorithm.weigh(sequences), version=version)
 
@@ -309,15 +312,15 @@ class Worker:
         """Inside, the card is in ``phase`` with ``weights`` entered; afterwards it is back in its phase. All cards of
         the mesh get there and back, or none does."""
         home, group = self.phases.phase, mesh.world_group
-        together(group, self.rank, "phase", lambda: self.phases.check(phase))
+        self._all_or_none(lambda: self.phases.check(phase), group=group, stage="phase")
         self.phases.begin(phase)
         try:
             with ExitStack() as inside:
-                together(group, self.rank, f"to {phase.value}", lambda: inside.enter_context(weights))
+                self._all_or_none(lambda: inside.enter_context(weights), group=group, stage=f"to {phase.value}")
                 self.phases.arrive(phase)
                 yield
                 self.phases.begin(home)
-                together(group, self.rank, f"back to {home.value}", inside.close)
+                self._all_or_none(inside.close, group=group, stage=f"back to {home.value}")
             self.phases.arrive(home)
         except BaseException:
             self.phases.arrive(Phase.BROKEN)

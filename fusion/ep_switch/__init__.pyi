@@ -9,7 +9,6 @@ from .moves import Step as Step
 from .plan import Plan as Plan
 from .plan import plan_switch as plan_switch
 from .topology import Topology as Topology
-from .transfer import Failure as Failure
 from .transfer import Switcher as Switcher
 from .transfer import SwitchError as SwitchError
 from .transfer import SwitchReport as SwitchReport

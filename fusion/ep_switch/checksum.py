@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusion.model.holder import WeightHolder
 from fusion.model.table import Box
+from fusion.npu.all_or_none import all_or_none, gather_json
 
 _CHUNK = 1 << 18
 """Elements hashed at once: bounds the int64 temporaries to a few MB."""
@@ -86,32 +86,28 @@ def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> i
             engine.
 
     Raises:
-        RuntimeError: on every rank, if replicas of a part differ, with the parameter and the ranks (of the mesh), or if
-            a rank could not sum, with why.
+        AbortedOnAllRanks: a rank could not compute its sums.
+        RuntimeError: on every rank, if replicas of a part differ, with the parameter and the ranks (of the mesh).
     """
-    mine: dict[tuple[str, Box], int] = {}
-    cause: Exception | None = None
-    try:
-        with torch.no_grad():
-            for param in model.table:
-                for part in param.parts:
-                    view = part.view(model.weights.views[param.name]).to(dtype or model.weights.dtype)
-                    mine[part.name, part.region] = int(box_checksum(view, part.name, part.region))
-    except Exception as error:  # the others wait for this rank's sums
-        cause = error
-    everyone: list[Any] = [mine]
-    causes: list[Any] = [cause and f"{type(cause).__name__}: {cause}"]
-    if model.mesh.world_group is not None:
-        told: list[Any] = [None] * model.mesh.parallel.world
-        dist.all_gather_object(told, (mine, causes[0]), group=model.mesh.world_group)
-        everyone, causes = (list(each) for each in zip(*told, strict=True))
-    if any(causes):
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(causes) if reason)
-        raise RuntimeError(f"the weights could not be summed: {reasons}") from cause
-    owners: dict[tuple[str, Box], tuple[int, int]] = {}
-    for rank, sums in enumerate(everyone):
-        for key, value in sums.items():
-            owner, expected = owners.setdefault(key, (rank, value))
+    group = model.mesh.world_group
+    rank = dist.get_rank() if group is not None else model.mesh.rank
+    sums = all_or_none(lambda: _box_sums(model, dtype), group=group, rank=rank, stage="weights checksum")
+    holders: dict[tuple[str, Box], tuple[int, int]] = {}
+    for rank, sums_of_rank in enumerate(gather_json(sums, group)):
+        for name, region, value in sums_of_rank:
+            box = tuple([tuple(bounds) for bounds in region])
+            holder, expected = holders.setdefault((name, box), (rank, value))
             if value != expected:
-                raise RuntimeError(f"ranks {owner} and {rank} hold different values of {key[0]} {list(key[1])}")
-    return sum(value for _, value in owners.values()) % (1 << 64)
+                raise RuntimeError(f"ranks {holder} and {rank} hold different values of {name} {list(box)}")
+    return sum(value for _, value in holders.values()) % (1 << 64)
+
+
+def _box_sums(model: WeightHolder, dtype: torch.dtype | None) -> list[tuple[str, Box, int]]:
+    """(global tensor, box, checksum) of everything that this rank holds."""
+    sums = []
+    with torch.no_grad():
+        for param in model.table:
+            for part in param.parts:
+                view = part.view(model.weights.views[param.name]).to(dtype or model.weights.dtype)
+                sums.append((part.name, part.region, int(box_checksum(view, part.name, part.region))))
+    return sums

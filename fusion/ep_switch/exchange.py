@@ -11,16 +11,20 @@ the links between machines make them). Two rounds can be under way: `collective`
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion.ep_switch.outcome import Failure, earliest
+from fusion.ep_switch.outcome import SwitchFailure, first_by_rank
 from fusion.ep_switch.program import Program
 from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
+from fusion.npu.failures import FailureKind
+
+STAGE = "weight switch"
 
 Kind = Literal["auto", "shared", "collective"]
 
@@ -29,9 +33,17 @@ Kind = Literal["auto", "shared", "collective"]
 class Vote:
     """What a rank reports to all others before and after the rounds."""
 
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[SwitchFailure, ...] = ()
     digest: int = 0
     """Of its plan: `Plan.digest`."""
+
+    def encode(self) -> bytes:
+        return json.dumps([self.digest, [failure.to_json() for failure in self.failures]]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Vote:
+        digest, failures = json.loads(data)
+        return cls(tuple(map(SwitchFailure.from_json, failures)), digest)
 
 
 class PeerLost(Exception):
@@ -105,9 +117,16 @@ class Alone(Exchange):
     def close(self) -> None: ...
 
 
-def failures_of(votes: dict[int, Vote]) -> list[Failure]:
+def lost_rank(
+    rank: int, reason: str, *, round_: int = -1, parameter: str = "", kind: FailureKind = FailureKind.DIED
+) -> SwitchFailure:
+    """The failure of a rank that cannot report it itself."""
+    return SwitchFailure(rank, STAGE, kind, "", reason, round=round_, parameter=parameter)
+
+
+def failures_of(votes: dict[int, Vote]) -> list[SwitchFailure]:
     """Returns the failures in the votes, including plans that differ; the same on every rank with the same votes."""
     failures = [failure for vote in votes.values() for failure in vote.failures]
     if not failures and len({vote.digest for vote in votes.values()}) > 1:
-        return [Failure(rank, -1, "", "plans another switch") for rank in sorted(votes)]
-    return earliest(failures)
+        return [lost_rank(rank, "plans another switch", kind=FailureKind.FAILED) for rank in sorted(votes)]
+    return first_by_rank(failures)

@@ -8,7 +8,6 @@ Checksums are those of the send buffer: that a sender packs something else than 
 
 from __future__ import annotations
 
-import pickle
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.checksum import NO_SUM
-from fusion.ep_switch.exchange import Exchange, PeerLost, Vote
-from fusion.ep_switch.outcome import Failure
+from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.program import Program
 from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
+from fusion.npu.all_or_none import gather_bytes
+from fusion.npu.failures import FailureKind
 
 PATIENCE_S = 3.0
 """How long those who noticed that the group is broken wait for each other: ranks notice within a round."""
@@ -183,27 +183,29 @@ class CollectiveExchange(Exchange):
         failed, most, least = status.tolist()
         if not failed and most == -least:
             return {self.rank: vote}
-        votes: list[Any] = [None] * len(self.peers)
-        dist.all_gather_object(votes, vote, group=self.group)
-        return dict(zip(self.peers, votes, strict=True))
+        votes = gather_bytes(vote.encode(), self.group)
+        return dict(zip(self.peers, map(Vote.decode, votes), strict=True))
 
     def _roll_call(self, vote: Vote) -> dict[int, Vote]:
         """The votes of those who still answer, without the group."""
         store = self._store()
         store.set("broken", "1")
-        store.set(str(self.rank), pickle.dumps(vote).hex())
+        store.set(str(self.rank), vote.encode().decode())
         votes, deadline = {self.rank: vote}, time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and len(votes) < len(self.peers):
             for peer in self.peers:
                 if peer not in votes and store.check([str(peer)]):
-                    votes[peer] = pickle.loads(bytes.fromhex(store.get(str(peer)).decode()))
+                    votes[peer] = Vote.decode(store.get(str(peer)))
             time.sleep(_PAUSE_S)
         for peer in self.peers:
             if peer not in votes:
                 reason = f"has not answered for {PATIENCE_S:.0f} s; its process has ended or hangs ({self._broken})"
-                votes[peer] = Vote((Failure(peer, self._round, self._due(peer), reason),), vote.digest)
+                votes[peer] = Vote(
+                    (lost_rank(peer, reason, round_=self._round, parameter=self._due(peer)),), vote.digest
+                )
         if not any(each.failures for each in votes.values()):
-            votes[self.rank] = Vote((Failure(self.rank, self._round, "", self._broken),), vote.digest)
+            failure = lost_rank(self.rank, self._broken, round_=self._round, kind=FailureKind.PEER_LOST)
+            votes[self.rank] = Vote((failure,), vote.digest)
         return votes
 
     def _due(self, peer: int) -> str:

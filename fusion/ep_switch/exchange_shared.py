@@ -11,7 +11,6 @@ they wait for; a socket that closes means that its process has ended.
 
 from __future__ import annotations
 
-import pickle
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion.ep_switch.exchange import Exchange, PeerLost, Vote
-from fusion.ep_switch.outcome import Failure
+from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.peer_sockets import PeerSockets
 from fusion.ep_switch.program import Program
 from fusion.ep_switch.segment import Segment
@@ -30,7 +28,7 @@ from fusion.npu import HANDLE_BYTES, Device
 
 READY, READ, VOTE = range(3)
 _HEAD = struct.Struct("<Bqi")
-"""Kind, round, and for READY the number of handles. Then a Vote, pickled, or the handles and the checksums."""
+"""Kind, round, and for READY the number of handles. Then a Vote, or the handles and the checksums."""
 
 ROUND_TIMEOUT_S, START_TIMEOUT_S, CLOSING_TIMEOUT_S = 120.0, 1800.0, 10.0
 """How long the others wait for a rank whose process lives: in a round, before it joins the switch, and between the
@@ -90,7 +88,7 @@ class PeerMessages:
         elif kind == READ:
             self.read[peer] = index
         else:
-            self.votes[peer].append(pickle.loads(message[_HEAD.size :]))
+            self.votes[peer].append(Vote.decode(message[_HEAD.size :]))
 
 
 class SharedExchange(Exchange):
@@ -124,13 +122,13 @@ class SharedExchange(Exchange):
 
     def agree(self, vote: Vote) -> dict[int, Vote]:
         for peer in self.others:
-            self.messages.send(peer, VOTE, payload=pickle.dumps(vote))
+            self.messages.send(peer, VOTE, payload=vote.encode())
         votes, timeout_s = {self.rank: vote}, START_TIMEOUT_S if self._round < 0 else ROUND_TIMEOUT_S
         while missing := [peer for peer in self.others if peer not in votes]:
             try:
                 self.messages.wait_until(missing, timeout_s, arrived=lambda peer: bool(self.messages.votes[peer]))
             except PeerLost as lost:
-                votes[lost.rank] = Vote((Failure(lost.rank, self._round, "", lost.reason),), vote.digest)
+                votes[lost.rank] = Vote((lost_rank(lost.rank, lost.reason, round_=self._round),), vote.digest)
             votes |= {peer: self.messages.votes[peer].pop(0) for peer in missing if self.messages.votes[peer]}
         if any(each.failures for each in votes.values()):
             self._forget()  # votes of an aborted switch must not reach the next one

@@ -79,7 +79,7 @@ class HostFill:
                 try:
                     self._copy(flat[start : start + values.numel()], values)
                 except Exception as error:
-                    raise TransferError(name, f"{type(error).__name__}: {error}") from error
+                    raise TransferError(name, str(error)) from error
 
     def close(self) -> None:
         """What the current stream does from now on sees what was filled; gives the staging buffer back."""

@@ -15,6 +15,7 @@ from fusion.ep_switch.exchange_shared import PeerMessages, SharedExchange
 from fusion.ep_switch.peer_sockets import Listener, machine
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
+from fusion.npu.all_or_none import gather_json
 
 _messages: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The `PeerMessages` of a process group, None where it has none. It lives as long as the group, or until a failure."""
@@ -45,12 +46,10 @@ def _connect(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequenc
     if device.can_share:
         probe = torch.zeros(1, device=device.torch_device)
         handle = device.share(probe)
-    cards: list[Any] = [None] * len(peers)
-    dist.all_gather_object(cards, (machine(), handle, listener.address), group=group)
-    near = len({where for where, _, _ in cards}) == 1 and all(handle for _, handle, _ in cards)
-    able: list[Any] = [None] * len(peers)
-    dist.all_gather_object(able, near and _can_map(device, [handle for _, handle, _ in cards]), group=group)
-    if not all(able):
+    cards = gather_json([machine(), handle.hex(), listener.address], group)
+    handles = [bytes.fromhex(handle) for _, handle, _ in cards]
+    near = all(where == cards[0][0] for where, _, _ in cards) and all(handles)
+    if not all(gather_json(near and _can_map(device, handles), group)):
         listener.close()
         return None
     return PeerMessages(

@@ -1,9 +1,11 @@
-"""What comes of a switch: a report on every rank, or an error that names every rank's failure."""
+"""The outcome of a switch: a report on every rank, or an error with the failures of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from fusion.npu.failures import AbortedOnAllRanks, RankFailure
 
 
 @dataclass(frozen=True)
@@ -39,35 +41,30 @@ target. finish: the agreement that all are done."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a rank left a switch. ``round`` is -1 before the first; ``parameter`` is empty where none was at hand."""
+class SwitchFailure(RankFailure):
+    """Why a rank left a switch."""
 
-    rank: int
-    round: int
-    parameter: str
-    reason: str
+    round: int = -1
+    """-1: before the first."""
+    parameter: str = ""
+    """What failed to move; empty where none was at hand."""
 
-    def __str__(self) -> str:
-        where = "before the first round" if self.round < 0 else f"in round {self.round}"
+    @property
+    def where(self) -> str:
         at = f" at {self.parameter}" if self.parameter else ""
-        return f"rank {self.rank} {where}{at}: {self.reason}"
+        return (f"round {self.round}" if self.round >= 0 else "preparation") + at
 
 
-class SwitchError(RuntimeError):
-    """A switch that broke off; raised on every rank of the group with the failures of all ranks."""
+class SwitchError(AbortedOnAllRanks):
+    """A switch that was aborted; raised on every rank of the group with the failures of all ranks."""
 
-    def __init__(self, failures: list[Failure]):
-        super().__init__(failures)
-        self.failures = failures
-
-    def __str__(self) -> str:
-        return "the switch of weights failed on " + "; ".join(str(failure) for failure in self.failures)
+    what = "weight switch "
 
 
-def earliest(failures: Iterable[Failure]) -> list[Failure]:
-    """One failure a rank, in the order of ranks: the earliest of those that name a parameter, if any does. Several
-    ranks may tell of one that cannot itself, and some of them were not waiting for anything of it."""
-    first: dict[int, Failure] = {}
+def first_by_rank(failures: Iterable[SwitchFailure]) -> list[SwitchFailure]:
+    """Returns one failure a rank, in the order of ranks: the earliest of those that name a parameter, if any does.
+    Several ranks may report one that cannot itself, and some of them were not waiting for anything of it."""
+    first: dict[int, SwitchFailure] = {}
     for failure in sorted(failures, key=lambda one: (one.rank, not one.parameter, one.round, one.parameter)):
         first.setdefault(failure.rank, failure)
     return list(first.values())

@@ -138,7 +138,7 @@ class Segment:
         try:
             return run_sums(wire, self.ends)
         except Exception as error:
-            raise TransferError(self.name, f"{type(error).__name__}: {error}") from error
+            raise TransferError(self.name, str(error)) from error
 
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
         """Holds what was unpacked, read back out of the storage into ``scratch`` [numel], against the sender's sums.
@@ -188,7 +188,7 @@ def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Ru
             try:
                 target.copy_(source)
             except Exception as error:
-                raise TransferError(run.name, f"{type(error).__name__}: {error}") from error
+                raise TransferError(run.name, str(error)) from error
         raise
 
 

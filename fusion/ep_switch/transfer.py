@@ -18,18 +18,18 @@ cannot serve, its storage is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import NoReturn
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
-from fusion.ep_switch.exchange import Alone, Exchange, Kind, PeerLost, Vote, failures_of
+from fusion.ep_switch.exchange import STAGE, Alone, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
 from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.opening import open_exchange
-from fusion.ep_switch.outcome import PARTS, Failure, SwitchError, SwitchReport
+from fusion.ep_switch.outcome import PARTS, SwitchError, SwitchFailure, SwitchReport
 from fusion.ep_switch.plan import Plan
 from fusion.ep_switch.program import Program, Stage, compile_program
 from fusion.ep_switch.rounds import IN_FLIGHT
@@ -37,8 +37,12 @@ from fusion.ep_switch.segment import TransferError, copy
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.model.weights import Buckets
 from fusion.npu import Device
+from fusion.npu.all_or_none import attempt
+from fusion.npu.failures import RankFailure
 
-__all__ = ["Failure", "SwitchError", "SwitchReport", "Switcher", "execute"]
+__all__ = ["SwitchError", "SwitchReport", "Switcher", "execute"]
+
+T = TypeVar("T")
 
 
 def execute(
@@ -53,9 +57,6 @@ def execute(
     """Moves the weights from ``source`` to ``target`` once: see `Switcher`, which makes the views of a plan once for
     many switches."""
     return Switcher(plan, source, target, device, group, exchange).run(checksum)
-
-
-MIB = 1 << 20
 
 
 class Switcher:
@@ -126,23 +127,47 @@ class Switcher:
         return exchange
 
     def _prepare(self, exchange: Exchange, checksum: bool, host: HostParts) -> Program:
-        """Everything that can be refused without harm, and the agreement that nobody did."""
-        failures: list[Failure] = []
-        cause: Exception | None = None
+        """Does everything that can be refused without harm, and agrees that no rank refused."""
         exchange.begin()
-        try:
+        self._round = -1
+
+        def prepare() -> Program:
             program, rank = self._check(exchange.rank), exchange.rank
             self._fill.open(self._target, self.plan.hosted_units(rank), host, self.plan.staging_bytes(rank))
             exchange.open(program, checksum)
             self._note_memory()
-        except Exception as error:
-            cause = error
-            failures.append(Failure(exchange.rank, -1, "", self._told(error)))
-        votes = exchange.agree(Vote(tuple(failures), self.plan.digest))
-        if failed := failures_of(votes):
-            self._leave(exchange, failed, cause)
-        assert self._program is not None
-        return self._program
+            return program
+
+        return self._attempt(exchange, prepare)
+
+    def _attempt(self, exchange: Exchange, work: Callable[[], T]) -> T:
+        """Runs work that all ranks of the group do, or none.
+
+        Raises:
+            SwitchError: on all ranks; buffers are given back.
+        """
+        try:
+            return attempt(
+                work,
+                describe=lambda error: self._describe(exchange.rank, error),
+                agree=lambda own: failures_of(exchange.agree(Vote(tuple(own), self.plan.digest))),
+                error_type=SwitchError,
+            )
+        except SwitchError:
+            exchange.close()
+            self._fill.close()
+            raise
+
+    def _describe(self, rank: int, error: Exception) -> list[SwitchFailure]:
+        """The failures that this rank reports, with the owners of the memory where it ran out."""
+        if isinstance(error, PeerLost):
+            if error.left:  # it reports itself
+                return []
+            return [lost_rank(error.rank, error.reason, round_=self._round, parameter=error.parameter)]
+        parameter = error.parameter if isinstance(error, TransferError) else ""
+        cause = error.__cause__ if isinstance(error, TransferError) and error.__cause__ else error
+        plain = RankFailure.of(cause, rank=rank, stage=STAGE, bytes_by_owner=self.device.memory_by_owner())
+        return [SwitchFailure(**plain.to_json(), round=self._round, parameter=parameter)]
 
     def _check(self, rank: int) -> Program:
         if self._program is None:
@@ -159,10 +184,19 @@ class Switcher:
         return self._program
 
     def _carry_out(self, exchange: Exchange, program: Program) -> None:
-        """The rounds and the agreement that all are done, whatever happens on this rank."""
-        failures: list[Failure] = []
-        cause: Exception | None = None
-        self._round = -1
+        """Runs the rounds, and agrees that all ranks have; releases the target if one has not."""
+        try:
+            self._attempt(exchange, lambda: self._run_rounds(exchange, program))
+        except SwitchError:
+            if self._target is not None:
+                self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
+            raise
+        self._clock.mark("finish")
+        self._note_memory()
+        exchange.close()
+        self._clock.mark("memory")
+
+    def _run_rounds(self, exchange: Exchange, program: Program) -> None:
         try:
             self._release(self._unread)
             self._clock.mark("prepare")
@@ -177,26 +211,10 @@ class Switcher:
                 if 0 < index <= len(stages):
                     self._round = index - 1
                     exchange.receive(index - 1, stages[index - 1].receive)
-        except PeerLost as lost:
-            cause = lost
-            if not lost.left:
-                failures.append(Failure(lost.rank, self._round, lost.parameter, lost.reason))
-        except Exception as error:
-            cause = error
-            parameter = error.parameter if isinstance(error, TransferError) else ""
-            failures.append(Failure(exchange.rank, self._round, parameter, self._told(error)))
-        self._fill.close()
-        if cause is not None:
+            self._fill.close()
+        except Exception:
             exchange.abandon()
-        votes = exchange.agree(Vote(tuple(failures), self.plan.digest))
-        if failed := failures_of(votes):
-            if self._target is not None:
-                self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
-            self._leave(exchange, failed, cause)
-        self._clock.mark("finish")
-        self._note_memory()
-        exchange.close()
-        self._clock.mark("memory")
+            raise
 
     def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
         if stage.allocate:
@@ -217,15 +235,7 @@ class Switcher:
         except Exception as error:
             first = next(unit for unit in units if not self._target.held(unit))
             name = self._target.plans[first].entries[0][0].name
-            raise TransferError(name, f"{type(error).__name__}: {error}") from error
-
-    def _told(self, error: Exception) -> str:
-        """Why this rank leaves; where it ran out of memory, with who held it, before anything is given back."""
-        reason = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-        if "OutOfMemoryError" not in reason:
-            return reason
-        held = ", ".join(f"{owner} {nbytes / MIB:.1f} MiB" for owner, nbytes in self.device.memory_by_owner().items())
-        return f"{reason}; the card held {held}"
+            raise TransferError(name, str(error)) from error
 
     def _release(self, units: Sequence[int]) -> None:
         assert self._source is not None or not units
@@ -236,11 +246,6 @@ class Switcher:
         memory = self.device.memory()
         self._peak_bytes = max(self._peak_bytes, memory.allocated - self._others)
         self._peak_reserved = max(self._peak_reserved, memory.reserved - self._others)
-
-    def _leave(self, exchange: Exchange, failures: list[Failure], cause: Exception | None) -> NoReturn:
-        exchange.close()
-        self._fill.close()
-        raise SwitchError(failures) from cause
 
     def _report(self, exchange: Exchange, program: Program, seconds: float) -> SwitchReport:
         return SwitchReport(

@@ -4,3 +4,7 @@ from .device import OWNERS as OWNERS
 from .device import Device as Device
 from .device import Memory as Memory
 from .device import open_device as open_device
+from .failures import AbortedOnAllRanks as AbortedOnAllRanks
+from .failures import FailureKind as FailureKind
+from .failures import OutOfMemory as OutOfMemory
+from .failures import RankFailure as RankFailure

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusion.model import Transformer
+from fusion.npu.failures import wait_for
 from fusion.training.pipeline import Action, Message, Step, forward_only, one_forward_one_backward, program
 
 Forward = Callable[[int, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -88,7 +89,7 @@ class Stage:
             if tensor.numel():
                 operations.append(self._operation(message, leaves, tensor))
         for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+            wait_for(work)
 
     def _operation(self, message: Message, leaves: bool, tensor: torch.Tensor) -> dist.P2POp:
         way, peer = (dist.isend, message.target) if leaves else (dist.irecv, message.source)

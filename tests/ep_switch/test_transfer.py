@@ -226,7 +226,7 @@ def unsummed(rank, device):
 
 def test_a_rank_that_cannot_sum_its_weights_keeps_nobody_waiting():
     one, other = run_ranks(unsummed, 2)
-    assert one == other and "could not be summed: rank 1: " in one and "rank 0" not in one
+    assert one == other and "rank 1 failed in weights checksum: " in one and "rank 0" not in one
 
 
 def test_the_checksum_of_all_weights_survives_a_switch():

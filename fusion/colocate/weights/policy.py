@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.together import together
 from fusion.colocate.weights.masters import MasterRun, host_parts, master_runs
 from fusion.colocate.weights.route import Route, plan_route
 from fusion.ep_switch import Plan, SwitchReport, weights_checksum
@@ -21,6 +20,9 @@ from fusion.ep_switch.transfer import Switcher
 from fusion.model import ModelConfig, WeightHolder, load_weights
 from fusion.model.weights import Buckets
 from fusion.npu import Device
+from fusion.npu.all_or_none import all_or_none, gather_json
+
+T = TypeVar("T")
 
 
 class WeightsDiffer(RuntimeError):
@@ -101,7 +103,7 @@ class PolicyWeights:
         if plan is None:
             return None
         group = self.meshes.trainers
-        parts = together(group, self.rank, "masters", lambda: self._hosted(plan, masters))
+        parts = self._all_or_none(lambda: self._hosted(plan, masters), group=group, stage="masters")
         return self.reshard(plan, self.infer, self.train, group, parts)[0]
 
     def _hosted(self, plan: Plan, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]) -> HostParts:
@@ -146,15 +148,17 @@ class PolicyWeights:
     def _checksum(self, model: WeightHolder | None, group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
             return None
-        return together(group, self.rank, "checksum", lambda: weights_checksum(model) if model is not None else None)
+        return self._all_or_none(
+            lambda: weights_checksum(model) if model is not None else None, group=group, stage="checksum"
+        )
+
+    def _all_or_none(self, work: Callable[[], T], *, group: dist.ProcessGroup | None, stage: str) -> T:
+        return all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.device)
 
     def _compare(self, own: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
             return None
-        everyone: list[Any] = [own]
-        if group is not None:
-            everyone = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everyone, own, group=group)
+        everyone = gather_json(own, group)
         sums = {value for one in everyone for value in one.values() if value is not None}
         if len(sums) > 1:
             cards = dict(zip(self.spec.deployment.actor, everyone, strict=False))

@@ -29,13 +29,13 @@ from fusion.colocate.meshes import Meshes
 from fusion.colocate.phases import Phase, PhaseMachine
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
-from fusion.colocate.together import together
 from fusion.colocate.weights.policy import PolicyWeights
 from fusion.colocate.weights.route import Route
 from fusion.colocate.weights.staged_weights import StagedWeights
 from fusion.ep_switch import SwitchReport
 from fusion.inference import InferEngine
 from fusion.npu import Device
+from fusion.npu.all_or_none import all_or_none
 from fusion.offload import HostPool, Offloader
 from fusion.telemetry import WAIT_WEIGHTS, Metrics, Timeline
 from fusion.telemetry.memory import MIB
@@ -91,8 +91,8 @@ class PhaseSwitcher:
                 over their `StagedWeights` and no engine.
 
         Raises:
-            BrokenOff, SwitchError: on all cards, if a part failed on any. Where one of them cannot go there from its
-                phase, all stay where they were.
+            AbortedOnAllRanks: on all cards, if a part failed on any (SwitchError: the resharding). Where one of them
+                cannot go there from its phase, all stay where they were.
         """
         actor = self.meshes.actor
         target = self._part(actor, "phase", lambda: self._plan(share))
@@ -110,7 +110,7 @@ class PhaseSwitcher:
         """The trainer holds the weights again.
 
         Raises:
-            BrokenOff, SwitchError: as `to_infer`.
+            AbortedOnAllRanks: as `to_infer`.
         """
         self._part(self.meshes.trainers, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
@@ -124,9 +124,10 @@ class PhaseSwitcher:
         may add to those. Collective over the cards that train.
 
         Raises:
-            BrokenOff: on all cards, if one lacks the room; there it stays on the host, and may be asked for again.
+            AbortedOnAllRanks: on all cards, if one lacks the room; it stays on the host there, and may be requested
+                again.
         """
-        together(self.meshes.trainers, self.rank, "optimizer", self._load)
+        self._all_or_none(self._load, group=self.meshes.trainers, stage="optimizer")
 
     def await_optimizer(self) -> None:
         """What is queued from now on may use the optimizer's state."""
@@ -225,9 +226,12 @@ class PhaseSwitcher:
                 mark(f"switch/{name}")
                 return result
 
-            result = together(group, self.rank, name, own)
+            result = self._all_or_none(own, group=group, stage=name)
             mark(WAIT_WEIGHTS if group is not None else f"switch/{name}")
         return result
+
+    def _all_or_none(self, work: Callable[[], T], *, group: dist.ProcessGroup | None, stage: str) -> T:
+        return all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.device)
 
     def _span(self, part: str) -> AbstractContextManager[None]:
         return self.timeline.span(part, f"switch/{part}")

@@ -1,0 +1,179 @@
+"""Describes what failed, on which rank and in which stage, as typed plain data that travels between processes.
+
+    exception of any type ──RankFailure.of──► RankFailure (rank, stage, kind, type name, message, bytes by owner)
+                                                  │ JSON, over a process group or sockets (`all_or_none`)
+                                                  ▼
+                                              AbortedOnAllRanks(failures), on every rank
+
+Kinds are decided by the type of the exception, never by its text. gloo (torch 2.13) raises a plain RuntimeError where
+hccl and nccl raise `torch.distributed.DistBackendError`; a RuntimeError counts as a collective's if it was raised
+inside torch.distributed, or by `wait_for`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+MIB = 1 << 20
+
+COLLECTIVES = "torch.distributed.distributed_c10d"
+"""The module whose functions run collectives; those that set groups up (`SETUP`) fail by themselves."""
+
+SETUP = frozenset(("init_process_group", "new_group", "destroy_process_group"))
+
+
+class FailureKind(StrEnum):
+    """Why a rank failed, the kinds that are causes before those that are consequences."""
+
+    DIED = "died"
+    OUT_OF_MEMORY = "out_of_memory"
+    FAILED = "failed"
+    """It raised an error of its own."""
+    QUEUE_CLOSED = "queue_closed"
+    """The sample queue ended under it."""
+    PEER_FAILED = "peer_failed"
+    """Another rank of its group failed, and all aborted."""
+    PEER_LOST = "peer_lost"
+    """A collective failed: another rank has ended, or has left it."""
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective of this rank failed, as another rank has ended or has left it."""
+
+
+class OutOfMemory(RuntimeError):
+    """A card ran out of memory in a stage; the message says who held the memory then."""
+
+    def __init__(self, stage: str, failure: RankFailure):
+        super().__init__(stage, failure)
+        self.stage, self.failure = stage, failure
+
+    @property
+    def rank(self) -> int:
+        return self.failure.rank
+
+    @property
+    def bytes_by_owner(self) -> Mapping[str, int]:
+        """HBM by owner (`Device.memory_by_owner`) when memory ran out, before any was released."""
+        return self.failure.bytes_by_owner
+
+    def __str__(self) -> str:
+        part = f", {self.failure.where}" if self.failure.where != self.stage else ""
+        return (
+            f"rank {self.rank} is out of memory in stage {self.stage!r}{part}; "
+            f"HBM by owner: {format_owners(self.bytes_by_owner)}\n{self.failure.message}"
+        )
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The failure of one rank."""
+
+    rank: int
+    stage: str
+    """What the rank was doing."""
+    kind: FailureKind
+    error: str
+    """Name of the exception's type; empty where another rank reports the failure."""
+    message: str
+    bytes_by_owner: dict[str, int] = field(default_factory=dict)
+    """Where the card was out of memory: HBM by owner at that time."""
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, rank: int, stage: str, bytes_by_owner: Mapping[str, int] | None = None
+    ) -> RankFailure:
+        """Describes an exception. ``bytes_by_owner`` is kept where memory ran out."""
+        kind = kind_of(error)
+        held = dict(bytes_by_owner or {}) if kind is FailureKind.OUT_OF_MEMORY else {}
+        return cls(rank, stage, kind, type(error).__name__, str(error), held)
+
+    @property
+    def where(self) -> str:
+        return self.stage
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`; fields of subclasses are dropped."""
+        known = {entry.name: fields[entry.name] for entry in dataclasses.fields(cls)}
+        return cls(**{**known, "kind": FailureKind(fields["kind"])})
+
+    def __str__(self) -> str:
+        held = f"; HBM by owner: {format_owners(self.bytes_by_owner)}" if self.bytes_by_owner else ""
+        reason = f"{self.error}: {self.message}" if self.error else self.message
+        return f"rank {self.rank} failed in {self.where}: {reason}{held}"
+
+
+class AbortedOnAllRanks(RuntimeError):
+    """Raised on every rank of a group when work failed on any; ``failures`` are those of all ranks."""
+
+    what = ""
+    """What was aborted, if the failures do not say it."""
+
+    def __init__(self, failures: Sequence[RankFailure]):
+        super().__init__(failures)
+        self.failures = tuple(failures)
+
+    def failure_of(self, rank: int) -> RankFailure | None:
+        return next((failure for failure in self.failures if failure.rank == rank), None)
+
+    def __str__(self) -> str:
+        return f"{self.what}aborted on all cards: " + "; ".join(map(str, self.failures))
+
+
+def failures_in(
+    error: BaseException, *, rank: int, stage: str, bytes_by_owner: Mapping[str, int] | None = None
+) -> list[RankFailure]:
+    """Describes an exception: as this rank's failure, or as those of all ranks where they have aborted already."""
+    if isinstance(error, AbortedOnAllRanks):
+        return list(error.failures)
+    return [RankFailure.of(error, rank=rank, stage=stage, bytes_by_owner=bytes_by_owner)]
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """Classifies an exception by its type, and by where it was raised if it is a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
+        return FailureKind.OUT_OF_MEMORY
+    if isinstance(error, (CollectiveFailed, dist.DistError, ConnectionError)):
+        return FailureKind.PEER_LOST
+    if type(error) is RuntimeError and _raised_in_collective(error.__traceback__):
+        return FailureKind.PEER_LOST
+    return FailureKind.FAILED
+
+
+def wait_for(work: dist.Work) -> None:
+    """Waits for an asynchronous collective.
+
+    Raises:
+        CollectiveFailed: another rank has ended or has left it.
+    """
+    try:
+        work.wait()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveFailed(str(error)) from error
+
+
+def format_owners(bytes_by_owner: Mapping[str, int]) -> str:
+    return ", ".join(f"{owner} {nbytes / MIB:.1f} MiB" for owner, nbytes in bytes_by_owner.items() if nbytes)
+
+
+def _raised_in_collective(traceback: TracebackType | None) -> bool:
+    module = name = ""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        traceback = traceback.tb_next
+    return module == COLLECTIVES and name not in SETUP
