@@ -22,15 +22,28 @@ c10::intrusive_ptr<c10::ivalue::Future> new_future(const Tensors& outputs) {
   return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
 }
 
+// gloo raises errors of many types when a peer is gone; a real backend raises one, which Python can tell from others.
+template <typename F>
+auto as_backend_error(const char* name, F call) {
+  try {
+    return call();
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (const std::exception& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("hccl: ", name, ": ", error.what()));
+  }
+}
+
 // gloo's send and receive hang when they are waited for twice; a real card's do not.
 struct Gloo {
-  explicit Gloo(WorkPtr work) : work(std::move(work)) {}
+  Gloo(WorkPtr work, const char* name) : work(std::move(work)), name(name) {}
   bool wait(std::chrono::milliseconds timeout) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (!is_done) is_done = work->wait(timeout);
+    if (!is_done) is_done = as_backend_error(name, [&] { return work->wait(timeout); });
     return is_done;
   }
   WorkPtr work;
+  const char* name;
   std::mutex mutex;
   bool is_done = false;
 };
@@ -38,7 +51,8 @@ struct Gloo {
 // result() and futures must hand out tensors of the card, not what gloo worked on.
 class EagerWork final : public c10d::Work {
  public:
-  EagerWork(WorkPtr gloo, Tensors outputs) : gloo_(gloo), waiter_(std::move(gloo)), outputs_(std::move(outputs)) {}
+  EagerWork(WorkPtr gloo, Tensors outputs, const char* name)
+      : gloo_(gloo), waiter_(std::move(gloo), name), outputs_(std::move(outputs)) {}
   bool isCompleted() override { return gloo_->isCompleted(); }
   bool isSuccess() const override { return gloo_->isSuccess(); }
   std::exception_ptr exception() const override { return gloo_->exception(); }
@@ -235,14 +249,18 @@ void Launch::finish(const std::vector<Copy>& copies, const char* name) {
   }
 }
 
+WorkPtr Launch::run(const std::function<WorkPtr()>& start) {
+  return done(as_backend_error(name_, start));
+}
+
 WorkPtr Launch::done(WorkPtr gloo_work) {
-  if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo_work), std::move(outputs_));
+  if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo_work), std::move(outputs_), name_);
   auto stash = std::make_shared<Stash>(Stash{std::move(kept_)});
   std::vector<std::pair<const char*, const char*>> written;
   for (const auto& it : copies_) {
     if (!it.is_input) written.push_back(bytes_of(it.alias));
   }
-  auto waiter = std::make_shared<Gloo>(std::move(gloo_work));
+  auto waiter = std::make_shared<Gloo>(std::move(gloo_work), name_);
   enqueue(card_, stream_, [waiter, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
     waiter->wait(kNoTimeout);
     finish(copies, name);

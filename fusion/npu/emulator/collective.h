@@ -5,6 +5,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <functional>
+
 namespace npu {
 
 using Tensors = std::vector<at::Tensor>;
@@ -31,9 +33,11 @@ class Launch {
   TensorLists written(const TensorLists& lists);
   Tensors updated(const Tensors& tensors); // read and written
 
-  WorkPtr done(WorkPtr gloo_work);
+  // Starts the collective on gloo. What gloo raises, now or in wait(), is a DistBackendError, as of a real backend.
+  WorkPtr run(const std::function<WorkPtr()>& start);
 
  private:
+  WorkPtr done(WorkPtr gloo_work);
   struct Copy {
     at::Tensor alias; // the card's bytes
     at::Tensor copy;

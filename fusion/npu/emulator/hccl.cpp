@@ -23,73 +23,73 @@ class HcclBackend final : public Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     Launch launch(gloo_, stream_, "broadcast");
     auto cpu = launch.updated(tensors);
-    return launch.done(gloo_->broadcast(cpu, options));
+    return launch.run([&] { return gloo_->broadcast(cpu, options); });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     Launch launch(gloo_, stream_, "all_reduce");
     auto cpu = launch.updated(tensors);
-    return launch.done(gloo_->allreduce(cpu, options));
+    return launch.run([&] { return gloo_->allreduce(cpu, options); });
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     Launch launch(gloo_, stream_, "all_reduce");
     auto cpu = launch.updated(tensors);
-    return launch.done(gloo_->allreduce_coalesced(cpu, options));
+    return launch.run([&] { return gloo_->allreduce_coalesced(cpu, options); });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     Launch launch(gloo_, stream_, "reduce");
     auto cpu = launch.updated(tensors);
-    return launch.done(gloo_->reduce(cpu, options));
+    return launch.run([&] { return gloo_->reduce(cpu, options); });
   }
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     Launch launch(gloo_, stream_, "all_gather");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->allgather(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->allgather(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     Launch launch(gloo_, stream_, "all_gather_into_tensor");
     auto cpu_input = launch.read(input);
     auto cpu_output = launch.written(output);
-    return launch.done(gloo_->_allgather_base(cpu_output, cpu_input, options));
+    return launch.run([&] { return gloo_->_allgather_base(cpu_output, cpu_input, options); });
   }
   WorkPtr allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     Launch launch(gloo_, stream_, "all_gather_into_tensor");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->allgather_into_tensor_coalesced(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->allgather_into_tensor_coalesced(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     Launch launch(gloo_, stream_, "gather");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->gather(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->gather(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
     Launch launch(gloo_, stream_, "scatter");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->scatter(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->scatter(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
     Launch launch(gloo_, stream_, "reduce_scatter");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->reduce_scatter(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->reduce_scatter(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     Launch launch(gloo_, stream_, "reduce_scatter_tensor");
     auto cpu_input = launch.read(input);
     auto cpu_output = launch.written(output);
-    return launch.done(gloo_->_reduce_scatter_base(cpu_output, cpu_input, options));
+    return launch.run([&] { return gloo_->_reduce_scatter_base(cpu_output, cpu_input, options); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     Launch launch(gloo_, stream_, "reduce_scatter_tensor");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->reduce_scatter_tensor_coalesced(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->reduce_scatter_tensor_coalesced(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
@@ -97,28 +97,28 @@ class HcclBackend final : public Backend {
     Launch launch(gloo_, stream_, "all_to_all_single");
     auto cpu_input = launch.read(input);
     auto cpu_output = launch.written(output);
-    return launch.done(gloo_->alltoall_base(cpu_output, cpu_input, output_splits, input_splits, options));
+    return launch.run([&] { return gloo_->alltoall_base(cpu_output, cpu_input, output_splits, input_splits, options); });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     Launch launch(gloo_, stream_, "all_to_all");
     auto cpu_inputs = launch.read(inputs);
     auto cpu_outputs = launch.written(outputs);
-    return launch.done(gloo_->alltoall(cpu_outputs, cpu_inputs, options));
+    return launch.run([&] { return gloo_->alltoall(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     Launch launch(gloo_, stream_, "send");
     auto cpu = launch.read(tensors);
-    return launch.done(gloo_->send(cpu, to, tag));
+    return launch.run([&] { return gloo_->send(cpu, to, tag); });
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     Launch launch(gloo_, stream_, "recv");
     auto cpu = launch.written(tensors);
-    return launch.done(gloo_->recv(cpu, from, tag));
+    return launch.run([&] { return gloo_->recv(cpu, from, tag); });
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
     Launch launch(gloo_, stream_, "recv");
     auto cpu = launch.written(tensors);
-    return launch.done(gloo_->recvAnysource(cpu, tag));
+    return launch.run([&] { return gloo_->recvAnysource(cpu, tag); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     if (is_late(current_card())) reach_end_of(current_card(), current_stream(current_card())); // the host waits for it
