@@ -13,6 +13,7 @@ import ray
 
 from distqueue import DistQueue
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
+from fusion.colocate.failures import ships_failures
 from fusion.inference import Request
 from fusion.rollout import SuspendedSample
 
@@ -25,6 +26,23 @@ def _in_group(name: str) -> Callable[[Method], Method]:
     return method(concurrency_group=name)
 
 
+STAGES = (
+    "prepare",
+    "switch",
+    "receive",
+    "generate",
+    "answer",
+    "reference",
+    "score",
+    "train",
+    "snapshot",
+    "save",
+    "restore",
+)
+"""Methods whose failures end the run, and are shipped typed"""
+
+
+@ships_failures(*STAGES)
 class Card(Worker):
     """`Worker` as an actor. It gets its rank once Ray has placed it; nothing else is called before."""
 

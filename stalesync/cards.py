@@ -24,12 +24,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 
-from distqueue import DistQueue, QueueClosed
+from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.config import claim
 from fusion.telemetry import wall_ns
 from stalesync.card import Card
-from stalesync.failures import CardFailed, QueueFailed, consequence, say
+from stalesync.failures import CardFailed, FailedStage, root_cause
 from stalesync.placing import check_cards, order_by_place
 
 log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class Cards:
             except ray.exceptions.GetTimeoutError:
                 raise CardFailed(f"rank {rank} did not answer {name!r} in {timeout_s:.0f} s: it hangs") from None
             except ray.exceptions.RayActorError as error:
-                raise CardFailed(say(rank, name, error)) from None
+                raise FailedStage.of(error, rank=rank, stage=name).error() from None
         return answers
 
     def describe_unresponsive(self, ranks: Sequence[int]) -> str:
@@ -268,7 +268,7 @@ class Cards:
 
     def _fail(self, running: RunningStage[Any], rank: int, error: Exception) -> None:
         """Raises the root cause among the failures of a stage; ``rank`` was the first to report one."""
-        failures = {rank: error}
+        failed = [FailedStage.of(error, rank=rank, stage=running.stage)]
         deadline = time.monotonic() + GATHER_FAILURES_S
         left = {ref: other for ref, other in running.pending.items() if other != rank}
         while left and time.monotonic() < deadline:
@@ -277,9 +277,6 @@ class Cards:
                 try:
                     ray.get(ref)
                 except Exception as error:
-                    failures[left[ref]] = error
+                    failed.append(FailedStage.of(error, rank=left[ref], stage=running.stage))
                 del left[ref]
-        rank = min(failures, key=lambda rank: (consequence(rank, failures[rank]), rank))
-        if isinstance(closed := getattr(failures[rank], "cause", None), QueueClosed):
-            raise QueueFailed(f"{closed}, as rank {rank} was told in stage {running.stage!r}") from None
-        raise CardFailed(say(rank, running.stage, failures[rank])) from None
+        raise root_cause(failed).error() from None

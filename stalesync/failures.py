@@ -1,12 +1,23 @@
-"""What ends a run, and which of several errors to tell: the one that is no echo of another."""
+"""Reports the root cause of a failed stage, not its consequences.
+
+A worker ships what a stage raised as a typed `StageFailed` (`fusion.colocate.failures`); Ray reports workers that died.
+Of several failures the root cause is chosen by kind, then by rank; no message is ever searched for words.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import ray
+
+from fusion.colocate.failures import StageFailed
+from fusion.npu.failures import FailureKind, RankFailure, kind_of
+
+CONSEQUENCES = (FailureKind.PEER_FAILED, FailureKind.PEER_LOST)
 
 
 class RunFailed(RuntimeError):
-    """The run ends; the message names what has failed, and at what."""
+    """The run ends; the message names what has failed, and in which stage."""
 
 
 class RayNotStarted(RunFailed):
@@ -33,28 +44,46 @@ class CardFailed(RunFailed):
 
 
 class QueueFailed(RunFailed):
-    """The queue has ended under the run."""
+    """The sample queue has ended during the run."""
 
-    def __init__(self, told: object):
-        super().__init__(f"the queue has failed: {told}; with queue.durability=journal it goes on if it is killed")
-
-
-def consequence(rank: int, error: Exception) -> int:
-    """How likely an error is the echo of another card's: 0 a death, 1 one of its own, 2 a broken connection or a
-    failure that a card was told of by another."""
-    if isinstance(error, ray.exceptions.RayActorError):
-        return 0
-    told = getattr(getattr(error, "cause", None), "failures", None)
-    if told is not None and rank not in [failure.rank for failure in told]:
-        return 2
-    text = str(error)
-    return 2 if "gloo" in text or "onnection" in text or "DistNetworkError" in text else 1
+    def __init__(self, reason: object):
+        super().__init__(f"the queue has failed: {reason}; with queue.durability=journal it survives the crash")
 
 
-def say(rank: int, stage: str, error: Exception) -> str:
-    """What a card's error is to its user, with the trace where there is one."""
-    if isinstance(error, ray.exceptions.RayActorError):
-        return f"rank {rank} died in stage {stage!r} (killed, out of host memory, or crashed)"
-    detail = str(error.cause) if isinstance(error, ray.exceptions.RayTaskError) else str(error)
-    trace = str(error).strip()
-    return f"rank {rank} failed in stage {stage!r}: {detail}\n{trace}"
+class FailedStage:
+    """What one rank's failure of a stage looks like from the controller: the typed failure, and the trace if there is
+    one."""
+
+    def __init__(self, failure: RankFailure, trace: str = ""):
+        self.failure, self.trace = failure, trace
+
+    @classmethod
+    def of(cls, error: Exception, *, rank: int, stage: str) -> FailedStage:
+        """Reads what Ray raises for a stage of a worker."""
+        if isinstance(error, ray.exceptions.RayActorError):
+            return cls(RankFailure(rank, stage, FailureKind.DIED, type(error).__name__, str(error)))
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, StageFailed):
+            return cls(cause.failure, cause.trace)
+        return cls(RankFailure(rank, stage, kind_of(cause), type(cause).__name__, str(cause)), str(error).strip())
+
+    def error(self) -> RunFailed:
+        """The error with which the run ends, if this is its root cause."""
+        failure = self.failure
+        if failure.kind is FailureKind.DIED:
+            reason = "killed, out of host memory, or crashed"
+            return CardFailed(f"rank {failure.rank} died in stage {failure.stage!r} ({reason})")
+        if failure.kind is FailureKind.QUEUE_CLOSED:
+            return QueueFailed(f"{failure.message} (on rank {failure.rank} in stage {failure.stage!r})")
+        detail = f"rank {failure.rank} failed in stage {failure.stage!r}: {failure.error}: {failure.message}"
+        return CardFailed(f"{detail}\n{self.trace}")
+
+
+def root_cause(failed: Iterable[FailedStage]) -> FailedStage:
+    """Chooses a death before a rank's own failure, and either before what only follows from another rank's; of equals
+    the lowest rank."""
+    return min(failed, key=lambda one: (_severity(one.failure.kind), one.failure.rank))
+
+
+def _severity(kind: FailureKind) -> int:
+    return 0 if kind is FailureKind.DIED else 2 if kind in CONSEQUENCES else 1

@@ -91,7 +91,8 @@ def test_the_rank_that_fails_by_itself_is_named_not_those_it_left_waiting(spec, 
 def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
     share = InferenceShare.of(RolloutConfig(), 1)
     with pytest.raises(
-        CardFailed, match="rank 1 failed in stage 'switch': .* failed on rank 1, settings: ValueError: r"
+        CardFailed,
+        match="rank 1 failed in stage 'switch': .*aborted on all cards: rank 1 failed in settings: ValueError: r",
     ):
         shares = {0: share, 1: replace(share, max_seqs=0)}
         cards.call_each({rank: stage_call(Worker.switch, "infer", 1, shares[rank]) for rank in shares})

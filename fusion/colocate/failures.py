@@ -1,0 +1,73 @@
+"""Ships the failure of a stage from a worker to the controller as typed plain data.
+
+A worker's exception may be of any type, pickle or not, and name no rank. At the boundary of a stage it becomes a
+`StageFailed`: rank, stage, kind, message, trace. The controller tells root causes from consequences by the kind.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from distqueue import QueueClosed
+from fusion.npu.failures import AbortedOnAllRanks, FailureKind, RankFailure, kind_of
+
+C = TypeVar("C", bound=type)
+
+
+class StageFailed(RuntimeError):
+    """A stage failed on a worker; ``trace`` is the traceback there."""
+
+    def __init__(self, failure: RankFailure, trace: str):
+        super().__init__(failure, trace)
+        self.failure, self.trace = failure, trace
+
+    @classmethod
+    def of(cls, error: Exception, *, rank: int, stage: str) -> StageFailed:
+        failure = RankFailure(
+            rank=rank,
+            stage=stage,
+            kind=stage_kind(error, rank),
+            error=type(error).__name__,
+            message=str(error),
+            bytes_by_owner=dict(getattr(error, "bytes_by_owner", {})),
+        )
+        return cls(failure, "".join(traceback.format_exception(error)).strip())
+
+    def __str__(self) -> str:
+        return f"{self.failure}\n{self.trace}"
+
+
+def stage_kind(error: Exception, rank: int) -> FailureKind:
+    """Classifies what a stage raised on a rank: an abort on all ranks is this rank's failure if it is among those that
+    failed, else the consequence of a peer's."""
+    if isinstance(error, QueueClosed):
+        return FailureKind.QUEUE_CLOSED
+    if isinstance(error, AbortedOnAllRanks):
+        own = error.failure_of(rank)
+        return own.kind if own else FailureKind.PEER_FAILED
+    return kind_of(error)
+
+
+def ships_failures(*stages: str) -> Callable[[C], C]:
+    """Class decorator: these methods of a worker raise `StageFailed` in place of what they raise."""
+
+    def decorate(worker: C) -> C:
+        for stage in stages:
+            setattr(worker, stage, _shipped(getattr(worker, stage), stage))
+        return worker
+
+    return decorate
+
+
+def _shipped(method: Callable[..., Any], stage: str) -> Callable[..., Any]:
+    @wraps(method)
+    def shipped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            raise StageFailed.of(error, rank=self.rank, stage=stage) from None
+
+    return shipped
