@@ -227,11 +227,8 @@ class Config:
         return model
 
     def _check_reward_model(self, path: str) -> None:
-        try:
-            model = ModelConfig.from_hf(path)
-            check_folder(path, model)
-        except ValueError as error:
-            raise ValueError(str(error).replace("model.path", "reward.model", 1)) from None
+        model = ModelConfig.from_hf(path, key="reward.model")
+        check_folder(path, model, key="reward.model")
         if model.num_labels != 1:
             found = f"a head of {model.num_labels} labels" if model.num_labels else "no such head"
             raise ValueError(

@@ -66,10 +66,7 @@ class Pace:
         assert device.pace is not None, "the device has no pace"
         if hardware is None:
             raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to say what the cards stand for")
-        try:
-            shape = load_shape(device.pace, SHAPES).shape
-        except ValueError as error:
-            raise ValueError(str(error).replace("model=", "device.pace=", 1)) from None
+        shape = load_shape(device.pace, SHAPES, key="device.pace").shape
         return cls(
             shape=shape,
             hardware=hardware_named(hardware),

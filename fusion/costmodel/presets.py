@@ -20,22 +20,22 @@ class Preset:
     notes: tuple[str, ...] = ()
 
 
-def load_shape(name: str | None, folder: Path) -> Preset:
+def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
     """Loads the shape of a model: a preset in ``folder`` or a Hugging Face folder.
 
     Raises:
-        ValueError: no such model, or a config that cannot be planned for; names the key.
+        ValueError: no such model, or a config that cannot be planned for; names ``key``.
     """
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if not name:
-        raise ValueError(f"model is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
+        raise ValueError(f"{key} is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
     if name in known:
         preset = yaml.safe_load((folder / f"{name}.yaml").read_text())
-        shape = Shape.from_hf(name, preset["config"])
+        shape = Shape.from_hf(name, preset["config"], key)
         return Preset(shape, (f"source: {preset['source'].strip()}", f"inferred: {preset['inferred'].strip()}"))
     if (Path(name) / "config.json").is_file():
-        return Preset(Shape.from_hf(Path(name).name, read_json(Path(name) / "config.json")))
-    raise ValueError(f"model={name!r}: expected one of {', '.join(known)}, or a Hugging Face folder")
+        return Preset(Shape.from_hf(Path(name).name, read_json(Path(name) / "config.json"), key))
+    raise ValueError(f"{key}={name!r}: expected one of {', '.join(known)}, or a Hugging Face folder")
 
 
 def load_cluster(name: str | None, hardware: str | None, npus: str | None, folder: Path) -> tuple[Hardware, int]:

@@ -136,8 +136,8 @@ class Shape:
         return int(self.kv_elements * heads) * -(-len(self.layers) // pp) * itemsize
 
     @classmethod
-    def from_hf(cls, name: str, hf: Mapping[str, Any]) -> Shape:
-        """From the fields of a `config.json`: Qwen3, Qwen3-MoE, DeepSeek-V3 and openPangu-Ultra-MoE.
+    def from_hf(cls, name: str, hf: Mapping[str, Any], key: str = "model") -> Shape:
+        """Reads the fields of a `config.json`: Qwen3, Qwen3-MoE, DeepSeek-V3 and openPangu-Ultra-MoE.
 
         Raises:
             ValueError: another architecture, or a field that is missing, by name.
@@ -145,12 +145,12 @@ class Shape:
         kind = hf.get("model_type")
         try:
             if kind in MLA:
-                return _latent(name, {PANGU_NAMES.get(key, key): value for key, value in hf.items()})
+                return _latent(name, {PANGU_NAMES.get(field, field): value for field, value in hf.items()})
             config = ModelConfig.from_hf(dict(hf))
         except KeyError as missing:
-            raise ValueError(f"model={name}: its config lacks {missing}") from None
+            raise ValueError(f"{key}={name}: its config lacks {missing}") from None
         except ValueError as error:
-            raise ValueError(f"model={name}: {error}; or one of {list(MLA)}, which can be planned for") from None
+            raise ValueError(f"{key}={name}: {error}; or one of {list(MLA)}, which can be planned for") from None
         return cls.from_config(name, config)
 
     @classmethod

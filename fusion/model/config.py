@@ -42,17 +42,20 @@ class ModelConfig:
     num_labels: int = 0
 
     @classmethod
-    def from_hf(cls, source: str | Path | dict[str, Any]) -> ModelConfig:
-        """From a checkpoint folder or the dictionary of its `config.json`.
+    def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> ModelConfig:
+        """Reads a checkpoint folder, or the dictionary of its `config.json`.
+
+        Args:
+            key: of the user's config that led here, for error messages.
 
         Raises:
             ValueError: no `config.json`, or an architecture or a feature that is not supported, by name.
         """
-        hf = source if isinstance(source, dict) else read_json(Path(source) / "config.json")
+        hf = source if isinstance(source, dict) else read_json(Path(source) / "config.json", key)
         kind = hf.get("model_type")
         if kind not in ARCHITECTURES:
-            raise ValueError(f"model.path: model_type {kind!r} is not supported; expected one of {list(ARCHITECTURES)}")
-        _refuse_unsupported(hf)
+            raise ValueError(f"{key}: model_type {kind!r} is not supported; expected one of {list(ARCHITECTURES)}")
+        _refuse_unsupported(hf, key)
         sparse = kind == "qwen3_moe"
         rope: dict[str, Any] = hf.get("rope_parameters") or {}
         eos = hf.get("eos_token_id")
@@ -120,12 +123,14 @@ class ModelConfig:
         return hf
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises:
-    ValueError: the file is absent (named, with the config key that led here).
+def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
+    """Reads a file of a checkpoint folder.
+
+    Raises:
+        ValueError: the file is absent (named, with the config key that led here).
     """
     if not path.is_file():
-        raise ValueError(f"model.path: {path} does not exist; expected a Hugging Face checkpoint folder")
+        raise ValueError(f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder")
     return json.loads(path.read_text())
 
 
@@ -136,7 +141,7 @@ def _labels(hf: dict[str, Any]) -> int:
     return len(hf["id2label"]) if "id2label" in hf else hf.get("num_labels", 2)
 
 
-def _refuse_unsupported(hf: dict[str, Any]) -> None:
+def _refuse_unsupported(hf: dict[str, Any], key: str) -> None:
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     unsupported = {
         "rope_type": rope.get("rope_type", rope.get("type", "default")) not in (None, "default"),
@@ -146,6 +151,6 @@ def _refuse_unsupported(hf: dict[str, Any]) -> None:
         "decoder_sparse_step": hf.get("decoder_sparse_step", 1) != 1,
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
     }
-    for key, refused in unsupported.items():
+    for name, refused in unsupported.items():
         if refused:
-            raise ValueError(f"model.path: config.json sets {key}={hf.get(key, rope)!r}, which is not supported")
+            raise ValueError(f"{key}: config.json sets {name}={hf.get(name, rope)!r}, which is not supported")

@@ -11,28 +11,31 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def check_folder(folder: str | Path, config: ModelConfig) -> None:
+def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path") -> None:
     """Checks before any worker starts that `load_weights` will find every tensor; reads the index only.
+
+    Args:
+        key: of the user's config that led here, for error messages.
 
     Raises:
         ValueError: no weights, or a tensor is missing (named).
     """
-    files = tensor_files(Path(folder))
+    files = tensor_files(Path(folder), key)
     for name in global_params(config):
         if name not in files:
-            raise ValueError(f"model.path: {folder} lacks the tensor {name!r}")
+            raise ValueError(f"{key}: {folder} lacks the tensor {name!r}")
 
 
-def tensor_files(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path, key: str = "model.path") -> dict[str, str]:
     """Maps every tensor's name to the name of its safetensors file.
 
     Raises:
         ValueError: no safetensors in ``folder``.
     """
     if (folder / INDEX).is_file():
-        return read_json(folder / INDEX)["weight_map"]
+        return read_json(folder / INDEX, key)["weight_map"]
     if not (folder / SINGLE).is_file():
-        raise ValueError(f"model.path: {folder} holds neither {SINGLE} nor {INDEX}")
+        raise ValueError(f"{key}: {folder} holds neither {SINGLE} nor {INDEX}")
     from safetensors import safe_open
 
     with safe_open(folder / SINGLE, framework="np") as file:
