@@ -1,16 +1,15 @@
-"""A model on a cluster, on paper: memory, traffic and seconds from shapes alone, for hundreds of dies in seconds.
+"""The cost model: memory, traffic and seconds of a model on a cluster, from shapes alone, hundreds of dies in seconds.
 
-    recipes/shapes/*.yaml ──► shape     Shape: tensors of a layer and how each may be cut (models we cannot train, too)
-    recipes/conf/cluster  ──► hardware  links, HBM, host, each figure with its source
-                     layouts  tp8pp8ep32 ◄─► Parallel
-                     setup    Setup: all of it together
-      memory   bytes of every owner by phase        traffic  bytes of every die by link, exact, by the plan's rules
-      switch_time  of a switch by part, its limit    step_time  of training and generation, to rank with
-      roofline one step of a die: decode, prefill, training, update
-      search   layouts, deployments and splits, ranked by the seconds of a step
-      report   tables and JSON                      command_line  of scripts/plan.py
+    recipes/shapes/*.yaml ──► shape      Shape: tensors of each layer, and how each may be sharded
+    hardware/*.yaml ────────► hardware/  Hardware: links, HBM, host of a card, each constant with its source
+                     presets  both by name         layouts  tp8pp8ep32 ◄─► Parallel
+                     setup    Setup: shape, hardware, two layouts, limits, workload
+      memory       bytes by owner and phase        traffic      bytes of every die by link, exact, by the plan's rules
+      roofline     one step of a die               step_time    training and generation, for ranking
+      switch_time  a switch by part, its limit     search       layouts and deployments, ranked by step seconds
+      report, command_line  of scripts/plan.py     pace         cost of the steps of paced cards
 
-Pure: no device, no process group, nothing of a checkpoint but its shape.
+Pure: no process group, no device, no clock. Only a run whose cards are paced loads it, and `cluster.hardware`.
 """
 
 import lazy_loader

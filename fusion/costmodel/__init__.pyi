@@ -1,7 +1,7 @@
 from .layouts import layout_text as layout_text
 from .layouts import parse_layout as parse_layout
 from .memory import Memory as Memory
-from .memory import memory as memory
+from .memory import estimate_memory as estimate_memory
 from .search import Estimate as Estimate
 from .search import Ranking as Ranking
 from .search import estimate as estimate
@@ -16,4 +16,4 @@ from .switch_time import to_infer as to_infer
 from .switch_time import to_train as to_train
 from .traffic import Side as Side
 from .traffic import Traffic as Traffic
-from .traffic import traffic as traffic
+from .traffic import switch_traffic as switch_traffic

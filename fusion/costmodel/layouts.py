@@ -1,4 +1,4 @@
-"""Layouts as text: `tp8pp8ep32` and back, checked against a model's shape."""
+"""Parses and formats layouts as text (`tp8pp8ep32`), and checks them against a model's shape."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fusion.model import Parallel
 FORM = "sizes of tp, pp, ep and etp written together, like tp8pp8ep32 (those left out are 1), or auto"
 
 
-def parse_layout(key: str, text: str, world: int, shape: Shape) -> Parallel:
-    """The layout that ``key`` (`train`, `infer`) names, over ``world`` dies; data parallel is what is left of them.
+def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
+    """Parses a layout over ``world`` dies; the remaining ones are data parallel. ``key``: `train` or `infer`.
 
     Raises:
         ValueError: not of the form, or sizes that do not divide the dies or the model; names the key.
     """
     if not re.fullmatch(r"((tp|pp|ep|etp)\d+)+", text):
         raise ValueError(f"{key}={text!r}: expected {FORM}")
-    found = re.findall(r"(etp|tp|pp|ep)(\d+)", text)
-    axes = [axis for axis, _ in found]
+    sizes = re.findall(r"(etp|tp|pp|ep)(\d+)", text)
+    axes = [axis for axis, _ in sizes]
     if len(set(axes)) < len(axes):
         raise ValueError(f"{key}={text!r} states {max(axes, key=axes.count)} twice: expected {FORM}")
     try:
-        parallel = Parallel(world, **{axis: int(size) for axis, size in found})
+        parallel = Parallel(world, **{axis: int(size) for axis, size in sizes})
     except ValueError as error:
         raise ValueError(f"{key}={text!r}: {error}") from None
     problem = misfit(parallel, shape)
@@ -33,13 +33,13 @@ def parse_layout(key: str, text: str, world: int, shape: Shape) -> Parallel:
 
 
 def layout_text(parallel: Parallel) -> str:
-    """`tp8pp8ep32`: what `parse_layout` reads."""
+    """Formats a layout as `parse_layout` reads it."""
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
     return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1 or axis in ("tp", "ep"))
 
 
 def misfit(parallel: Parallel, shape: Shape) -> str | None:
-    """Why a model cannot lie in a layout, with both numbers; None if it can."""
+    """Says why a layout cannot cut a model, with both numbers; None if it can."""
     for name, size in (("attention heads", shape.heads), ("vocabulary", shape.vocab_size)):
         if size % parallel.tp:
             return f"tp={parallel.tp} does not divide the model's {size} {name}"

@@ -26,13 +26,13 @@ from pathlib import Path
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
 from fusion.costmodel.layouts import misfit
-from fusion.costmodel.memory import memory
+from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.roofline import Roofline, Work, pairs
+from fusion.costmodel.roofline import Roofline, Work, attention_pairs
 from fusion.costmodel.setup import Setup, TrainingLimits
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.switch_time import adopt_s, to_infer, to_train
-from fusion.costmodel.traffic import traffic
+from fusion.costmodel.traffic import switch_traffic
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
@@ -127,7 +127,7 @@ class EngineCost:
         batch = len(load.decode_contexts) + len(load.first_token_contexts) * (scale - 1) / scale
         kv = (sum(load.decode_contexts) + sum(load.first_token_contexts) * (scale - 1) / scale) * scale
         tokens = sum(count for count, _ in load.prefill_chunks)
-        attended = sum(pairs(count, before) for count, before in load.prefill_chunks) * scale
+        attended = sum(attention_pairs(count, before) for count, before in load.prefill_chunks) * scale
         decode, ideal = Work(0.0), 0.0
         if batch:
             decode = roofline.decode_step(batch, kv) * scale
@@ -190,7 +190,7 @@ class TrainerCost:
     def _sizes(self, lengths: Sequence[int]) -> tuple[float, float]:
         """(modelled tokens, modelled pairs of attention)."""
         modelled = [length * self.pace.token_scale for length in lengths]
-        return sum(modelled), sum(map(pairs, modelled))
+        return sum(modelled), sum(map(attention_pairs, modelled))
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ class SwitchCost:
         )
         setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)
         here, there = setup.sides
-        sizes, topology = memory(setup), pace.hardware.topology
-        away = to_infer(setup, traffic(pace.shape, here, there, topology), sizes)
-        back = to_train(setup, traffic(pace.shape, there, here, topology), sizes)
+        sizes, topology = estimate_memory(setup), pace.hardware.topology
+        away = to_infer(setup, switch_traffic(pace.shape, here, there, topology), sizes)
+        back = to_train(setup, switch_traffic(pace.shape, there, here, topology), sizes)
         return cls(
             infer_s=pace.run_seconds(away.seconds),
             train_s=pace.run_seconds(back.seconds),

@@ -1,4 +1,4 @@
-"""An estimate as tables for 100 columns, and as plain data for `--json`."""
+"""Renders an estimate as tables of 100 columns, or as plain data for `--json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusion.costmodel.layouts import layout_text
-from fusion.costmodel.search import Estimate, Ranking, Split
+from fusion.costmodel.search import DeploymentEstimate, Estimate, Ranking
 from fusion.costmodel.switch_time import PUBLISHED
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
@@ -48,26 +48,26 @@ FIGURES = {
 }
 
 
-def render(given: Estimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
-    """Everything, in the order of reading: what is planned, whether it fits, how long it takes, what else there is."""
-    parts: list[RenderableType] = [_heading(given, notes), _memory(given), _bytes(given), _seconds(given)]
-    parts += [_pairs(ranking, given), _splits(ranking), _sources(given), _check(check)]
+def render(chosen: Estimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
+    """Renders a report: the setup, whether it fits, its seconds, the alternatives, the constants with their sources."""
+    parts: list[RenderableType] = [_heading(chosen, notes), _memory(chosen), _bytes(chosen), _seconds(chosen)]
+    parts += [_pairs(ranking, chosen), _deployments(ranking), _sources(chosen), _check(check)]
     return Group(*[piece for part in parts for piece in (part, Text())])
 
 
-def verdict(given: Estimate) -> str:
-    """One line: it fits, or what does not."""
-    if given.problems:
-        return "does not fit: " + "; ".join(given.problems)
+def verdict(chosen: Estimate) -> str:
+    """Summarizes whether the setup fits, in one line."""
+    if chosen.problems:
+        return "does not fit: " + "; ".join(chosen.problems)
     return (
-        f"fits: switches of {given.switches[0].seconds:.2f} s and {given.switches[1].seconds:.2f} s, "
-        f"{given.memory.kv_tokens:,} tokens of KV cache an attention rank"
+        f"fits: switches of {chosen.switches[0].seconds:.2f} s and {chosen.switches[1].seconds:.2f} s, "
+        f"{chosen.memory.kv_tokens:,} tokens of KV cache an attention rank"
     )
 
 
-def as_dict(given: Estimate, ranking: Ranking, check: dict[str, float]) -> dict[str, Any]:
-    """The same as plain data: bytes, seconds, bytes/s."""
-    setup, moved = given.setup, dict(zip(("to_generate", "to_train"), given.moved, strict=True))
+def as_dict(chosen: Estimate, ranking: Ranking, check: dict[str, float]) -> dict[str, Any]:
+    """Returns the report as plain data: bytes, seconds, bytes/s."""
+    setup, moved = chosen.setup, dict(zip(("to_generate", "to_train"), chosen.moved, strict=True))
     return {
         "model": {"name": setup.shape.name, "parameters": setup.shape.numel, "active": setup.shape.active},
         "hardware": setup.hardware.name,
@@ -75,12 +75,12 @@ def as_dict(given: Estimate, ranking: Ranking, check: dict[str, float]) -> dict[
         "dies_per_node": setup.hardware.topology.ranks_per_node,
         "nodes": -(-setup.dies // setup.hardware.topology.ranks_per_node),
         "layouts": {"train": layout_text(setup.train), "infer": layout_text(setup.infer)},
-        "fits": not given.problems,
-        "problems": list(given.problems),
-        "bytes_by_phase_and_owner": given.memory.phases,
+        "fits": not chosen.problems,
+        "problems": list(chosen.problems),
+        "bytes_by_phase_and_owner": chosen.memory.phases,
         "usable_bytes": setup.hardware.usable_bytes,
-        "kv_tokens": given.memory.kv_tokens,
-        "host_bytes_per_node": given.memory.host_bytes,
+        "kv_tokens": chosen.memory.kv_tokens,
+        "host_bytes_per_node": chosen.memory.host_bytes,
         "moved": {
             way: {
                 end: {
@@ -97,11 +97,11 @@ def as_dict(given: Estimate, ranking: Ranking, check: dict[str, float]) -> dict[
         },
         "switch": {
             way: {"seconds": switch.seconds, "limit": switch.limit, "parts": switch.parts}
-            for way, switch in zip(moved, given.switches, strict=True)
+            for way, switch in zip(moved, chosen.switches, strict=True)
         },
         "figures": {name: {"value": v, "source": s} for name, (v, s) in setup.hardware.figures().items()},
         "ranking": [_pair(pair) for pair in ranking.pairs],
-        "deployments": [_as_row(split) for split in ranking.splits],
+        "deployments": [_deployment_row(plan) for plan in ranking.deployments],
         "recommended": _recommended(ranking),
         "check": {what: {"predicted": s, "published": PUBLISHED[what]} for what, s in check.items()},
     }
@@ -120,28 +120,28 @@ def _pair(pair: Estimate) -> dict[str, Any]:
     }
 
 
-def _as_row(split: Split) -> dict[str, Any]:
+def _deployment_row(plan: DeploymentEstimate) -> dict[str, Any]:
     return {
-        "deployment": split.deployment,
-        "train": layout_text(split.train),
-        "train_dies": split.train.world,
-        "infer": layout_text(split.infer),
-        "infer_dies": split.infer.world,
-        "step_s": split.step_s,
-        "generate_s": split.generate_s,
-        "train_s": split.train_s,
-        "switch_s": split.switch_s,
-        "reference_s": split.reference_s,
-        "keys": _keys(split),
+        "deployment": plan.deployment,
+        "train": layout_text(plan.train),
+        "train_dies": plan.train.world,
+        "infer": layout_text(plan.infer),
+        "infer_dies": plan.infer.world,
+        "step_s": plan.step_s,
+        "generate_s": plan.generate_s,
+        "train_s": plan.train_s,
+        "switch_s": plan.switch_s,
+        "reference_s": plan.reference_s,
+        "keys": _keys(plan),
     }
 
 
 def _recommended(ranking: Ranking) -> dict[str, Any] | None:
-    return _as_row(ranking.splits[0]) if ranking.splits else None
+    return _deployment_row(ranking.deployments[0]) if ranking.deployments else None
 
 
-def _heading(given: Estimate, notes: Iterable[str]) -> Text:
-    setup = given.setup
+def _heading(chosen: Estimate, notes: Iterable[str]) -> Text:
+    setup = chosen.setup
     cards = setup.dies // setup.hardware.topology.ranks_per_card
     lines = [
         f"{setup.shape.name}: {setup.shape.numel / 1e9:.1f}B parameters, {setup.shape.active / 1e9:.1f}B active",
@@ -151,8 +151,8 @@ def _heading(given: Estimate, notes: Iterable[str]) -> Text:
     text = Text("\n".join(lines), style="bold")
     for note in notes:
         text.append(f"\n{note}", style="not bold dim")
-    style = "not bold red" if given.problems else "not bold green"
-    return text.append(f"\n{verdict(given)}", style=style)
+    style = "not bold red" if chosen.problems else "not bold green"
+    return text.append(f"\n{verdict(chosen)}", style=style)
 
 
 def _axes(parallel: Parallel) -> str:
@@ -167,25 +167,25 @@ def _table(*columns: str, left: int = 1) -> Table:
 
 
 def _under(title: str, table: Table, *captions: str) -> Group:
-    """A table under its title; captions below it."""
+    """Renders a table below its title and above its captions."""
     return Group(Text(title, style="bold"), table, *(Text(caption, style="dim") for caption in captions if caption))
 
 
-def _memory(given: Estimate) -> Group:
-    phases, usable = given.memory.phases, given.setup.hardware.usable_bytes
+def _memory(chosen: Estimate) -> Group:
+    phases, usable = chosen.memory.phases, chosen.setup.hardware.usable_bytes
     table = _table("owner", *phases)
     for owner in next(iter(phases.values())):
         sizes = [held[owner] for held in phases.values()]
         if any(sizes):
             table.add_row(owner, *(f"{size / GIB:.1f}" if size else "" for size in sizes))
     table.add_section()
-    totals = [given.memory.total(phase) for phase in phases]
+    totals = [chosen.memory.total(phase) for phase in phases]
     table.add_row(f"together, of {usable / GIB:.0f} usable", *(_fits(total, usable) for total in totals))
-    host, room = given.memory.host_bytes / GIB, given.setup.hardware.host_bytes.value / GIB
+    host, room = chosen.memory.host_bytes / GIB, chosen.setup.hardware.host_bytes.value / GIB
     return _under(
         "HBM of a die by phase, GiB (a die of the pipeline stage that takes most)",
         table,
-        f"KV cache of an attention rank: {given.memory.kv_tokens:,} tokens. "
+        f"KV cache of an attention rank: {chosen.memory.kv_tokens:,} tokens. "
         f"Optimizer state of a node while away: {host:.0f} GiB of its host's {room:,.0f}.",
     )
 
@@ -195,17 +195,17 @@ def _fits(total: float, usable: float) -> str:
     return shown if total <= usable else f"[red]{shown}[/red]"
 
 
-def _bytes(given: Estimate) -> Group:
+def _bytes(chosen: Estimate) -> Group:
     table = _table("link", *("sent", "most", "received", "most") * 2)
     for i, level in enumerate(LEVELS):
-        row = [figure(end[i]) / GB for t in given.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
+        row = [figure(end[i]) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
         if any(row):
-            outer = "between nodes" if level == "network" and not given.setup.hardware.has_supernodes else LINKS[level]
+            outer = "between nodes" if level == "network" and not chosen.setup.hardware.has_supernodes else LINKS[level]
             table.add_row(outer, *(f"{value:.2f}" for value in row))
     table.add_section()
-    row = [figure(end.sum(0)) / GB for t in given.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
+    row = [figure(end.sum(0)) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
     table.add_row("together", *(f"{value:.2f}" for value in row))
-    kept = [t.kept.max() / GB for t in given.moved]
+    kept = [t.kept.max() / GB for t in chosen.moved]
     return _under(
         "GB of a die by link, mean and most: to generate (left), to train if all came over the wire (right)",
         table,
@@ -221,14 +221,14 @@ def _most(values: Any) -> float:
     return float(values.max())
 
 
-def _seconds(given: Estimate) -> Group:
+def _seconds(chosen: Estimate) -> Group:
     table = _table("way", "part", "seconds", left=2)
-    for way, switch in zip(("to generate", "to train"), given.switches, strict=True):
+    for way, switch in zip(("to generate", "to train"), chosen.switches, strict=True):
         for i, (part, seconds) in enumerate(switch.parts.items()):
             table.add_row("" if i else way, part, f"{seconds:.3f}")
         table.add_row("", f"[bold]all; the limit is {switch.limit}", f"[bold]{switch.seconds:.3f}")
         table.add_section()
-    overlap = given.memory.overlap or not given.switches[0].parts.get("offload")
+    overlap = chosen.memory.overlap or not chosen.switches[0].parts.get("offload")
     how = (
         "Packing runs behind the wire, bucket by bucket; the host link works beside both."
         if overlap
@@ -237,35 +237,37 @@ def _seconds(given: Estimate) -> Group:
     return _under("Seconds of a switch by part", table, how)
 
 
-def _pairs(ranking: Ranking, given: Estimate) -> Group:
+def _pairs(ranking: Ranking, chosen: Estimate) -> Group:
     table = _table("train", "infer", "step s", "train", "generate", "switch", "KV tokens", "", left=2)
     table.columns[-1].justify = "left"
     pairs = list(ranking.pairs)
-    if all((p.setup.train, p.setup.infer) != (given.setup.train, given.setup.infer) for p in pairs):
-        pairs.append(given)
+    if all((p.setup.train, p.setup.infer) != (chosen.setup.train, chosen.setup.infer) for p in pairs):
+        pairs.append(chosen)
     for pair in pairs:
         seconds = (pair.step_s, pair.train_s, pair.generate_s, pair.switch_s)
-        asked = (pair.setup.train, pair.setup.infer) == (given.setup.train, given.setup.infer)
+        asked = (pair.setup.train, pair.setup.infer) == (chosen.setup.train, chosen.setup.infer)
         why = pair.problems[0].split(",")[0] if pair.problems else "this plan" if asked else ""
         layouts = layout_text(pair.setup.train), layout_text(pair.setup.infer)
         shown = (f"{s:.1f}" if s >= 10 else f"{s:.2f}" for s in seconds)
         table.add_row(*layouts, *shown, f"{pair.memory.kv_tokens:,}", why)
     refused = "; ".join(f"{count} {why}" for why, count in ranking.refused.items())
-    looked_at = f"Of {ranking.looked_at[0]} layouts to train in and {ranking.looked_at[1]} to generate in."
-    return _under("Layouts by seconds of a step", table, looked_at + (f" Out: {refused}." if refused else ""))
+    num_candidates = (
+        f"Of {ranking.num_candidates[0]} layouts to train in and {ranking.num_candidates[1]} to generate in."
+    )
+    return _under("Layouts by seconds of a step", table, num_candidates + (f" Out: {refused}." if refused else ""))
 
 
-def _splits(ranking: Ranking) -> RenderableType:
-    if not ranking.splits:
+def _deployments(ranking: Ranking) -> RenderableType:
+    if not ranking.deployments:
         return Text("No deployment of this model fits these dies.", style="red")
     columns = ("deployment", "trains", "generates", "step s", "generate", "train", "switch")
     table = _table(*columns, left=3)
-    for split in ranking.splits:
-        trains = f"{split.train.world} dies {layout_text(split.train)}"
-        generates = f"{split.infer.world} dies {layout_text(split.infer)}"
-        seconds = (split.step_s, split.generate_s, split.train_s, split.switch_s)
-        table.add_row(split.deployment, trains, generates, *(f"{s:.1f}" if s >= 10 else f"{s:.2f}" for s in seconds))
-    best = ranking.splits[0]
+    for plan in ranking.deployments:
+        trains = f"{plan.train.world} dies {layout_text(plan.train)}"
+        generates = f"{plan.infer.world} dies {layout_text(plan.infer)}"
+        seconds = (plan.step_s, plan.generate_s, plan.train_s, plan.switch_s)
+        table.add_row(plan.deployment, trains, generates, *(f"{s:.1f}" if s >= 10 else f"{s:.2f}" for s in seconds))
+    best = ranking.deployments[0]
     advice = (
         f"Recommended: {' '.join(_keys(best))}. "
         f"With a reference or a reward model: fusion.deployment=full, {best.reference_s:.0f} s more a step for each."
@@ -273,31 +275,31 @@ def _splits(ranking: Ranking) -> RenderableType:
     return Group(_under("Deployments by seconds of a step (staleness 0)", table), Text(advice, style="bold"))
 
 
-def _keys(split: Split) -> list[str]:
-    """What to tell scripts/train.py."""
-    keys = [f"fusion.deployment={split.deployment}"]
-    alone = split.infer.world - (0 if split.deployment == "separate" else split.train.world)
+def _keys(plan: DeploymentEstimate) -> list[str]:
+    """Config keys of scripts/train.py that choose this deployment."""
+    keys = [f"fusion.deployment={plan.deployment}"]
+    alone = plan.infer.world - (0 if plan.deployment == "separate" else plan.train.world)
     keys += [f"fusion.infer_cards={alone}"] if alone else []
-    for name, layout in (("train", split.train), ("infer", split.infer)):
+    for name, layout in (("train", plan.train), ("infer", plan.infer)):
         sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "ep", "etp")}
         keys += [f"parallel.{name}.{axis}={size}" for axis, size in sizes.items() if size > 1]
     return keys
 
 
-def _sources(given: Estimate) -> Group:
+def _sources(chosen: Estimate) -> Group:
     table = _table("figure", "value", "source")
     table.columns[2].justify = "left"
-    for name, (value, source) in given.setup.hardware.figures().items():
+    for name, (value, source) in chosen.setup.hardware.figures().items():
         unit, scale = next((unit, scale) for end, unit, scale in UNITS if name.endswith(end))
         table.add_row(FIGURES.get(name, name), f"{value / scale:,.0f} {unit}", source)
     return _under("Figures it rests on", table)
 
 
 def _check(check: dict[str, float]) -> Text:
-    told = ", ".join(f"{what} {s:.1f} s (published {PUBLISHED[what]})" for what, s in check.items())
+    parts = ", ".join(f"{what} {s:.1f} s (published {PUBLISHED[what]})" for what, s in check.items())
     return Text(
         "Check of the figures, none fitted to it (giving HBM back was measured on the same run): DeepSeek-R1 on 128 "
-        f"Atlas A3 cards (256 dies), train TP4 EP8 PP8, all-gather and blocking copies: {told}. "
+        f"Atlas A3 cards (256 dies), train TP4 EP8 PP8, all-gather and blocking copies: {parts}. "
         "Seconds of training and generation, which only rank, are calibrated on that run.",
         style="dim",
     )

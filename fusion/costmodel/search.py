@@ -1,22 +1,24 @@
-"""Which layouts, which deployment, how many dies for what: ranked by the seconds of a step of the loop.
+"""Ranks layouts, deployments and numbers of dies by the seconds of a step of the loop.
 
-A layout that does not fit is never recommended: every phase within the HBM of a die, a longest sequence within the KV
-cache, the optimizer state within the host's memory. Among those that fit training layouts are ranked by `train_s`,
-layouts of generation by `generate_s`, and the best few pairs by the whole step, their switches planned exactly.
+A layout that does not fit is never recommended: every phase has to fit the HBM of a die, a longest sequence the KV
+cache, the optimizer state the host's memory. Of those that fit, training layouts are ranked by `train_s`, generation
+layouts by `generate_s`, and the best pairs by the whole step, with their switches planned exactly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from math import gcd, lcm
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.memory import WEIGHT, Memory, held, memory
+from fusion.costmodel.layouts import misfit
+from fusion.costmodel.memory import WEIGHT_BYTES, Memory, estimate_memory, stage_weights
 from fusion.costmodel.setup import Setup
-from fusion.costmodel.step_time import generate_s, layouts, reference_s, train_s
+from fusion.costmodel.step_time import generate_s, reference_s, train_s
 from fusion.costmodel.switch_time import Switch, to_infer, to_train
-from fusion.costmodel.traffic import Traffic, traffic
+from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 
@@ -25,7 +27,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Estimate:
-    """One setup, planned exactly in both directions."""
+    """One setup, with exact traffic of both switches."""
 
     setup: Setup
     memory: Memory
@@ -46,8 +48,8 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Split:
-    """One deployment with its best layouts. ``reference_s``: what a reference model adds to the step."""
+class DeploymentEstimate:
+    """One deployment with its best layouts. ``reference_s``: seconds that a reference model adds to the step."""
 
     deployment: str
     train: Parallel
@@ -64,77 +66,85 @@ class Split:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Pairs of layouts, best first, and the deployments. ``looked_at``, ``refused``: layouts, and why some are out."""
+    """Pairs of layouts and deployments, best first. ``num_candidates``: layouts of training and of generation that were
+    considered; ``refused``: reason → layouts that were left out for it."""
 
     pairs: tuple[Estimate, ...]
-    splits: tuple[Split, ...]
-    looked_at: tuple[int, int]
+    deployments: tuple[DeploymentEstimate, ...]
+    num_candidates: tuple[int, int]
     refused: dict[str, int] = field(default_factory=dict)
 
 
 def estimate(setup: Setup) -> Estimate:
-    """Everything about one pair of layouts."""
-    topology, size = setup.hardware.topology, memory(setup)
+    """Estimates memory, switches and step of one pair of layouts."""
+    topology, sizes = setup.hardware.topology, estimate_memory(setup)
     train, infer = setup.sides
-    there, back = traffic(setup.shape, train, infer, topology), traffic(setup.shape, infer, train, topology)
+    there = switch_traffic(setup.shape, train, infer, topology)
+    back = switch_traffic(setup.shape, infer, train, topology)
     return Estimate(
-        setup,
-        size,
-        (there, back),
-        (to_infer(setup, there, size), to_train(setup, back, size)),
-        problems(setup, size),
-        train_s(setup),
-        generate_s(setup, size.kv_tokens),
+        setup=setup,
+        memory=sizes,
+        moved=(there, back),
+        switches=(to_infer(setup, there, sizes), to_train(setup, back, sizes)),
+        problems=problems(setup, sizes),
+        train_s=train_s(setup),
+        generate_s=generate_s(setup, sizes.kv_tokens),
     )
 
 
-def problems(setup: Setup, size: Memory) -> tuple[str, ...]:
-    """What does not fit, with both numbers; nothing if all does."""
-    found, usable = [], setup.hardware.usable_bytes
-    for phase in size.phases:
-        if size.total(phase) > usable:
-            owner = max(size.phases[phase], key=lambda owner: size.phases[phase][owner])
-            found.append(
-                f"{phase} takes {size.total(phase) / GIB:.0f} GiB of {usable / GIB:.0f} a die, "
-                f"{owner} {size.phases[phase][owner] / GIB:.0f}"
+def problems(setup: Setup, sizes: Memory) -> tuple[str, ...]:
+    """Lists what does not fit, with both numbers; empty if everything fits."""
+    messages, usable = [], setup.hardware.usable_bytes
+    for phase in sizes.phases:
+        if sizes.total(phase) > usable:
+            owner = max(sizes.phases[phase], key=lambda owner: sizes.phases[phase][owner])
+            messages.append(
+                f"{phase} takes {sizes.total(phase) / GIB:.0f} GiB of {usable / GIB:.0f} a die, "
+                f"{owner} {sizes.phases[phase][owner] / GIB:.0f}"
             )
     longest = int(setup.workload.prompt) + setup.workload.longest
-    if size.kv_tokens < longest:
-        found.append(f"the KV cache holds {size.kv_tokens:,} tokens, the longest sequence has {longest:,}")
-    if size.host_bytes > setup.hardware.host_bytes.value:
+    if sizes.kv_tokens < longest:
+        messages.append(f"the KV cache holds {sizes.kv_tokens:,} tokens, the longest sequence has {longest:,}")
+    if sizes.host_bytes > setup.hardware.host_bytes.value:
         room = setup.hardware.host_bytes.value / GIB
-        found.append(f"the optimizer state of a node is {size.host_bytes / GIB:.0f} GiB, its host has {room:.0f}")
-    return tuple(found)
+        messages.append(f"the optimizer state of a node is {sizes.host_bytes / GIB:.0f} GiB, its host has {room:.0f}")
+    return tuple(messages)
 
 
-def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, None), few: int = 2) -> Ranking:
-    """Searches layouts for the dies and model of ``setup``; a layout that is ``fixed`` is kept.
+def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, None), num_exact: int = 2) -> Ranking:
+    """Ranks layouts and deployments for the dies and the model of ``setup``.
 
     Args:
-        few: layouts of each side whose pairs are planned exactly.
+        fixed: layouts of training and of generation that are given; None: search.
+        num_exact: the best layouts of each side, of which every pair is planned exactly.
     """
     world, refused = setup.train.world, Counter[str]()
-    trains = [fixed[0]] if fixed[0] else layouts(setup, world, training=True)
-    infers = [fixed[1]] if fixed[1] else layouts(setup, world, training=False)
-    best_train = _best(setup, trains, training=True, refused=refused)[:few]
-    best_infer = _best(setup, infers, training=False, refused=refused)[:few]
+    trains = [fixed[0]] if fixed[0] else candidate_layouts(setup, world, training=True)
+    infers = [fixed[1]] if fixed[1] else candidate_layouts(setup, world, training=False)
+    best_train = _best(setup, trains, training=True, refused=refused)[:num_exact]
+    best_infer = _best(setup, infers, training=False, refused=refused)[:num_exact]
     pairs = [estimate(setup.with_layouts(t, i)) for t in best_train for i in best_infer]
     pairs.sort(key=lambda pair: (len(pair.problems) > 0, pair.step_s))
-    return Ranking(tuple(pairs), tuple(_splits(setup)), (len(trains), len(infers)), dict(refused))
+    return Ranking(
+        pairs=tuple(pairs),
+        deployments=tuple(_deployments(setup)),
+        num_candidates=(len(trains), len(infers)),
+        refused=dict(refused),
+    )
 
 
 def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Counter[str]) -> list[Parallel]:
-    """The layouts of one side that fit, best first; if none does, the one that comes closest."""
+    """The layouts of one side that fit, best first; if none does, the one that exceeds HBM by the least."""
     fitting, closest = [], []
-    phases = ("train",) if training else ("infer",)
+    phase = "train" if training else "infer"
     for parallel in candidates:
         side = setup.with_layouts(parallel, setup.infer) if training else setup.with_layouts(setup.train, parallel)
-        size = memory(side)
-        over = max(size.total(phase) for phase in phases) - setup.hardware.usable_bytes
-        seconds = train_s(side) if training else generate_s(side, size.kv_tokens)
+        sizes = estimate_memory(side)
+        over = sizes.total(phase) - setup.hardware.usable_bytes
+        seconds = train_s(side) if training else generate_s(side, sizes.kv_tokens)
         closest.append((over, str(parallel), parallel))
         if over > 0:
-            refused[f"{phases[0]} does not fit into HBM"] += 1
+            refused[f"{phase} does not fit into HBM"] += 1
         elif seconds == float("inf"):
             refused["no room for the KV cache of a longest sequence"] += 1
         else:
@@ -143,45 +153,76 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
     return [parallel for *_, parallel in chosen]
 
 
-def _splits(setup: Setup) -> list[Split]:
-    """Deployments over the same dies, each with the layouts that suit its cards best; the fastest first."""
+def _deployments(setup: Setup) -> list[DeploymentEstimate]:
+    """Ranks the deployments over the same dies, each with the best layouts for its cards; the fastest first."""
     world, node = setup.train.world, setup.hardware.topology.ranks_per_node
-    found = [_split(setup, "colocated", world, world, 0)]
+    estimates = [_deployment(setup, "colocated", train_dies=world, infer_dies=world)]
     for dies in sorted({part // node * node for part in (world // 4, world // 2, 3 * world // 4)} - {0}):
-        found.append(_split(setup, "separate", dies, world - dies, dies))
-        found.append(_split(setup, "hybrid", dies, world, 0))
-    return sorted((split for split in found if split is not None), key=lambda split: split.step_s)
+        estimates.append(_deployment(setup, "separate", train_dies=dies, infer_dies=world - dies))
+        estimates.append(_deployment(setup, "hybrid", train_dies=dies, infer_dies=world))
+    return sorted((deployment for deployment in estimates if deployment is not None), key=lambda d: d.step_s)
 
 
-def _split(setup: Setup, deployment: str, train_dies: int, infer_dies: int, first: int) -> Split | None:
-    """The deployment with its best layouts, the switch bounded by its bytes; None if nothing fits. In `hybrid` no
-    engine has dies that train and dies that do not."""
+def _deployment(setup: Setup, name: str, *, train_dies: int, infer_dies: int) -> DeploymentEstimate | None:
+    """Estimates a deployment with its best layouts; None if nothing fits. In `hybrid` no engine spans dies that train
+    and dies that do not."""
+    first = train_dies if name == "separate" else 0
     blank = setup.with_layouts(Parallel(train_dies), Parallel(infer_dies), first)
-    out: Counter[str] = Counter()
-    trains = _best(blank, layouts(setup, train_dies, training=True), training=True, refused=out)
+    refused = Counter[str]()
+    trains = _best(blank, candidate_layouts(setup, train_dies, training=True), training=True, refused=refused)
     if not trains:
         return None
-    chosen = blank.with_layouts(trains[0], blank.infer, first)
-    room = gcd(train_dies, infer_dies - train_dies) if deployment == "hybrid" else infer_dies
-    engines = [p for p in layouts(setup, infer_dies, training=False) if room % lcm(p.tp, p.ep * p.etp) == 0]
-    infers = _best(chosen, engines, training=False, refused=out) if engines else []
+    trained = blank.with_layouts(trains[0], blank.infer, first)
+    divided = gcd(train_dies, infer_dies - train_dies) if name == "hybrid" else infer_dies
+    engines = [
+        layout
+        for layout in candidate_layouts(setup, infer_dies, training=False)
+        if divided % lcm(layout.tp, layout.ep * layout.etp) == 0
+    ]
+    infers = _best(trained, engines, training=False, refused=refused) if engines else []
     if not infers:
         return None
-    chosen = chosen.with_layouts(trains[0], infers[0], first)
-    size = memory(chosen)
-    if problems(chosen, size):
+    chosen = trained.with_layouts(trains[0], infers[0], first)
+    sizes = estimate_memory(chosen)
+    if problems(chosen, sizes):
         return None
-    hardware, weights = setup.hardware, WEIGHT * held(setup.shape, chosen.infer, 0).numel
-    wire = weights / hardware.link_bytes_per_s(_outermost(hardware, chosen.dies))
-    states = size.states_bytes if chosen.shared and setup.fusion.offload == "switch" else 0.0
-    away, back = states / hardware.out_bytes_per_s.value, states / hardware.back_bytes_per_s.value
-    own = WEIGHT * held(setup.shape, chosen.train, 0).numel
-    reference = reference_s(chosen) + own / hardware.back_bytes_per_s.value
-    seconds = generate_s(chosen, size.kv_tokens), train_s(chosen), max(wire, away) + back
-    return Split(deployment, chosen.train, chosen.infer, *seconds, reference)
+    own = WEIGHT_BYTES * stage_weights(setup.shape, chosen.train, 0).numel
+    return DeploymentEstimate(
+        deployment=name,
+        train=chosen.train,
+        infer=chosen.infer,
+        generate_s=generate_s(chosen, sizes.kv_tokens),
+        train_s=train_s(chosen),
+        switch_s=_switch_bound_s(chosen, sizes),
+        reference_s=reference_s(chosen) + own / setup.hardware.back_bytes_per_s.value,
+    )
+
+
+def _switch_bound_s(setup: Setup, sizes: Memory) -> float:
+    """Bounds both switches by bytes alone: an engine's weights over the wire beside the offload, then the onload."""
+    hardware = setup.hardware
+    weights = WEIGHT_BYTES * stage_weights(setup.shape, setup.infer, 0).numel
+    wire_s = weights / hardware.link_bytes_per_s(_outermost(hardware, setup.dies))
+    states = sizes.states_bytes if setup.shared and setup.fusion.offload == "switch" else 0.0
+    return max(wire_s, states / hardware.out_bytes_per_s.value) + states / hardware.back_bytes_per_s.value
 
 
 def _outermost(hardware: Hardware, dies: int) -> int:
-    """The level of link that bounds a switch between all dies. Links inside a supernode are one port: its level counts
-    even where the dies are all of one node."""
+    """Returns the level of the links that bound a switch between all dies. Links inside a supernode are one port: its
+    level counts even where all dies are in one node."""
     return LEVELS.index("supernode") if hardware.has_supernodes else hardware.topology.level(0, dies - 1)
+
+
+def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel]:
+    """Lists the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation."""
+    shape, node = setup.shape, setup.hardware.topology.ranks_per_node
+    tps = [n for n in (1, 2, 4, 8, 16) if n <= node and world % n == 0]
+    pps = [n for n in range(1, 17) if world % n == 0] if training else [1]
+    eps = [n for n in (1, 2, 4, 8, 16, 32, 64, 96, 128, 256) if world % n == 0]
+    layouts = []
+    for tp, pp, ep in product(tps, pps, eps):
+        if world // pp % tp == 0 and world // pp % ep == 0:
+            parallel = Parallel(world, tp=tp, ep=ep, pp=pp)
+            if misfit(parallel, shape) is None:
+                layouts.append(parallel)
+    return layouts

@@ -1,15 +1,15 @@
-"""The shape of a model, enough to plan for it: which tensors a layer has, and which dimension of each may be cut.
+"""Describes a model for planning: the tensors of each layer, and the dimension along which each may be sharded.
 
-A model we can train has a `ModelConfig` and a parameter table (`fusion.model.local_params`). This is the smaller
-description that also fits models we cannot train yet: latent attention (MLA), leading dense layers, a shared expert. It
-is read from the fields of a Hugging Face `config.json`. Invariant: for a model that has both, `boxes` are the boxes of
-`local_params`, name for name and element for element, on every rank of every layout.
+A model that can be trained has a `ModelConfig` and a parameter table (`fusion.model.local_params`). This smaller
+description also covers models that cannot be trained yet: latent attention (MLA), leading dense layers, shared experts.
+It is read from the fields of a Hugging Face `config.json`. Invariant: for a model that has both, `boxes` are the boxes
+of `local_params`, name for name and element for element, on every rank of every layout.
 
-    cut      held by a rank of the grid
-    whole    all of it, on every rank (norms, router, the low-rank projections of MLA, as in Megatron-Core and vLLM)
-    tp       its 1/tp of a dimension
-    kv       its key/value heads; ranks share one where tp exceeds their number
-    expert   the experts of its EP rank, each its 1/etp of a dimension
+    cut      part on each rank
+    whole    the whole tensor (norms, router, the low-rank projections of MLA, as in Megatron-Core and vLLM)
+    tp       1/tp of a dimension
+    kv       key/value heads; ranks share one where tp exceeds their number
+    expert   the experts of the EP rank, of each 1/etp of a dimension
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PANGU_NAMES = {
     "num_shared_experts": "n_shared_experts",
     "num_dense_layers": "first_k_dense_replace",
 }
-"""What openPangu calls DeepSeek's fields."""
+"""openPangu's name of a field → DeepSeek's name."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,25 @@ class Layer:
 
     @cached_property
     def numel(self) -> dict[Cut, int]:
-        """Elements of the whole layer, all experts included, by the way they are cut."""
-        found: dict[Cut, int] = {"whole": 0, "tp": 0, "kv": 0, "expert": 0}
+        """Elements of the unsharded layer, all experts included, by their cut."""
+        elements: dict[Cut, int] = {"whole": 0, "tp": 0, "kv": 0, "expert": 0}
         for tensor in self.tensors:
-            found[tensor.cut] += tensor.numel * (self.experts if tensor.cut == "expert" else 1)
-        return found
+            elements[tensor.cut] += tensor.numel * (self.experts if tensor.cut == "expert" else 1)
+        return elements
 
     @property
     def dense(self) -> int:
-        """Elements besides the experts."""
+        """Elements outside the experts."""
         return sum(self.numel.values()) - self.numel["expert"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. ``layers``: one kind a layer; ``embed`` and ``head`` are what stands before and after them.
+    """A model. ``layers``: the kind of each layer; ``embed`` and ``head``: the tensors before and after the layers.
 
-    ``kv_elements``: elements of the KV cache of one token and layer; ``kv_heads``: the heads they are cut over, 0 where
-    every TP rank holds them all (MLA's latent). ``qkv_width``, ``mlp_width``: of one token inside a layer, before TP.
+    ``kv_elements``: elements of the KV cache per token and layer; ``kv_heads``: the heads they are sharded by, 0 where
+    every TP rank holds all of them (MLA's latent). ``qkv_width``, ``mlp_width``: elements per token inside a layer,
+    before TP.
     """
 
     name: str
@@ -101,22 +102,22 @@ class Shape:
 
     @cached_property
     def kinds(self) -> dict[Layer, int]:
-        """The different layers, and how many there are of each."""
+        """Kind of layer → number of layers."""
         return dict(Counter(self.layers))
 
     @cached_property
     def experts(self) -> int:
-        """Of a sparse layer; 0 where there is none."""
+        """Number of experts of a sparse layer; 0 in a dense model."""
         return max(layer.experts for layer in self.layers)
 
     @cached_property
     def routed(self) -> int:
-        """Elements of all experts."""
+        """Elements of all experts of all layers."""
         return sum(layer.numel["expert"] for layer in self.layers)
 
     @cached_property
     def dense(self) -> int:
-        """Elements of everything else."""
+        """Elements outside the experts, embedding and head included."""
         ends = self.embed.numel + sum(tensor.numel for tensor in self.head)
         return ends + sum(layer.dense for layer in self.layers)
 
@@ -126,9 +127,9 @@ class Shape:
 
     @property
     def active(self) -> int:
-        """Elements a token meets: without the experts it is not routed to and the rows of the embedding."""
-        met = self.routed * self.top_k // self.experts if self.experts else 0
-        return self.dense + met - (0 if self.tied else self.embed.numel)
+        """Elements a token is multiplied with: neither the experts it is not routed to nor the embedding."""
+        chosen = self.routed * self.top_k // self.experts if self.experts else 0
+        return self.dense + chosen - (0 if self.tied else self.embed.numel)
 
     def kv_bytes(self, tp: int, pp: int = 1, itemsize: int = 2) -> int:
         """Bytes of one token's KV cache on one rank of the longest pipeline stage."""
@@ -137,10 +138,10 @@ class Shape:
 
     @classmethod
     def from_hf(cls, name: str, hf: Mapping[str, Any], key: str = "model") -> Shape:
-        """Reads the fields of a `config.json`: Qwen3, Qwen3-MoE, DeepSeek-V3 and openPangu-Ultra-MoE.
+        """Reads the fields of a `config.json` of Qwen3, Qwen3-MoE, DeepSeek-V3 or openPangu-Ultra-MoE.
 
         Raises:
-            ValueError: another architecture, or a field that is missing, by name.
+            ValueError: another architecture, or a missing field, by name.
         """
         kind = hf.get("model_type")
         try:
@@ -155,12 +156,12 @@ class Shape:
 
     @classmethod
     def from_config(cls, name: str, config: ModelConfig) -> Shape:
-        """Of a model that `fusion.model` trains."""
+        """Converts the config of a model that `fusion.model` trains."""
         return _grouped(name, config)
 
 
 def _grouped(name: str, config: ModelConfig) -> Shape:
-    """Grouped-query attention, every layer alike: what `fusion.model` trains."""
+    """Grouped-query attention, all layers of one kind: what `fusion.model` trains."""
     d, c = config.hidden_size, config.head_dim
     q, kv = config.num_heads * c, config.num_kv_heads * c
     attention = (
@@ -253,7 +254,7 @@ def _ends(vocab: int, hidden: int, tied: bool) -> dict[str, Any]:
 
 
 def boxes(shape: Shape, parallel: Parallel, rank: int) -> Iterator[tuple[str, Box]]:
-    """Every box of a global tensor that a rank holds: (name in the checkpoint, one (start, stop) a dimension)."""
+    """Yields every box of a global tensor that a rank holds: (checkpoint name, one (start, stop) per dimension)."""
     stage = parallel.coordinate("pp", rank)
     if stage == 0 or (shape.tied and stage == parallel.pp - 1):
         yield shape.embed.name, _box(shape.embed, shape, parallel, rank)
@@ -281,10 +282,10 @@ def _box(tensor: Tensor, shape: Shape, parallel: Parallel, rank: int) -> Box:
 
 
 def share(index: int, ranks: int, units: int = 0) -> tuple[int, int, int]:
-    """The share of a cut dimension that rank ``index`` of ``ranks`` holds, as (first, stop, of).
+    """Returns the share of a cut dimension that rank ``index`` of ``ranks`` holds, as (first, stop, of).
 
     Args:
-        units: indivisible units (key/value heads) of the dimension; 0: it may be cut anywhere.
+        units: indivisible units (key/value heads) of the dimension; 0: divisible anywhere.
     """
     if units and ranks > units:
         first = index * units // ranks

@@ -1,29 +1,28 @@
-"""How long a switch takes, part by part, and what limits it.
+"""Estimates the seconds of a switch by part, and its bottleneck.
 
-    to generate   pack │ wire ░░░░░░░░░░░░░│        the longer of the two rows: the host link and the wire are different
-                  offload ░░░░░░░░░│                links, packing runs behind the wire bucket by bucket
-    to train      wire ░░░░░░░│                    units from the wire, or rounded from the die's own masters on the
-                  masters ░░░░│                    host, so that both end early (`fusion.colocate.weights.masters`)
-                                onload ░░░░░░░     the optimizer follows beside the first micro-batches: not waited for
+    to generate   pack │ wire ░░░░░░░░░░░░░│        the longer of the two rows: host link and wire are separate links,
+                  offload ░░░░░░░░░│                and packing overlaps with the wire bucket by bucket
+    to train      wire ░░░░░░░│                     each unit comes over the wire or is rounded from the die's own
+                  masters ░░░░│                     masters on the host (`fusion.ep_switch.unit_sources`)
+                                onload ░░░░░░░      the optimizer state returns beside the first micro-batches
 
-A die's wire time is the longer of what it sends and what it receives, each link class at the bandwidth it reaches. The
-links inside a supernode are one port, the network between supernodes is another. Every round of buckets adds what an
-exchange takes however little it moves.
+A die's wire time is the longer of sending and receiving, each class of links at the bandwidth it reaches. The links
+inside a supernode are one port, the network between supernodes is another. Every round of buckets adds one latency.
 
-`published` gives the same figures for another way of doing it, which was measured and published: DeepSeek-R1 on 128
-Atlas A3 cards (256 dies). It is the check on the figures of `fusion.costmodel.hardware`. None is fitted to it, but the
-speed of giving HBM back was measured on the same run, and is most of its offload; reshard rests on figures of others.
+`published` estimates the same for a different implementation that was measured and published: DeepSeek-R1 on 128 Atlas
+A3 cards (256 dies). It validates the constants of `fusion.costmodel.hardware`. None is fitted to it, but the rate of
+releasing HBM was measured on the same run and makes up most of its offload; reshard rests on constants from elsewhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.memory import WEIGHT, Memory, held
+from fusion.costmodel.memory import WEIGHT_BYTES, Memory, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import Traffic
@@ -37,34 +36,37 @@ PUBLISHED = {"reshard": 11.5, "offload": 5.5}
 
 
 PIECES = 64
-"""In how many equal parts a die's weights of a kind are dealt out to the wire and the host."""
+"""Number of equal pieces of a die's dense and expert weights that are assigned to the wire or the host."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One direction of a switch: part → seconds, in the order of the drawing above; parts overlap, `seconds` is all."""
+    """One direction of a switch."""
 
     parts: dict[str, float]
+    """Part → seconds, in the order of the drawing above; parts overlap."""
     seconds: float
+    """Of the whole switch."""
     limit: str
+    """The bottleneck."""
     onload_s: float = 0.0
-    """Of the optimizer's way back beside training, which `seconds` leaves out."""
+    """Of the optimizer's return beside training, which `seconds` leaves out."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Seconds on the wire of the busiest die of each kind."""
+    """Seconds on the wire. ``by_level``: of the busiest die of each level of links."""
 
     by_level: tuple[float, ...]
     seconds: float
-    """Of the die that takes longest, rounds included."""
+    """Of the slowest die, latencies of the rounds included."""
     rounds: int
     busiest: str
-    """What makes that die the last: `sending` or `receiving`."""
+    """What bounds that die: `sending` or `receiving`."""
 
 
 def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
-    """The wire time of a switch. A round moves half a bucket of every die (`fusion.ep_switch.plan`)."""
+    """Estimates the wire time of a switch. A round moves half a bucket of every die (`fusion.ep_switch.plan`)."""
     speed = np.array([hardware.link_bytes_per_s(level) for level in range(len(LEVELS))])[:, None]
     ends = {"sending": moved.sent / speed, "receiving": moved.received / speed}
     taken = {end: np.maximum(seconds[:-1].sum(0), seconds[-1]) for end, seconds in ends.items()}
@@ -77,98 +79,98 @@ def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
 
 
 def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
-    """From training to generation."""
-    hardware, line = setup.hardware, wire(moved, setup.hardware, setup.fusion.bucket_bytes)
+    """Estimates the switch from training to generation."""
+    hardware, wire_time = setup.hardware, wire(moved, setup.hardware, setup.fusion.bucket_bytes)
     pack = _pack(moved, hardware)
     leaves = setup.shared and setup.fusion.offload == "switch"
     offload = memory.states_bytes / hardware.out_bytes_per_s.value if leaves else 0.0
-    parts = {"pack and copy": pack} | _named(line) | {"offload": offload}
-    rows = {"packing": pack, f"the wire, {line.busiest}": line.seconds, "the host link, offloading": offload}
-    found = _longest(parts, rows)
+    parts = {"pack and copy": pack} | _by_level(wire_time) | {"offload": offload}
+    rows = {"packing": pack, f"the wire, {wire_time.busiest}": wire_time.seconds, "the host link, offloading": offload}
+    switch = _longest(parts, rows)
     if memory.overlap or not leaves:
-        return found
-    return Switch(parts, offload + max(pack, line.seconds), "HBM: the optimizer state leaves before weights move")
+        return switch
+    return Switch(parts, offload + max(pack, wire_time.seconds), "HBM: the optimizer state leaves before weights move")
 
 
 def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
-    """From generation to training; units come over the wire or from the die's own masters, whichever is earlier."""
+    """Estimates the switch from generation to training; each unit comes over the wire or from the die's own masters."""
     hardware, shape, train = setup.hardware, setup.shape, setup.train
-    line = wire(moved, hardware, setup.fusion.bucket_bytes)
+    wire_time = wire(moved, hardware, setup.fusion.bucket_bytes)
     away = setup.shared and setup.fusion.offload != "none"
-    here = max((held(shape, train, stage) for stage in range(train.pp)), key=lambda h: h.numel)
+    here = max((stage_weights(shape, train, stage) for stage in range(train.pp)), key=lambda h: h.numel)
     received = float(moved.received.sum(0).max())
     parts = []
     for numel, replicas in ((here.dense, train.dp), (here.expert, train.edp)):
         size, covered = numel / PIECES, round(PIECES * _covered(replicas)) if away else 0
         arrives = int(received * size / max(1, here.numel))
         parts += [Part(arrives, int(4 * size) if piece < covered else None) for piece in range(PIECES)]
-    speed = received / max(line.seconds, 1e-12) if received else 1e9
+    speed = received / max(wire_time.seconds, 1e-12) if received else 1e9
     plan = plan_return(parts, speed, hardware.back_bytes_per_s.value)
     from_host = sum(part.wire_bytes for part, source in zip(parts, plan.sources, strict=True) if source == "host")
     pack = _pack(moved, hardware)
     name = f"wire ({from_host / received:.0%} from masters instead)" if from_host else "wire"
-    found = _longest(
+    switch = _longest(
         {"pack and copy": pack, name: plan.wire_s, "masters": plan.host_s},
         {"packing": pack, "the wire": plan.wire_s, "the host link, masters": plan.host_s},
     )
     leaves = setup.shared and setup.fusion.offload == "switch"
     onload = memory.states_bytes / hardware.back_bytes_per_s.value if leaves else 0.0
-    return Switch(found.parts | {"onload, beside training": onload}, found.seconds, found.limit, onload)
+    return replace(switch, parts=switch.parts | {"onload, beside training": onload}, onload_s=onload)
 
 
 def adopt_s(setup: Setup) -> float:
-    """A die copies weights that have arrived beside its engine into the model, from its host or from its own HBM."""
+    """Estimates an engine's pause while its die copies received weights into the model, from its host or its HBM."""
     hardware, infer = setup.hardware, setup.infer
-    nbytes = WEIGHT * max(held(setup.shape, infer, stage).numel for stage in range(infer.pp))
+    nbytes = WEIGHT_BYTES * max(stage_weights(setup.shape, infer, stage).numel for stage in range(infer.pp))
     if setup.fusion.double_buffer:
         return 2 * nbytes / hardware.hbm_bytes_per_s.value
     return nbytes / hardware.back_bytes_per_s.value
 
 
 def _covered(replicas: int) -> float:
-    """Part of a die's weights whose units lie whole in its own share of the masters. A share is one in so many of a
-    bucket, a unit an eighth of one, and what lies across a border is in nobody's share."""
+    """Estimates the share of a die's weights whose units are wholly in its own shard of the masters. A shard is
+    1/replicas of a bucket, a unit 1/8 of one; a unit across a border is in no shard."""
     return 1.0 if replicas == 1 else max(0.0, 1 - replicas / UNITS_A_BUCKET) / replicas
 
 
 def published(setup: Setup) -> dict[str, float]:
-    """Seconds of `reshard` and `offload` as the A3 run did them: all-gather and blocking copies.
+    """Estimates the seconds of `reshard` and `offload` as the A3 run implemented them: all-gather, blocking copies.
 
     Reshard: every parameter is broadcast over its pipeline group, then gathered whole: dense ones over TP, experts over
     EP, on every die, tensor by tensor. Offload: the training weights go out through pageable memory (`.cpu()`, then
-    `.pin_memory()`) and come back from pinned memory, and what a switch has used is given back (`empty_cache`): those
+    `.pin_memory()`) and return from pinned memory, and the HBM that a switch used is released (`empty_cache`): those
     weights and one layer's gathered experts. Gradients are dropped; the optimizer state is swapped inside the step and
     is in neither figure. The authors do not list what their offload figure contains: this is what the released code
-    does between training and generation. The `empty_cache` after generation they count to their rollout.
+    does between training and generation. They attribute the `empty_cache` after generation to their rollout.
     """
     shape, train, hardware = setup.shape, setup.train, setup.hardware
     slowest = hardware.link_bytes_per_s(LEVELS.index("supernode"))
-    here = WEIGHT * max(held(shape, train, stage).numel for stage in range(train.pp))
+    here = WEIGHT_BYTES * max(stage_weights(shape, train, stage).numel for stage in range(train.pp))
     tensors = sum(len(layer.tensors) for layer in shape.layers)
     reshard = _gathered_bytes(shape, train) / slowest + 2 * tensors * hardware.collective_s.value
-    experts = max(layer.numel["expert"] for layer in shape.layers) * WEIGHT
+    experts = max(layer.numel["expert"] for layer in shape.layers) * WEIGHT_BYTES
     out = here * (1 / hardware.out_bytes_per_s.value + 2 / hardware.host_copy_bytes_per_s.value)
     back = here / hardware.back_bytes_per_s.value
     return {"reshard": reshard, "offload": out + back + (here + experts) / hardware.unmap_bytes_per_s.value}
 
 
 def _gathered_bytes(shape: Shape, train: Parallel) -> float:
-    """Bytes that a die receives by broadcasts over PP and gathers over TP and EP of the whole model."""
+    """Bytes that a die receives in broadcasts over PP and gathers over TP and EP of the whole model."""
     total = 0.0
     for numel, ranks in ((shape.dense, train.tp), (shape.routed, train.ep * train.etp)):
-        total += WEIGHT * numel / ranks * (train.pp - 1) / train.pp
-        total += WEIGHT * numel * (ranks - 1) / ranks
+        total += WEIGHT_BYTES * numel / ranks * (train.pp - 1) / train.pp
+        total += WEIGHT_BYTES * numel * (ranks - 1) / ranks
     return total
 
 
 def _pack(moved: Traffic, hardware: Hardware) -> float:
-    """Reading and writing what is packed, unpacked and copied inside the die that has most of it."""
+    """Seconds of reading and writing what is packed, unpacked and copied inside the die with the most bytes."""
     through = moved.sent.sum(0) + moved.received.sum(0) + moved.copied
     return float(2 * through.max() / hardware.hbm_bytes_per_s.value)
 
 
-def _named(line: Wire) -> dict[str, float]:
-    return {f"wire, {level}": s for level, s in zip(LEVELS, line.by_level, strict=True) if s > 0}
+def _by_level(wire_time: Wire) -> dict[str, float]:
+    return {f"wire, {level}": s for level, s in zip(LEVELS, wire_time.by_level, strict=True) if s > 0}
 
 
 def _longest(shown: dict[str, float], rows: dict[str, float]) -> Switch:

@@ -1,17 +1,17 @@
-"""What every die sends and receives in a switch, exactly and at once for hundreds of dies.
+"""Computes the bytes that every die sends and receives in a switch: exact, vectorised over hundreds of dies.
 
-Layers that lie in the same pair of stages move alike, and so do all tensors that are cut alike: their bytes are summed
-first. What is left is a handful of segments (a range of a cut dimension that neither layout splits) and, for each, two
-rows over the dies: who holds it, who must. Bytes are linear in them, so nothing is approximated by the sums.
+Layers in the same pair of pipeline stages move alike, and so do all tensors with the same cut: their bytes are summed
+first. This leaves a few segments (ranges of a cut dimension that neither layout divides), each with two rows over the
+dies: who holds it before, who needs it after. Bytes are linear in the segments, so the sums approximate nothing.
 
-The rules are those of the plan that is carried out (`fusion.ep_switch.plan`):
-1. what a die already holds does not travel; every other byte arrives once on every die that must hold it;
-2. over links of a slower class (`Topology.classes`) a segment comes once into a group of fast links that lacks it,
-   whatever it is fanned out to inside;
-3. senders are balanced: those that can send a segment share it, as do the dies that take it in for their group.
+The rules are those of the switch plan (`fusion.ep_switch.plan`):
+1. bytes that a die holds already do not travel; every other byte arrives once on every die that needs it;
+2. over a slower class of links (`Topology.classes`) a segment enters a group of faster links once, and is forwarded
+   inside it;
+3. senders are balanced: all holders of a segment share sending it, as do the dies that receive it for their group.
 
-    share of a segment that reaches a die from outside its group: 1 / (dies of the group that need it) where the group
-    lacks it, else 0; what comes over the links of a class is the difference between two neighbouring groups.
+    share of a segment that a die receives from outside its group: 1 / (dies of the group that need it) where no die of
+    the group holds it, else 0; the bytes over a class of links are the difference between two neighbouring groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusion.ep_switch.topology import LEVELS, Topology
 from fusion.model import Parallel
 
 Array = np.ndarray
-ROUNDS = 12
+BALANCE_ROUNDS = 12
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Side:
 @dataclass(frozen=True)
 class Traffic:
     """Bytes by level of the link (rows, in the order of LEVELS) and die. ``kept``: bytes a die holds in both layouts;
-    ``copied``: those of them that lie in other storage afterwards and are copied inside the die."""
+    ``copied``: those of them that move to other storage, copied inside the die."""
 
     sent: Array
     received: Array
@@ -60,7 +60,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that are cut alike, in the same stages of both layouts."""
+    """Tensors with the same cut, in the same stages of both layouts."""
 
     cut: Cut
     nbytes: int
@@ -68,8 +68,8 @@ class _Group:
     target_stages: tuple[int, ...]
 
 
-def traffic(shape: Shape, source: Side, target: Side, topology: Topology, itemsize: int = 2) -> Traffic:
-    """The bytes of a switch from one layout to another; ``itemsize``: bytes of an element on the wire."""
+def switch_traffic(shape: Shape, source: Side, target: Side, topology: Topology, itemsize: int = 2) -> Traffic:
+    """Computes the bytes of a switch from one layout to another; ``itemsize``: bytes of an element on the wire."""
     dies = max(source.end, target.end)
     ledger = _Ledger(dies, topology)
     for group in _groups(shape, source.parallel, target.parallel, itemsize):
@@ -98,7 +98,7 @@ def _groups(shape: Shape, source: Parallel, target: Parallel, itemsize: int) -> 
 
 
 def _segments(shape: Shape, group: _Group, source: Side, target: Side, dies: int) -> tuple[Array, Array, Array]:
-    """(share of the group's bytes [G], who holds it [G, dies], who must [G, dies]) of every segment."""
+    """(share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
     grids = (source.parallel, target.parallel)
     pieces = [_Axis(*_slicing(shape, group.cut, axis, grids)) for axis in _axes(group.cut)]
     width = np.ones(1)
@@ -111,15 +111,15 @@ def _segments(shape: Shape, group: _Group, source: Side, target: Side, dies: int
         here = np.isin(_coordinates(side.parallel, "pp", place), stages)
         held = np.ones((1, len(place)), dtype=bool)
         for piece, axis in zip(pieces, _axes(group.cut), strict=True):
-            mine = piece.held[i][:, _coordinates(side.parallel, axis, place)]
-            held = (held[:, None, :] & mine[None, :, :]).reshape(-1, len(place))
+            along_axis = piece.held[i][:, _coordinates(side.parallel, axis, place)]
+            held = (held[:, None, :] & along_axis[None, :, :]).reshape(-1, len(place))
         row[:, side.first : side.end] = held & here
         rows.append(row)
     return width, rows[0], rows[1]
 
 
 def _coordinates(parallel: Parallel, axis: str, place: Array) -> Array:
-    """`Parallel.coordinate` of many ranks at once: it is arithmetic."""
+    """`Parallel.coordinate` of many ranks at once, as it is arithmetic only."""
     return parallel.coordinate(axis, place)  # type: ignore[arg-type, return-value]
 
 
@@ -129,7 +129,7 @@ def _axes(cut: Cut) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """A cut dimension in segments: share of the dimension [G]; for both sides, who holds which [G, ranks]."""
+    """The segments of a cut dimension: share of the dimension [G]; per side, who holds which [G, ranks]."""
 
     width: Array
     held: tuple[Array, Array]
@@ -147,7 +147,7 @@ def _slicing(shape: Shape, cut: Cut, axis: str, grids: tuple[Parallel, Parallel]
 
 
 def _same_storage(cut: Cut, source: Parallel, target: Parallel) -> bool:
-    """Whether a die that keeps a segment keeps its storage unit too, so that nothing is copied."""
+    """Whether a segment that a die keeps stays in its storage unit, so that nothing is copied."""
     if cut == "whole":
         return True
     return source.etp == target.etp if cut == "expert" else source.tp == target.tp
@@ -155,10 +155,11 @@ def _same_storage(cut: Cut, source: Parallel, target: Parallel) -> bool:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Bytes of segments that some dies may send, over the links of a class.
+    """Segments that several dies can send over the links of one class.
 
-    ``hold``: who holds what; ``due``: by level, what the dies that a holder shares that level with, and no inner one,
-    are due (both [G, holders]). ``group``: the group of fast links of each holder, ``dies``: who they are.
+    ``dies``, ``group``: the holders and the group of fast links of each [holders]. ``hold``: who holds which segment
+    [G, holders]. ``due``: level → bytes to send to the dies that share this level with the holder, and no inner one
+    [G, holders].
     """
 
     dies: Array
@@ -168,12 +169,13 @@ class _Choice:
 
 
 class _Ledger:
-    """Adds up segments. Those who can send a segment share it by weights of the dies, which `close` balances."""
+    """Sums the bytes of segments. The holders of a segment share its sending by a weight per die; `close` balances the
+    weights."""
 
     def __init__(self, dies: int, topology: Topology):
         sizes = topology.ranks_per_card, topology.ranks_per_node, topology.ranks_per_supernode, dies
         self.domain = [np.arange(dies) // size for size in sizes]
-        """By level: number of the card, node, … of every die."""
+        """Level → index of the card, node, … of every die."""
         self.classes = topology.classes
         self.received, self.forwarded = np.zeros((len(LEVELS), dies)), np.zeros((len(LEVELS), dies))
         self.kept, self.copied = np.zeros(dies), np.zeros(dies)
@@ -187,15 +189,17 @@ class _Ledger:
         lacking = need & ~hold
         rows = lacking.any(1)
         hold, lacking = hold[rows], lacking[rows]
-        assert bool(hold.any(1).all()), "nobody holds a segment that is needed"
+        assert bool(hold.any(1).all()), "no die holds a segment that is needed"
         if len(hold):
             h, n = np.flatnonzero(hold.any(0)), np.flatnonzero(lacking.any(0))
             self._spread(nbytes[rows, None], hold[:, h].astype(float), h, lacking[:, n].astype(float), n)
 
     def _spread(self, nbytes: Array, hold: Array, h: Array, lacking: Array, n: Array) -> None:
-        """From the fastest links outwards; ``h`` and ``n`` are the dies of the columns.
+        """Distributes segments from the fastest links outwards; ``h`` and ``n``: the dies of the columns of ``hold``
+        and ``lacking``.
 
-        ``outside``: share of a segment that comes from outside the groups seen so far, ``inner``: needers of those.
+        ``outside``: share of a segment that comes from outside the groups handled so far; ``inner``: the dies of these
+        groups that need it.
         """
         outside, inner = lacking, lacking
         for levels in self.classes:
@@ -222,7 +226,7 @@ class _Ledger:
             outside, inner = entry, needers
 
     def _forward(self, levels: tuple[int, ...], taken_in: Array, outside: Array, n: Array) -> None:
-        """Dies that take a share in for their group pass it to every other inner group that lacks it."""
+        """Counts what dies that receive a share for their group forward to the other inner groups that lack it."""
         before: Array | float = 1.0
         for level in levels:
             near = self.domain[level]
@@ -233,18 +237,18 @@ class _Ledger:
     def _offer(self, levels: tuple[int, ...], due: Array, n: Array, hold: Array, h: Array) -> None:
         if not due.any():
             return
-        found: dict[int, Array] = {}
+        due_by_level: dict[int, Array] = {}
         before: Array | float = 0.0
         for level in levels:
             near = self.domain[level]
             total = _sum_at(due, near[n], near[h])
-            found[level], before = total - before, total
-        self.choices.append(_Choice(h, self.domain[levels[-1]][h], hold, found))
+            due_by_level[level], before = total - before, total
+        self.choices.append(_Choice(h, self.domain[levels[-1]][h], hold, due_by_level))
 
     def close(self) -> Traffic:
         weight = np.ones(self.received.shape[1])
         sent = self._sent(weight)
-        for _ in range(ROUNDS):
+        for _ in range(BALANCE_ROUNDS):
             load = sent.sum(0)
             mean = load[load > 0].mean() if load.any() else 0.0
             if load.max() <= 1.01 * mean:
@@ -267,12 +271,12 @@ class _Ledger:
 
 
 def _sum_at(values: Array, groups: Array, at: Array) -> Array:
-    """Sums of ``values`` [G, n] over columns of the same group (``groups`` [n], ascending), for each of ``at`` [k]:
-    [G, k], 0 where no column is of that group."""
+    """Sums ``values`` [G, n] over the columns of each group (``groups`` [n], ascending) and looks up the groups ``at``
+    [k]: [G, k], 0 for a group without columns."""
     starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
     sums, ids = np.add.reduceat(values, starts, axis=1), groups[starts]
     place = np.minimum(np.searchsorted(ids, at), len(ids) - 1)
-    found, known = sums.take(place, axis=1), ids[place] == at
+    looked_up, known = sums.take(place, axis=1), ids[place] == at
     if not known.all():
-        found *= known
-    return found
+        looked_up *= known
+    return looked_up

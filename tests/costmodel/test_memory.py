@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fusion.costmodel import Setup, Shape, memory
+from fusion.costmodel import Setup, Shape, estimate_memory
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import held
+from fusion.costmodel.memory import stage_weights
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.setup import EngineLimits, TrainingLimits
 from fusion.ep_switch.config import FusionConfig
@@ -29,20 +29,22 @@ def test_weights_are_those_of_the_storage_units(grid, tied):
     for rank in range(grid.world):
         params = local_params(config, grid, rank)
         expected = sum(unit.numel for unit in plan_units(params, 2, 1 << 20))
-        mine = held(shape, grid, grid.coordinate("pp", rank))
+        mine = stage_weights(shape, grid, grid.coordinate("pp", rank))
         assert sum(param.numel for param in params) == mine.numel <= expected
         assert mine.expert == sum(param.numel for param in params if param.expert)
 
 
 def test_optimizer_of_all_dies_is_twelve_bytes_a_parameter():
     shape, train = PANGU.shape, Parallel(768, 1, 16, 16)
-    together = sum(held(shape, train, stage).states_bytes(train) * train.stage_world for stage in range(train.pp))
+    together = sum(
+        stage_weights(shape, train, stage).states_bytes(train) * train.stage_world for stage in range(train.pp)
+    )
     assert together == pytest.approx(12 * shape.numel, rel=1e-6)
     assert together / 1e12 == pytest.approx(8.6, rel=0.01), "as published for 718B"
 
 
 def test_phases_and_owners():
-    size = memory(PANGU)
+    size = estimate_memory(PANGU)
     train, switch, infer = (size.phases[phase] for phase in ("train", "switch", "infer"))
     assert train["gradients"] == 2 * train["weights"] and not switch["gradients"] and not infer["gradients"]
     assert switch["weights"] == max(train["weights"], infer["weights"])
@@ -54,7 +56,10 @@ def test_phases_and_owners():
 
 
 def test_offload_decides_who_holds_the_states():
-    sizes = {kind: memory(replace(PANGU, fusion=FusionConfig(offload=kind))) for kind in ("none", "switch", "stream")}
+    sizes = {
+        kind: estimate_memory(replace(PANGU, fusion=FusionConfig(offload=kind)))
+        for kind in ("none", "switch", "stream")
+    }
     assert sizes["none"].phases["infer"]["optimizer"] == sizes["none"].states_bytes
     assert sizes["none"].kv_tokens < sizes["switch"].kv_tokens == sizes["stream"].kv_tokens
     assert sizes["stream"].phases["train"]["optimizer"] == 4 * FusionConfig().bucket_bytes
@@ -63,12 +68,12 @@ def test_offload_decides_who_holds_the_states():
 
 def test_states_leave_first_where_both_do_not_fit():
     crowded = replace(PANGU, train=Parallel(64, 8, 8, 8), infer=Parallel(64, 1, 64))
-    assert not memory(crowded).overlap and not memory(crowded).phases["switch"]["optimizer"]
+    assert not estimate_memory(crowded).overlap and not estimate_memory(crowded).phases["switch"]["optimizer"]
 
 
 def test_activations_follow_tokens_recompute_and_stages():
     def activations(**changes):
-        return memory(replace(PANGU, **changes)).phases["train"]["activations"]
+        return estimate_memory(replace(PANGU, **changes)).phases["train"]["activations"]
 
     base = activations()
     assert activations(training=TrainingLimits(recompute=True, token_budget=32768)) == pytest.approx(2 * base)
@@ -78,5 +83,8 @@ def test_activations_follow_tokens_recompute_and_stages():
 
 def test_separate_cards_keep_their_states():
     apart = replace(PANGU, train=Parallel(384, 8, 8, 16), infer=Parallel(384, 8, 128), infer_first=384)
-    assert not apart.shared and memory(apart).phases["switch"]["optimizer"] == 0
-    assert memory(replace(apart, rollout=EngineLimits(kv_fraction=0.45))).kv_tokens < memory(apart).kv_tokens
+    assert not apart.shared and estimate_memory(apart).phases["switch"]["optimizer"] == 0
+    assert (
+        estimate_memory(replace(apart, rollout=EngineLimits(kv_fraction=0.45))).kv_tokens
+        < estimate_memory(apart).kv_tokens
+    )

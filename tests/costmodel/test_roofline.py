@@ -12,7 +12,7 @@ from fusion.costmodel import Workload
 from fusion.costmodel.command_line import PUBLISHED_RUN
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, pairs
+from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, attention_pairs
 from fusion.model import Parallel
 
 ASCEND_910C = hardware_named("ascend_910c")
@@ -35,9 +35,14 @@ EXACT = 1 + 1e-9
 @given(rooflines, sequences, contexts, st.integers(0, 5000), st.tuples(sequences, contexts, contexts))
 def test_more_of_anything_takes_longer_and_is_more_work(roofline, batch, context, prompt, more):
     kv = batch * context
-    small = roofline.engine_step(batch, kv, prompt, pairs(prompt))
-    for extra in ((more[0], 0, 0, 0), (0, more[1], 0, 0), (0, 0, more[2], pairs(more[2])), (0, 0, 0, more[1])):
-        sizes = [a + b for a, b in zip((batch, kv, prompt, pairs(prompt)), extra, strict=True)]
+    small = roofline.engine_step(batch, kv, prompt, attention_pairs(prompt))
+    for extra in (
+        (more[0], 0, 0, 0),
+        (0, more[1], 0, 0),
+        (0, 0, more[2], attention_pairs(more[2])),
+        (0, 0, 0, more[1]),
+    ):
+        sizes = [a + b for a, b in zip((batch, kv, prompt, attention_pairs(prompt)), extra, strict=True)]
         large = roofline.engine_step(*sizes)
         assert large.seconds >= small.seconds and large.flops >= small.flops
         assert large.hbm_bytes >= small.hbm_bytes and large.link_bytes >= small.link_bytes
@@ -54,7 +59,7 @@ def test_a_batch_costs_less_than_its_parts_and_more_than_either(roofline, one, o
 
 @given(rooflines, sequences, contexts, st.integers(1, 4000), contexts)
 def test_a_prefill_beside_a_decode_costs_less_than_after_it(roofline, batch, context, prompt, before):
-    kv, attended = batch * context, pairs(prompt, before)
+    kv, attended = batch * context, attention_pairs(prompt, before)
     mixed = roofline.engine_step(batch, kv, prompt, attended).seconds
     apart = roofline.decode_step(batch, kv).seconds + roofline.prefill(prompt, attended).seconds
     assert roofline.decode_step(batch, kv).seconds <= mixed < apart
@@ -77,32 +82,32 @@ def test_training_adds_up_over_whole_micro_batches(roofline, one, other, length,
         other = one  # the bubble is shared by the micro-batches
 
     def train(count):
-        return roofline.train_step(count * budget, count * 8 * pairs(length), budget, recompute)
+        return roofline.train_step(count * budget, count * 8 * attention_pairs(length), budget, recompute)
 
     parts, whole = train(one) + train(other), train(one + other)
     assert whole.flops == pytest.approx(parts.flops) and whole.hbm_bytes == pytest.approx(parts.hbm_bytes)
     if roofline.parallel.pp == 1:
         assert whole.seconds == pytest.approx(parts.seconds)
     assert train(one).seconds < whole.seconds <= parts.seconds * EXACT
-    assert roofline.forward(one * budget, one * 8 * pairs(length), budget).seconds < train(one).seconds
+    assert roofline.forward(one * budget, one * 8 * attention_pairs(length), budget).seconds < train(one).seconds
 
 
 @given(st.integers(1, 60_000))
 @settings(max_examples=30)
 def test_a_long_prompt_is_cut_and_nothing_of_it_is_lost(tokens):
     roofline = ROOFLINES[0]
-    whole = roofline.prefill(tokens, pairs(tokens))
+    whole = roofline.prefill(tokens, attention_pairs(tokens))
     chunks = -(-tokens // CHUNK_TOKENS)
-    assert whole.flops == pytest.approx(roofline.engine_step(0, 0, tokens, pairs(tokens)).flops)
+    assert whole.flops == pytest.approx(roofline.engine_step(0, 0, tokens, attention_pairs(tokens)).flops)
     assert whole.seconds >= chunks * roofline.engine_step(0, 0, 1, 0).seconds
     assert roofline.prefill(0, 0).seconds == 0
 
 
 def test_a_decode_step_reads_the_experts_its_tokens_are_routed_to():
     alone, spread = ROOFLINES[0], ROOFLINES[1]
-    assert alone.touched(0) == 0 and alone.touched(1) == pytest.approx(8 / 128)
-    assert alone.touched(1) < alone.touched(16) < alone.touched(256) < 1
-    assert spread.touched(1) == pytest.approx(alone.touched(2)), "EP4 over TP2: two ranks bring a token each"
+    assert alone.experts_read(0) == 0 and alone.experts_read(1) == pytest.approx(8 / 128)
+    assert alone.experts_read(1) < alone.experts_read(16) < alone.experts_read(256) < 1
+    assert spread.experts_read(1) == pytest.approx(alone.experts_read(2)), "EP4 over TP2: two ranks bring a token each"
     experts = alone.shape.routed * 2
     read = [alone.decode_step(batch, 0).hbm_bytes for batch in (1, 400)]
     assert read[0] < 0.15 * experts and read[1] > experts
@@ -123,7 +128,7 @@ def test_the_published_run_takes_about_as_long_as_it_took():
     shape, work = load_shape(name, SHAPES).shape, Workload()
     trained = Roofline(shape, ASCEND_910C, train)
     length = work.prompt + work.response
-    update = trained.train_step(work.tokens / train.dp, work.samples / train.dp * pairs(length), 16384)
+    update = trained.train_step(work.tokens / train.dp, work.samples / train.dp * attention_pairs(length), 16384)
     assert update.seconds + trained.optimizer_step().seconds == pytest.approx(319.3, rel=0.15)
     generating = Roofline(shape, ASCEND_910C, infer)
     sequences = work.samples / (infer.world // infer.tp)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion.costmodel import Setup, Traffic, memory, published, to_infer, to_train, traffic
+from fusion.costmodel import Setup, Traffic, estimate_memory, published, switch_traffic, to_infer, to_train
 from fusion.costmodel.command_line import check_figures
 from fusion.costmodel.hardware import Figure, hardware_named
 from fusion.costmodel.presets import load_shape
@@ -42,40 +42,42 @@ def test_the_check_does_not_rest_on_the_figure_that_is_assumed(bytes_per_s):
 
 def test_calibrated_on_the_same_run():
     assert train_s(A3_RUN) == pytest.approx(319.3, rel=0.05)
-    assert generate_s(A3_RUN, memory(A3_RUN).kv_tokens) == pytest.approx(373.65, rel=0.05)
+    assert generate_s(A3_RUN, estimate_memory(A3_RUN).kv_tokens) == pytest.approx(373.65, rel=0.05)
 
 
 def test_directed_and_overlapped_is_several_times_as_fast():
-    size = memory(A3_RUN)
-    ways = [traffic(A3_RUN.shape, *ends, ASCEND_910C.topology) for ends in (A3_RUN.sides, A3_RUN.sides[::-1])]
+    size = estimate_memory(A3_RUN)
+    ways = [switch_traffic(A3_RUN.shape, *ends, ASCEND_910C.topology) for ends in (A3_RUN.sides, A3_RUN.sides[::-1])]
     there, back = to_infer(A3_RUN, ways[0], size), to_train(A3_RUN, ways[1], size)
     assert there.seconds + back.seconds < sum(PUBLISHED.values()) / 4
     assert there.limit == "the host link, offloading"
     assert there.seconds == there.parts["offload"] == pytest.approx(size.states_bytes / 30e9)
     streamed = replace(A3_RUN, fusion=FusionConfig(offload="stream"))
-    faster = to_infer(streamed, ways[0], memory(streamed))
+    faster = to_infer(streamed, ways[0], estimate_memory(streamed))
     assert faster.seconds < there.seconds and faster.limit == "the wire, sending"
 
 
 def test_the_way_back_takes_from_the_host_what_own_masters_cover():
     """The experts of this run are on one rank of a stage each (EP32 of 32), so all of their masters are at hand."""
-    size, back = memory(A3_RUN), traffic(A3_RUN.shape, *A3_RUN.sides[::-1], ASCEND_910C.topology)
+    size, back = estimate_memory(A3_RUN), switch_traffic(A3_RUN.shape, *A3_RUN.sides[::-1], ASCEND_910C.topology)
     both, kept = to_train(A3_RUN, back, size), replace(A3_RUN, fusion=FusionConfig(offload="none"))
-    alone = to_train(kept, back, memory(kept))
+    alone = to_train(kept, back, estimate_memory(kept))
     assert alone.parts["masters"] == 0 == alone.parts["onload, beside training"]
     assert both.seconds < 0.9 * alone.seconds
     assert both.parts["masters"] == pytest.approx(both.seconds, rel=0.1), "both links end together"
     assert both.parts["onload, beside training"] == pytest.approx(size.states_bytes / 34e9)
     divided = replace(A3_RUN, train=Parallel(256, tp=4, ep=2, pp=8))
-    back = traffic(divided.shape, *divided.sides[::-1], ASCEND_910C.topology)
-    assert to_train(divided, back, memory(divided)).parts["masters"] == 0, "a sixteenth of a bucket holds no unit"
+    back = switch_traffic(divided.shape, *divided.sides[::-1], ASCEND_910C.topology)
+    assert to_train(divided, back, estimate_memory(divided)).parts["masters"] == 0, (
+        "a sixteenth of a bucket holds no unit"
+    )
 
 
 def test_states_that_must_leave_first_add_up():
     crowded = replace(A3_RUN, infer=Parallel(256, tp=1, ep=64))
-    size = memory(crowded)
+    size = estimate_memory(crowded)
     assert not size.overlap
-    moved = traffic(crowded.shape, *crowded.sides, ASCEND_910C.topology)
+    moved = switch_traffic(crowded.shape, *crowded.sides, ASCEND_910C.topology)
     switch = to_infer(crowded, moved, size)
     assert switch.seconds > switch.parts["offload"] and switch.limit.startswith("HBM")
 

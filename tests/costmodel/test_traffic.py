@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.costmodel import Shape, Side, boxes, traffic
+from fusion.costmodel import Shape, Side, boxes, switch_traffic
 from fusion.costmodel.presets import load_shape
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.ep_switch.topology import LEVELS
@@ -44,7 +44,7 @@ def both(config, source, target, first, topology):
     ends = (source, range(source.world)), (target, range(first, first + target.world))
     layouts = [Layout(config, grid, tuple(ranks), torch.bfloat16, UNIT) for grid, ranks in ends]
     shape = Shape.from_config("tiny", config)
-    paper = traffic(shape, Side(source), Side(target, first), topology)
+    paper = switch_traffic(shape, Side(source), Side(target, first), topology)
     return paper, plan_switch(*layouts, UNIT, topology)
 
 
@@ -96,7 +96,7 @@ def test_the_busiest_sender_is_that_of_the_plan(pair):
 def test_at_768_dies_every_byte_is_held_or_received(name):
     shape = load_shape(name, SHAPES).shape
     source, target = Parallel(768, 4, 8, 16), Parallel(768, 2, min(128, shape.experts))
-    paper = traffic(shape, Side(source), Side(target), Topology.cloudmatrix384())
+    paper = switch_traffic(shape, Side(source), Side(target), Topology.cloudmatrix384())
     for rank in (0, 1, 47, 48, 400, 767):
         needed = sum(2 * np.prod([stop - start for start, stop in box]) for _, box in boxes(shape, target, rank))
         assert paper.kept[rank] + paper.received[:, rank].sum() == pytest.approx(needed, abs=1)
@@ -106,14 +106,14 @@ def test_at_768_dies_every_byte_is_held_or_received(name):
 
 def test_equal_layouts_move_nothing():
     shape, grid = Shape.from_config("tiny", CONFIG), Parallel(16, 2, 4, 2)
-    paper = traffic(shape, Side(grid), Side(grid), Topology.cloudmatrix384())
+    paper = switch_traffic(shape, Side(grid), Side(grid), Topology.cloudmatrix384())
     assert paper.total == 0 and not paper.copied.any()
 
 
 def test_a_segment_enters_a_supernode_once_and_is_fanned_out_inside():
     """Four dies train in TP1; four others, in a supernode of their own, take all of it."""
     shape, topology = Shape.from_config("tiny", TIED), Topology(1, 2, 4, (100, 100, 100, 1))
-    paper = traffic(shape, Side(Parallel(4)), Side(Parallel(4), 4), topology)
+    paper = switch_traffic(shape, Side(Parallel(4)), Side(Parallel(4), 4), topology)
     whole = 2 * shape.numel
     assert paper.received[3].sum() == pytest.approx(whole)
     assert paper.received.sum(0)[4:] == pytest.approx(whole)
