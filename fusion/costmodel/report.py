@@ -251,10 +251,9 @@ def _pairs(ranking: Ranking, chosen: Estimate) -> Group:
         shown = (f"{s:.1f}" if s >= 10 else f"{s:.2f}" for s in seconds)
         table.add_row(*layouts, *shown, f"{pair.memory.kv_tokens:,}", why)
     refused = "; ".join(f"{count} {why}" for why, count in ranking.refused.items())
-    num_candidates = (
-        f"Of {ranking.num_candidates[0]} layouts to train in and {ranking.num_candidates[1]} to generate in."
-    )
-    return _under("Layouts by seconds of a step", table, num_candidates + (f" Out: {refused}." if refused else ""))
+    trains, infers = ranking.num_candidates
+    candidates = f"Of {trains} layouts to train in and {infers} to generate in."
+    return _under("Layouts by seconds of a step", table, candidates + (f" Out: {refused}." if refused else ""))
 
 
 def _deployments(ranking: Ranking) -> RenderableType:

@@ -49,22 +49,6 @@ class Topology:
         """All ranks in one node with links of one kind."""
         return cls()
 
-    @classmethod
-    def cloudmatrix384(cls) -> Topology:
-        """Supernodes of 384 Ascend 910C, two dies each; a rank is a die. Figures published for the CloudMatrix384:
-        48 nodes of 8 packages; UB over 392 GB/s a package one way, so 196 a die, and less than 3 % lost between nodes;
-        RDMA 400 Gb/s a package between supernodes, so 25 GB/s a die; 160 GB/s of each of a node's 4 CPUs, so 40 a die.
-        """
-        ub = 392e9 / 2
-        return cls(
-            ranks_per_card=2,
-            ranks_per_node=16,
-            ranks_per_supernode=768,
-            bytes_per_s=(ub, ub, 0.97 * ub, 400e9 / 8 / 2),
-            source="CloudMatrix384 as published: UB 392 GB/s and RDMA 400 Gb/s a package, UB across nodes -3 %",
-            host_bytes_per_s=4 * 160e9 / 16,
-        )
-
     def level(self, one: int, other: int) -> int:
         """Index in `LEVELS` of the link between two ranks."""
         for level, size in enumerate((self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)):

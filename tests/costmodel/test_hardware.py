@@ -35,9 +35,24 @@ def test_what_is_assumed_says_so():
     assert hardware_named("h100").flops.assumed is False
 
 
-def test_the_910cs_topology_is_the_one_of_the_switch():
-    assert ASCEND_910C.topology == Topology.cloudmatrix384()
+def test_the_910cs_topology_is_the_published_one_of_the_cloudmatrix384():
+    ub = 392e9 / 2
+    assert ASCEND_910C.topology == Topology(
+        ranks_per_card=2,
+        ranks_per_node=16,
+        ranks_per_supernode=768,
+        bytes_per_s=(ub, ub, 0.97 * ub, 400e9 / 8 / 2),
+        source="CloudMatrix384 as published: UB 392 GB/s and RDMA 400 Gb/s a package, UB across nodes -3 %",
+        host_bytes_per_s=4 * 160e9 / 16,
+    )
     assert [LEVELS[level] for level in ASCEND_910C.levels] == list(LEVELS)
+
+
+def test_the_910c_has_one_fast_class_within_a_supernode():
+    topology = ASCEND_910C.topology
+    assert topology.classes == ((0, 1, 2), (3,))
+    assert topology.group(767, 0) == 0 and topology.group(768, 0) == 1
+    assert topology.bytes_per_s[3] < topology.bytes_per_s[2] < topology.bytes_per_s[1]
 
 
 @pytest.mark.parametrize("name", ["ascend_910b", "h100", "h800"])

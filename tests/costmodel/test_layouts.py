@@ -19,12 +19,12 @@ def qwen():
 @pytest.mark.parametrize("text", ["tp1ep1", "tp8pp16ep4", "tp2ep8etp2", "tp4ep128"])
 def test_round_trip(text):
     pangu = load_shape("pangu_718b", SHAPES).shape
-    assert layout_text(parse_layout("train", text, 2048, pangu)) == text
+    assert layout_text(parse_layout("train", text, world=2048, shape=pangu)) == text
 
 
 def test_order_and_what_is_left_out(qwen):
-    assert parse_layout("infer", "ep8tp2", 16, qwen) == Parallel(16, tp=2, ep=8)
-    assert parse_layout("infer", "pp4", 16, qwen) == Parallel(16, pp=4)
+    assert parse_layout("infer", "ep8tp2", world=16, shape=qwen) == Parallel(16, tp=2, ep=8)
+    assert parse_layout("infer", "pp4", world=16, shape=qwen) == Parallel(16, pp=4)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_order_and_what_is_left_out(qwen):
 )
 def test_refusals_name_key_and_form(qwen, text, message):
     with pytest.raises(ValueError, match=message):
-        parse_layout("train", text, 16, qwen)
+        parse_layout("train", text, world=16, shape=qwen)
 
 
 def test_what_the_model_does_not_divide(qwen):
@@ -51,4 +51,4 @@ def test_what_the_model_does_not_divide(qwen):
         ("tp64", "tp=64 does not divide the model's 32 attention heads"),
     ]:
         with pytest.raises(ValueError, match=f"train='{text}': {message}"):
-            parse_layout("train", text, 256, qwen)
+            parse_layout("train", text, world=256, shape=qwen)

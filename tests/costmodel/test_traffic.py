@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.costmodel import Shape, Side, boxes, switch_traffic
+from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.presets import load_shape
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.ep_switch.topology import LEVELS
@@ -96,7 +97,7 @@ def test_the_busiest_sender_is_that_of_the_plan(pair):
 def test_at_768_dies_every_byte_is_held_or_received(name):
     shape = load_shape(name, SHAPES).shape
     source, target = Parallel(768, 4, 8, 16), Parallel(768, 2, min(128, shape.experts))
-    paper = switch_traffic(shape, Side(source), Side(target), Topology.cloudmatrix384())
+    paper = switch_traffic(shape, Side(source), Side(target), hardware_named("ascend_910c").topology)
     for rank in (0, 1, 47, 48, 400, 767):
         needed = sum(2 * np.prod([stop - start for start, stop in box]) for _, box in boxes(shape, target, rank))
         assert paper.kept[rank] + paper.received[:, rank].sum() == pytest.approx(needed, abs=1)
@@ -106,7 +107,7 @@ def test_at_768_dies_every_byte_is_held_or_received(name):
 
 def test_equal_layouts_move_nothing():
     shape, grid = Shape.from_config("tiny", CONFIG), Parallel(16, 2, 4, 2)
-    paper = switch_traffic(shape, Side(grid), Side(grid), Topology.cloudmatrix384())
+    paper = switch_traffic(shape, Side(grid), Side(grid), hardware_named("ascend_910c").topology)
     assert paper.total == 0 and not paper.copied.any()
 
 

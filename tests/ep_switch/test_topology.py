@@ -31,13 +31,6 @@ def test_levels_within_a_tenth_are_one_class(speeds, classes):
         assert speed == 0 or topology.group(one, speed - 1) != topology.group(other, speed - 1)
 
 
-def test_cloudmatrix_has_one_fast_class_within_a_supernode():
-    topology = Topology.cloudmatrix384()
-    assert topology.classes == ((0, 1, 2), (3,))
-    assert topology.group(767, 0) == 0 and topology.group(768, 0) == 1
-    assert topology.bytes_per_s[3] < topology.bytes_per_s[2] < topology.bytes_per_s[1]
-
-
 def test_groups_fit_into_each_other():
     with pytest.raises(AssertionError):
         Topology(2, 3, 6)
