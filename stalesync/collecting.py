@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.colocate import InferenceShare, Worker, WorkerSpec
-from fusion.rollout import Answer
+from fusion.rollout import EvalAnswer
 from fusion.telemetry import LiveView
 from stalesync.cards import Cards
 from stalesync.config import Config
@@ -78,7 +78,7 @@ class Collector:
         while self.scorer.num_unscored:
             self.groups.note(*self.scorer.poll(LOOK_S))
 
-    def answer(self, prompts: Sequence[Prompt], share: InferenceShare) -> dict[str, Answer]:
+    def answer(self, prompts: Sequence[Prompt], share: InferenceShare) -> dict[str, EvalAnswer]:
         """One answer a prompt with the present weights, by the prompt's id. No task of the queue gets them."""
         self.generation.suspend()
         self._switch("infer", share)

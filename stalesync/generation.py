@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.inference import Request
-from fusion.rollout import Answer, Entry, RequestBuffer, SuspendedSample, assign_groups
+from fusion.rollout import Entry, EvalAnswer, RequestBuffer, SuspendedSample, assign_groups
 from stalesync.cards import WARN_EVERY_S, Cards, RunningStage, StageCall, stage_call
 from stalesync.failures import CardFailed
 from stalesync.prompts import Prompt
@@ -175,7 +175,7 @@ class Generation:
         del self.prompts[group]
         return self.buffer.remove(group)
 
-    def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, Answer]:
+    def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, EvalAnswer]:
         """Answers each prompt once; returns the answers by the prompt's id. Where a reward model is to score them,
         their tokens are kept in the queue, in rows that no task gets. No engine runs."""
         assert not self._running, "engines are suspended before they answer"

@@ -19,7 +19,7 @@ from distqueue.core import QueueClosed
 from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
 from fusion.rollout.packing import TEXT
-from fusion.rollout.types import Answer
+from fusion.rollout.types import EvalAnswer
 from stalesync.prompts import Prompt
 from stalesync.reward_sources import RewardSource
 from stalesync.samples import GeneratedSample, ScoredSample
@@ -163,7 +163,7 @@ class Scorer:
         return self._source.take_reports()
 
     def score_answers(
-        self, prompts: Sequence[Prompt], answers: Mapping[str, Answer]
+        self, prompts: Sequence[Prompt], answers: Mapping[str, EvalAnswer]
     ) -> list[tuple[str, RewardOutcome]]:
         """Scores one answer a prompt (by its id), in the TRAIN phase; returns text and outcome of each. Rows of the
         answers' tokens leave the queue."""

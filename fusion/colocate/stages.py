@@ -19,7 +19,7 @@ from fusion.npu import Device
 from fusion.npu.failures import AbortedOnAllRanks, FailureKind, OutOfMemory, failures_in
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
-from fusion.rollout.types import Answer, SuspendedSample
+from fusion.rollout.types import EvalAnswer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Span, Timeline
 
 
@@ -30,7 +30,7 @@ class StageReport:
     metrics: dict[str, Any]
     spans: list[Span]
     memory: MemoryLedger
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[EvalAnswer] = field(default_factory=list)
     """Of `Worker.answer`."""
     scores: dict[str, RewardOutcome] = field(default_factory=dict)
     """Of the reward model, by sample id."""
@@ -99,7 +99,7 @@ class StageLog:
 
     def report(
         self,
-        answers: Sequence[Answer] = (),
+        answers: Sequence[EvalAnswer] = (),
         scores: Mapping[str, RewardOutcome] | None = None,
         suspended: Sequence[SuspendedSample] = (),
         reference_kl: Mapping[str, float] | None = None,

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fusion.inference import InferEngine, Output, Request
 from fusion.rollout.packing import pack_answers
 from fusion.rollout.partial_samples import PartialSamples, SampleStore
-from fusion.rollout.types import Answer, SuspendedSample
+from fusion.rollout.types import EvalAnswer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB
 
@@ -91,7 +91,7 @@ class EngineStage:
             metrics.add(f"rollout/{name}", self._reported[name] - before[name], rule="sum")
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 
-    def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[Answer]:
+    def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:
         """Steps until all requests have finished, while nothing else is in the engine; returns their answers.
 
         Args:
@@ -109,7 +109,7 @@ class EngineStage:
                 self._queue.put(pack_answers(outputs, list(row_by_id.values())))
                 mark("put")
         return [
-            Answer(
+            EvalAnswer(
                 id=output.request_id,
                 text=self._detokenize(output.tokens) if self._detokenize else "",
                 response_tokens=len(output.tokens),

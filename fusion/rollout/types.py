@@ -28,8 +28,8 @@ class SuspendedSample:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A response that is not trained on.
+class EvalAnswer:
+    """A response to a held-out prompt: evaluated, never trained on.
 
     Args:
         id: of its request.

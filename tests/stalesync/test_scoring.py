@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from distqueue import LocalQueue, PackedBatch
 from fusion.inference import Output
 from fusion.rewards import RewardOutcome
-from fusion.rollout import Answer
+from fusion.rollout import EvalAnswer
 from fusion.rollout.packing import pack_answers, pack_outputs
 from stalesync.prompts import Prompt
 from stalesync.samples import GeneratedSample
@@ -115,7 +115,7 @@ def test_the_tokens_of_an_answer_reach_who_reads_them_by_name_and_no_task_and_le
     for task, columns in (("reward", ["text"]), ("train", ["advantage"])):
         with pytest.raises(TimeoutError):
             queue.get(task, columns, 1, partial=True, timeout_s=0.05)
-    answers = {"g": Answer("g", "two", 5, "stop", rows[0])}
+    answers = {"g": EvalAnswer("g", "two", 5, "stop", rows[0])}
     ((text, outcome),) = Scorer(source, queue).score_answers([PROMPT], answers)
     assert (text, outcome.reward, source.scored[0].id) == ("two", 5.0, rows[0])
     assert queue.stats()["distqueue/ended/dropped:evaluated"] == 1 and queue.stats()["distqueue/rows"] == 0
