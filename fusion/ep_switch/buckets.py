@@ -1,4 +1,4 @@
-"""The storage a switch works on: both ends' units, held against their layouts and against each other."""
+"""Checks the storage of a switch: the units of both ends against their layouts and against each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holder = WeightHolder | Buckets | None
 
 
 def buckets_of(holder: Holder, layout: Layout, rank: int) -> Buckets | None:
-    """The storage of one end of a switch, after holding it against the layout the plan was made from.
+    """Returns the storage of one end of a switch, checked against the layout the plan was made from.
 
     Raises:
         AssertionError: other parameters, unit bounds or dtype than the layout's.
@@ -30,8 +30,10 @@ def buckets_of(holder: Holder, layout: Layout, rank: int) -> Buckets | None:
 
 
 def check_sharing(source: Buckets | None, target: Buckets | None, shared: Mapping[int, int], rank: int) -> None:
-    """Raises:
-    AssertionError: other units than ``shared`` (of the target → of the source) are the same storage.
+    """Checks which units both ends store once.
+
+    Raises:
+        AssertionError: other units than ``shared`` (of the target → of the source) are the same storage.
     """
     if source is None or target is None:
         return
@@ -45,7 +47,7 @@ def check_sharing(source: Buckets | None, target: Buckets | None, shared: Mappin
 
 
 def check_resident(source: Buckets | None, target: Buckets | None, shared: Mapping[int, int], rank: int) -> int:
-    """Bytes that the source holds.
+    """Returns the bytes that the source holds.
 
     Raises:
         AssertionError: the source is not all there, or something of the target is, other than what it shares.

@@ -1,4 +1,4 @@
-"""How the bytes of a round get from rank to rank, and how ranks agree. One interface, two ways:
+"""Exchanges the bytes of a round between ranks, and their votes. One interface, two implementations:
 
     shared      the receiver maps the sender's storage and copies from it into its own: one copy a byte, no buffers;
                 messages over `PeerSockets` say when it is there, and read       all ranks on one machine
@@ -69,11 +69,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """A switch begins: nothing is left of the one before."""
+        """Begins a switch, and discards what is left of the one before."""
 
     @abstractmethod
     def open(self, program: Program, checksum: bool) -> None:
-        """Takes what buffers it needs, charged to "buckets"."""
+        """Allocates the buffers it needs, charged to "buckets"."""
 
     @abstractmethod
     def agree(self, vote: Vote) -> dict[int, Vote]:
@@ -93,15 +93,15 @@ class Exchange(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """After a failure of this rank: sees to it that no peer waits for it until the closing agreement."""
+        """Joins what its peers still wait for, after a failure of this rank, until the closing agreement."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the buffers back."""
+        """Releases the buffers."""
 
 
 class Alone(Exchange):
-    """A single rank: it agrees with itself."""
+    """The exchange of a single rank: nothing travels."""
 
     name = "none"
 

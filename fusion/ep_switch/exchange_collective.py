@@ -1,8 +1,8 @@
-"""Rounds as collectives: an uneven, asynchronous all_to_all_single over the whole group.
+"""Exchanges rounds by collectives: an uneven, asynchronous all_to_all_single over the whole group.
 
 A collective needs every rank of the group, so ranks that have nothing to exchange in a round (or no share in the plan)
-join it with nothing, and one that has failed goes on with whatever its buffers hold: nobody waits for it, and the
-closing agreement tells. After the end of a process the group is of no use; those who notice meet in its store instead.
+join it with nothing, and one that has failed continues with whatever its buffers hold: no rank waits for it, and the
+closing vote reports it. After the end of a process the group is unusable; the ranks that notice vote in its store.
 Checksums are those of the send buffer: that a sender packs something else than it should is not found by them.
 """
 
@@ -26,7 +26,7 @@ from fusion.npu.all_or_none import gather_bytes
 from fusion.npu.failures import FailureKind
 
 PATIENCE_S = 3.0
-"""How long those who noticed that the group is broken wait for each other: ranks notice within a round."""
+"""How long ranks that noticed that the group is broken wait for each other: ranks notice within a round."""
 
 _LOOK_S, _PAUSE_S = 0.2, 3e-4
 
@@ -187,7 +187,7 @@ class CollectiveExchange(Exchange):
         return dict(zip(self.peers, map(Vote.decode, votes), strict=True))
 
     def _roll_call(self, vote: Vote) -> dict[int, Vote]:
-        """The votes of those who still answer, without the group."""
+        """Returns the votes of the ranks that still answer, without the group."""
         store = self._store()
         store.set("broken", "1")
         store.set(str(self.rank), vote.encode().decode())

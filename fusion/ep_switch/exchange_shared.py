@@ -1,4 +1,4 @@
-"""Rounds in which every rank reads what it needs out of the storage of who has it, as cards of a supernode can.
+"""Reads what a rank needs straight from the storage of the rank that has it, as cards of a supernode can.
 
     sender    "ready k, in these units" ─►                     ─► wait until all have read k ─ free what nobody reads
     receiver  wait for it ─ copy from there into its own storage ─ "read k" ─►

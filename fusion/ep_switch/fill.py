@@ -1,4 +1,4 @@
-"""Units of the target that no rank sends, filled from this rank's own host memory while the rounds go on.
+"""Fills units of the target that no rank sends from this rank's own host memory, beside the rounds.
 
     host, pinned     │ master.0 ░░░│ master.1 ░░░ │             flat float32: where the optimizer's masters wait
       stream of its own ▼ copy, in pieces of the staging buffer
@@ -6,7 +6,7 @@
                         ▼ round to the target's dtype
     unit of target   │ input_norm ░░│ qkv ░░░░░ │ router … │    `Plan.hosted`, storage taken in its round
 
-The host link so works beside the wire, and beside the copies of the rounds, which are on the caller's stream.
+The host link works beside the wire and beside the copies of the rounds, which are on the caller's stream.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HostFill:
                     raise TransferError(name, str(error)) from error
 
     def close(self) -> None:
-        """What the current stream does from now on sees what was filled; gives the staging buffer back."""
+        """Makes the current stream wait for what was filled, and releases the staging buffer."""
         if self._parts:
             self._device.current_stream().wait_stream(self._stream)
             self._staging.untyped_storage().resize_(0)

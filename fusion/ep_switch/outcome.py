@@ -10,7 +10,7 @@ from fusion.npu.failures import AbortedOnAllRanks, RankFailure
 
 @dataclass(frozen=True)
 class SwitchReport:
-    """What a switch did on this rank."""
+    """Reports what a switch did on this rank."""
 
     bytes_moved: int
     """Received from other ranks; over all ranks, what travelled. Checksums are not counted."""

@@ -1,4 +1,4 @@
-"""Times of parts, taken where the work is: on the card's stream."""
+"""Measures parts of a switch where the work is: on the card's stream."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from fusion.npu import Device
 
 
 class Stopwatch:
-    """Time of the parts of a switch on the current stream, by events of the card: no part waits for another to be
-    measured."""
+    """Measures the parts of a switch on the current stream by events of the card: no part waits to be measured."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -22,7 +21,7 @@ class Stopwatch:
         self._record()
 
     def mark(self, part: str) -> None:
-        """What has been queued since the last mark was ``part``."""
+        """Counts what has been queued since the last mark as ``part``."""
         self._parts.append(part)
         self._record()
 

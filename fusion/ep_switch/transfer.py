@@ -1,4 +1,4 @@
-"""Carries a plan out, round by round, with two rounds under way.
+"""Executes a plan round by round, with two rounds under way.
 
     agree ─►  send 0   send 1     send 2     …   send n-1                                                 ─►  agree
        │               receive 0  receive 1  …   receive n-2  receive n-1                                       │
@@ -10,9 +10,9 @@
 
 All copies and all storage are queued on the caller's current stream, and what is freed is free in the order of the
 stream. Where rounds are collectives the wire runs beside it: while round k is on the wire, round k+1 is packed and
-round k-1 taken. Where storage is read in place, a rank is ahead of its slowest reader by two rounds. A rank that fails
-keeps nobody waiting, so all ranks leave together. The target is then released on all of them: a half-switched model
-cannot serve, its storage is lost.
+round k-1 taken. Where storage is read in place, a rank is ahead of its slowest reader by two rounds. A failed rank
+keeps no other waiting, so all ranks abort together. The target is then released on all of them: a half-switched model
+cannot serve.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def execute(
     checksum: bool = False,
     exchange: Kind = "auto",
 ) -> SwitchReport:
-    """Moves the weights from ``source`` to ``target`` once: see `Switcher`, which makes the views of a plan once for
-    many switches."""
+    """Moves the weights from ``source`` to ``target`` once; `Switcher` makes the views of a plan once for many
+    switches."""
     return Switcher(plan, source, target, device, group, exchange).run(checksum)
 
 
 class Switcher:
-    """Moves the weights from ``source`` to ``target`` by a plan, as often as it is told.
+    """Moves the weights from ``source`` to ``target`` by a plan, as often as it is asked to.
 
     Args:
         source: in the layout ``plan.source``.
@@ -90,7 +90,7 @@ class Switcher:
         self._target: Buckets | None = None
 
     def run(self, checksum: bool = False, host: HostParts = MappingProxyType({})) -> SwitchReport:
-        """One switch. Collective over the group.
+        """Executes one switch. Collective over the group.
 
         The source has to be resident and holds nothing but shared units afterwards (all, if the plan keeps it); the
         target has to be released but for shared units and is resident afterwards. Copies, allocation and freeing are on

@@ -1,4 +1,4 @@
-"""Optimizer state and whatever else generation does not need: out of HBM to the host and back, bitwise.
+"""Offloads optimizer state, and whatever else generation does not need, from HBM to the host and back, bitwise.
 
     card:  exp_avg, exp_avg_sq, masters, …                           card:  nothing, the views wait
                │ Offloader.out({name: tensor}), poll, wait                │ Offloader.back(names), wait(names)

@@ -1,4 +1,4 @@
-"""Tensors leave HBM for the host and come back, bit for bit, under every view that was made of them.
+"""Moves tensors from HBM to the host and back, bit for bit, under every view that was made of them.
 
     resident ──out──► leaving ──poll, wait: copy done──► out ──back──► returning ──wait──► resident
         │   HBM and host      │                  host only     HBM taken, host kept      host given up
@@ -134,7 +134,7 @@ class Offloader:
                 del self._away[name]
 
     def wait(self, names: Iterable[str] | None = None) -> None:
-        """Ends the trips of the named tensors (default: of all) as far as the caller can notice.
+        """Waits for the copies of the named tensors (default: of all) as far as the caller can notice.
 
         What comes back may be used by everything that is queued on the current stream from now on; the host does not
         block. What leaves is on the host and off the card; the host blocks until its own copy is done, no longer.
@@ -149,7 +149,7 @@ class Offloader:
                 self._arrived(trip)
 
     def poll(self) -> None:
-        """Frees, on the card and on the host, what copies that are done by now have left behind. Never blocks."""
+        """Releases, on the card and on the host, the memory that finished copies left behind. Never blocks."""
         for trip in self._trips(None):
             if trip.copied is not None and trip.copied.query():
                 self._arrived(trip)
@@ -158,8 +158,8 @@ class Offloader:
                 self._settle(trip)
 
     def host(self, name: str) -> torch.Tensor:
-        """The content of a tensor that is out, where it waits: its whole storage, uint8 [bytes], pinned where the card
-        can pin. To be read only, and not after `back` was called for it."""
+        """Returns the content of an offloaded tensor on the host: its whole storage, uint8 [bytes], pinned where
+        the card can pin. To be read only, and not after `back` was called for it."""
         trip = self._away.get(name)
         assert trip is not None and trip.host is not None and trip.copied is None, f"{name} is not on the host"
         return trip.host

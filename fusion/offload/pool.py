@@ -1,4 +1,4 @@
-"""Host memory that is taken once and kept: pinning pages costs more than copying them.
+"""Pools pinned host memory, allocated once and kept: pinning pages costs more than copying them.
 
     arena 0, 8 MiB   | exp_avg.0 | exp_avg_sq.0 | master.0 | ░ free ░ |
     arena 1, 2 MiB   | exp_avg.1 | ░ free ░ |

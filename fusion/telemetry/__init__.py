@@ -1,4 +1,4 @@
-"""What a run measures, shows and leaves. Every room may import it; it imports none.
+"""Measures, shows and records a run. Every room may import it; it imports none.
 
     worker                     controller                                       leaves / shows
     Metrics.take()        ──►  Metrics.merge, throughput            ──►  RunFolder.log       metrics.jsonl, TensorBoard

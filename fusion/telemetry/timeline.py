@@ -1,4 +1,4 @@
-"""What every card did, on one clock.
+"""Records what every card did, on one clock.
 
     worker, card 0:  timeline = Timeline("card 0")
                      with timeline.span("generate", kind="gen"):
@@ -197,7 +197,7 @@ def summarize(
 
 
 def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
-    """`summarize` of a run that may have been stopped and taken up again: the time it did not run is nobody's. Every
+    """`summarize` of a run that may have been stopped and resumed: the time between is counted for no card. Every
     start has its own wall clock, from the first `prepare`, begun when nothing else was under way, to the last span
     before the next start."""
     starts: list[list[Span]] = []

@@ -1,4 +1,4 @@
-"""How busy the cards of a run were, step by step, from spans that come when a stage has ended.
+"""Measures how busy the cards of a run were, step by step, from spans that arrive when a stage has ended.
 
     step k      │ switch │ generate …                     │ train │ counted: up to here, if no stage is under way,
     step k + 1  │ switch │ generate ───── suspended ───── … ──────►   else up to where the oldest of these began
@@ -16,7 +16,7 @@ from fusion.telemetry.timeline import WAITING, Span, summarize
 
 
 class Usage:
-    """Of these cards, from ``start_ns`` on (`wall_ns`)."""
+    """Accumulates the usage of these cards from ``start_ns`` on (`wall_ns`)."""
 
     def __init__(self, cards: Iterable[str], start_ns: int):
         self._cards, self._start_ns = list(cards), start_ns
@@ -31,7 +31,7 @@ class Usage:
         ``end_ns`` have been added.
 
         perf/utilisation: busy share, 0 to 1, mean over cards; timing_s/card/<kind>: seconds of each kind of work of the
-        mean card, a switch as a whole, and `idle`: all that is no work, as what a card waits for is told later.
+        mean card, a switch as a whole, and `idle`: all that is no work, as what a card waits for is known later.
         """
         if end_ns <= self._start_ns:
             return {}
