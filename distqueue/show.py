@@ -15,9 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distqueue.core import QueueClosed, QueueCore
-from distqueue.journal import INDEX, read_folder
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m distqueue", description=__doc__, formatter_class=_Raw)
@@ -25,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this machine)")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="print again every so many seconds")
     given = parser.parse_args(arguments)
+    from distqueue.core import QueueClosed
+
     try:
         while True:
             print(_text(given.queue, given.address))
@@ -42,6 +41,8 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
 
 
 def _text(queue: str | None, address: str) -> str:
+    from distqueue.journal import INDEX
+
     if queue is not None and (Path(queue) / INDEX).is_file():
         return state_text(journal_state(Path(queue)))
     import ray
@@ -62,6 +63,9 @@ def _text(queue: str | None, address: str) -> str:
 
 def journal_state(folder: Path) -> dict[str, Any]:
     """`QueueCore.state` of what a journal holds; only reads. What was leased when it was left is open."""
+    from distqueue.core import QueueCore
+    from distqueue.journal import read_folder
+
     snapshot, events = read_folder(folder)
     if snapshot is None:
         raise ValueError(f"journal {folder}: it was left before its first state was written")

@@ -9,25 +9,30 @@
     cluster.hardware= cluster.npus=
                a card of fusion/costmodel/hardware (ascend_910b, ascend_910c, h100, h800) and the number of its dies,
                in place of those of the file or without one
-    train=     layout of training, like tp8pp8ep32 (data parallel is the rest); auto: the best found
+    train=     layout of training, like tp8pp8ep32 (data parallel is the rest); auto: the best one
     infer=     layout of generation, likewise
     training.token_budget= training.recompute= fusion.bucket_bytes= fusion.offload= rollout.max_seqs= …
-               as for scripts/train.py; recompute is on unless it is turned off
+               as for scripts/train.py; recompute defaults to true
     --json PATH   everything as JSON; - prints it instead of the tables
 
-Exits with 1 if what was asked for does not fit. Needs no device and no checkpoint.
+Exits with 1 if the given layouts do not fit. Needs no device and no checkpoint.
 """
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+USAGE = """usage: python scripts/plan.py [--help] model=NAME cluster=NAME [train=LAYOUT] [infer=LAYOUT] [KEY=VALUE ...]
+                              [--json PATH]"""
 
 
 def main() -> int:
-    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE, __doc__, sep="\n\n", end="")
         return 0
+    if not sys.argv[1:]:
+        print(USAGE, "error: model= and cluster= are required", sep="\n", file=sys.stderr)
+        return 2
     sys.path.insert(0, str(ROOT))
     from fusion.costmodel.command_line import answer
     from fusion.ep_switch.config import FusionConfig
@@ -39,7 +44,7 @@ def main() -> int:
     try:
         return answer(sys.argv[1:], ROOT / "recipes", groups)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(USAGE, f"error: {error}", sep="\n", file=sys.stderr)
         return 2
 
 

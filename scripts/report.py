@@ -1,15 +1,18 @@
-"""Tells again what a run folder holds, also of a killed run: python scripts/report.py runs/quickstart"""
+"""Prints the report of a run folder, also of a run that was killed: python scripts/report.py runs/quickstart"""
 
-import sys
+import argparse
 from pathlib import Path
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "config.yaml").is_file():
-        sys.exit("usage: python scripts/report.py RUN_FOLDER     (a folder that holds a config.yaml)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of a run, with its config.yaml")
+    folder = parser.parse_args().folder
+    if not (folder / "config.yaml").is_file():
+        parser.error(f"{folder}: expected the folder of a run, with its config.yaml")
     from fusion.telemetry import RunReport
 
-    RunReport.from_folder(sys.argv[1], outcome="found").show()
+    RunReport.from_folder(folder, outcome="found").show()
 
 
 if __name__ == "__main__":

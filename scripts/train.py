@@ -1,38 +1,53 @@
 """Runs a job.
 
-    python scripts/train.py model.path=FOLDER data=addition algorithm=grpo cluster.npus=4 device=emulated
-    python scripts/train.py --cfg job …       prints the resolved config and stops
-
-Config groups and their files are in recipes/conf; every key is documented at its dataclass field.
+python scripts/train.py model.path=FOLDER data=addition algorithm=grpo cluster.npus=4 device=emulated
+python scripts/train.py --cfg job …       prints the composed config and stops
+python scripts/train.py --help            lists the groups and every key with its default and meaning
 """
 
 import sys
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parent.parent / "recipes" / "conf"
+USAGE = "usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]"
 
 
 def main() -> None:
+    from stalesync.overrides import check_overrides, help_text
+
+    choices = {
+        folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
+    }
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE, __doc__.rstrip(), help_text(choices), sep="\n\n")
+        return
+    try:
+        check_overrides(sys.argv[1:], choices)
+    except ValueError as error:
+        refuse(error)
+    compose_and_run()
+
+
+def compose_and_run() -> None:
     import hydra
     from omegaconf import OmegaConf
 
     from stalesync.config import Config
-    from stalesync.overrides import check_overrides, register
+    from stalesync.overrides import register
 
     register()
-    groups = [entry.name for entry in CONF.iterdir() if entry.is_dir()]
-    try:
-        check_overrides(sys.argv[1:], groups)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(composed) -> None:
+        config = OmegaConf.to_object(composed)
+        assert isinstance(config, Config)
+        try:
+            config.validate()  # before torch and ray are loaded, so that a wrong value is refused at once
+        except ValueError as error:
+            refuse(error)
         from stalesync.failures import RunFailed
         from stalesync.launch import launch
 
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, Config)
         try:
             launch(config)
         except (ValueError, RunFailed) as error:
@@ -41,6 +56,12 @@ def main() -> None:
             sys.exit(130)
 
     run()
+
+
+def refuse(error: ValueError) -> None:
+    """Ends the process as for any wrong argument: usage and error on stderr, exit code 2."""
+    print(USAGE, f"error: {error}", sep="\n", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""The config as Hydra sees it: its schema, the keys that there are, and the config of an earlier run."""
+"""Describes the config to Hydra and to the command line: its schema, its keys and their documentation, and the config
+that an earlier run saved."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
-from collections.abc import Iterable
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,14 +16,14 @@ from stalesync.config import Config
 
 
 def register() -> None:
-    """Makes the dataclasses the schema of `recipes/conf/config.yaml`."""
+    """Registers the dataclasses as the schema of `recipes/conf/config.yaml`."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
 
 
 def load(path: Path) -> Config:
-    """The config of a run, from the config.yaml it left.
+    """Loads the config that a run saved as its config.yaml.
 
     Raises:
         ValueError: a key that this version does not know, or a value of another type.
@@ -28,40 +32,84 @@ def load(path: Path) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {error}") from None
-    assert isinstance(found, Config)
-    return found
+    assert isinstance(config, Config)
+    return config
 
 
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:
-    """Every key with its full path."""
-    keys: list[str] = []
-    hints = get_type_hints(node)
+    """Lists every key with its full path."""
+    return list(documented_keys(node, prefix))
+
+
+def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
+    """Maps every key, by its full path, to the text below its field."""
+    documented: dict[str, str] = {}
+    hints, texts = get_type_hints(node), _field_texts(node)
     for item in dataclasses.fields(node):
-        path = prefix + item.name
-        child: Any = hints[item.name]
-        keys += known_keys(child, path + ".") if dataclasses.is_dataclass(child) else [path]  # type: ignore[arg-type]
-    return keys
+        path, child = prefix + item.name, hints[item.name]
+        if dataclasses.is_dataclass(child):
+            documented |= documented_keys(child, path + ".")  # type: ignore[arg-type]
+        else:
+            documented[path] = texts.get(item.name, "")
+    return documented
 
 
-def check_overrides(arguments: Iterable[str], groups: Iterable[str] = ()) -> None:
-    """Refuses Hydra overrides of keys that do not exist, with the nearest right name, before anything is composed.
+def _field_texts(node: type) -> dict[str, str]:
+    """Maps the fields of a dataclass to the string literals that follow them in its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body  # type: ignore[attr-defined]
+    return {
+        statement.target.id: " ".join(following.value.value.split())
+        for statement, following in zip(body, body[1:], strict=False)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+        and isinstance(following.value.value, str)
+    }
+
+
+def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
+    """Lists the config groups with their ``choices`` and every key with its default and its documentation."""
+    lines = ["Groups (GROUP=CHOICE takes a file of recipes/conf):"]
+    lines += [f"  {group}: {', '.join(names)}" for group, names in sorted(choices.items())]
+    lines += ["", "Keys (KEY=VALUE) with their defaults:"]
+    for key, text in documented_keys().items():
+        default: Any = Config()
+        for name in key.split("."):
+            default = getattr(default, name)
+        lines.append(f"  {key}={_as_yaml(default)}")
+        lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _as_yaml(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
+
+
+def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
+    """Checks Hydra overrides before anything is composed: words that are no override, and keys that do not exist.
 
     Args:
         groups: names that choose a config file instead of a value (`algorithm=grpo`).
 
     Raises:
-        ValueError: the first unknown key.
+        ValueError: the first such word; for an unknown key, with the most similar known one.
     """
     keys, choices = known_keys(), set(groups)
-    for argument in arguments:
-        if argument.startswith("-") or "=" not in argument:
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument.startswith(("-", "~")):
+            continue
+        if "=" not in argument:
+            if not before.startswith("-"):  # the value of one of Hydra's options, as in --cfg job
+                raise ValueError(f"{argument!r}: expected KEY=VALUE or GROUP=CHOICE")
             continue
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
         if key in choices or key in keys or key.startswith("hydra"):
             continue
-        near = difflib.get_close_matches(key, [*keys, *choices], n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        similar = difflib.get_close_matches(key, [*keys, *choices], n=1, cutoff=0.4)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"unknown key {key!r}{hint}")

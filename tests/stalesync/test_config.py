@@ -255,10 +255,12 @@ def test_cfg_job_prints_the_resolved_config(checkpoint):
 
 def test_the_command_line_refuses_in_one_line(checkpoint):
     refused = _train(f"model.path={checkpoint}", "rollout.temprature=1")
-    assert refused.returncode != 0
-    assert refused.stderr.strip() == "error: unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"
+    assert refused.returncode == 2
+    usage, error = refused.stderr.strip().splitlines()
+    assert usage.startswith("usage: python scripts/train.py")
+    assert error == "error: unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"
     refused = _train(f"model.path={checkpoint}", "cluster.npus=3", "parallel.train.tp=2")
-    assert refused.returncode != 0 and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr
 
 

@@ -1,0 +1,100 @@
+"""Every command answers --help, and refuses wrong arguments, without loading torch or Ray."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stalesync.overrides import known_keys
+from tests.machine import cpu_patience
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "ray", "transformers"}
+QUICKSTART = (
+    "run.name=quickstart run.steps=80 model.path=runs/base/addition cluster=four device=emulated parallel=tp2ep2_ep4 "
+    "data=addition data.max_prompt_length=8 reward=arithmetic rollout.max_response_length=5 algorithm=grpo "
+    "algorithm.group_size=8 algorithm.minibatches=2 algorithm.kl_coef=0.001 training.lr=5e-4 training.betas=[0.9,0.99]"
+)
+
+
+@dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+    cpu_s: float
+    imported: set[str]
+
+
+def answer_of(command: str, folder: Path) -> Answer:
+    """Runs a command and reports what it printed, the top-level modules it imported, and its CPU time."""
+    out, err = folder / "out", folder / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        words = [sys.executable, "-X", "importtime", *command.split()]
+        child = subprocess.Popen(words, cwd=ROOT, stdout=stdout, stderr=stderr, env=os.environ | {"COLUMNS": "120"})
+        _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    printed = err.read_text().splitlines()
+    imports = [line for line in printed if line.startswith("import time:")]
+    rest = "\n".join(line for line in printed if not line.startswith("import time:"))
+    modules = {re.split(r"\|\s*", line)[-1].split(".")[0] for line in imports}
+    return Answer(child.returncode, out.read_text(), rest, usage.ru_utime + usage.ru_stime, modules)
+
+
+def is_quick(answer: Answer) -> bool:
+    return not HEAVY & answer.imported and answer.cpu_s <= cpu_patience(1.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("scripts/train.py --help", "KEY=VALUE"),
+        (f"scripts/train.py --cfg job {QUICKSTART}", "path: runs/base/addition"),
+        ("scripts/control.py --help", "rollout.kv_fraction"),
+        ("scripts/plan.py --help", "model=NAME"),
+        ("scripts/report.py --help", "folder"),
+        ("scripts/doctor.py --help", "--quick"),
+        ("scripts/make_base.py --help", "worked_arithmetic"),
+        ("-m distqueue --help", "--watch"),
+        ("benchmarks/learning.py --help", "usage"),
+        ("benchmarks/seeds.py --help", "usage"),
+        ("benchmarks/stalesync.py --help", "usage"),
+    ],
+)
+def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
+    answer = answer_of(command, tmp_path)
+    assert answer.code == 0 and part in answer.out, answer.err
+    assert is_quick(answer), (answer.cpu_s, HEAVY & answer.imported)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("scripts/train.py rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperat"),
+        ("scripts/train.py model.path=x quickly", "'quickly': expected KEY=VALUE or GROUP=CHOICE"),
+        ("scripts/train.py", "model.path='': expected a Hugging Face checkpoint folder"),
+        ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
+        ("scripts/control.py", "the following arguments are required"),
+        ("scripts/control.py runs/x rollout.max_seqs", "'rollout.max_seqs': expected KEY=VALUE"),
+        ("scripts/plan.py", "model= and cluster= are required"),
+        ("scripts/report.py", "the following arguments are required"),
+        ("scripts/report.py nowhere", "nowhere: expected the folder of a run"),
+        ("scripts/doctor.py --fast", "unrecognized arguments: --fast"),
+        ("scripts/make_base.py", "the following arguments are required"),
+        ("-m distqueue --every 2", "unrecognized arguments: --every"),
+    ],
+)
+def test_wrong_arguments_print_the_usage_and_exit_with_2(command, error, tmp_path):
+    answer = answer_of(command, tmp_path)
+    assert answer.code == 2 and answer.err.startswith("usage: ") and error in answer.err, answer.err
+    assert is_quick(answer), (answer.cpu_s, HEAVY & answer.imported)
+
+
+def test_train_help_lists_every_key_and_every_choice(tmp_path):
+    listed = answer_of("scripts/train.py --help", tmp_path).out
+    assert all(f"\n  {key}=" in listed for key in known_keys())
+    assert "algorithm: dapo, dr_grpo, grpo" in listed and "\n  run.steps=100\n      Number of training steps" in listed
