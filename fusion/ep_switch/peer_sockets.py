@@ -7,8 +7,8 @@ more ranks than cores. They are also the memory barrier between the writer and t
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import secrets
 import select
 import socket
@@ -57,9 +57,9 @@ class Listener:
                     connection.settimeout(CONNECT_TIMEOUT_S)
                     connection.connect(addresses[peer])
                     # A process that knows its own address and that of its peer is of the group.
-                    connection.send(pickle.dumps((addresses[rank], rank)))
+                    connection.send(_greeting(addresses[rank], rank))
                     sockets[peer] = connection
-            greetings = {pickle.dumps((address, peer)): peer for peer, address in addresses.items() if peer > rank}
+            greetings = {_greeting(address, peer): peer for peer, address in addresses.items() if peer > rank}
             while len(sockets) < len(addresses) - 1:
                 connection, _ = self.socket.accept()
                 connection.settimeout(CONNECT_TIMEOUT_S)
@@ -141,3 +141,7 @@ class PeerSockets:
             if piece[:1] == _LAST:
                 self._received.append((peer, self._partial[peer]))
                 self._partial[peer] = b""
+
+
+def _greeting(address: str, rank: int) -> bytes:
+    return json.dumps([address, rank]).encode()
