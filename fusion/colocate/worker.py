@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from fusion.colocate.card import Card, load_card
 from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
+from fusion.colocate.role_phase import in_role_phase
 from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed_log_ratios, to_sequences
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
@@ -168,8 +169,9 @@ class Worker:
         card = self.card
         mesh = card.meshes.reference or card.meshes.train
         assert mesh is not None
-        in_hbm = card.roles.reference_in_hbm(card.trainer)
-        with self._stage("reference", "reference"), self._in_phase(Phase.REFERENCE, mesh, in_hbm):
+        weights = card.roles.reference_in_hbm(card.trainer)
+        in_phase = in_role_phase(self.phases, Phase.REFERENCE, mesh=mesh, weights=weights, device=card.device)
+        with self._stage("reference", "reference"), in_phase:
             self.phases.require("reference")
             ids = shares[mesh.dp_rank]
             in_reward = self.spec.algorithm.kl_in == "reward"
@@ -190,8 +192,9 @@ class Worker:
         card = self.card
         mesh = card.meshes.reward_model
         assert mesh is not None
-        in_hbm = card.roles.reward_model_in_hbm()
-        with self._stage("score", "reward_model"), self._in_phase(Phase.REWARD, mesh, in_hbm):
+        weights = card.roles.reward_model_in_hbm()
+        in_phase = in_role_phase(self.phases, Phase.REWARD, mesh=mesh, weights=weights, device=card.device)
+        with self._stage("score", "reward_model"), in_phase:
             self.phases.require("score")
             ids = shares[mesh.dp_rank]
             batch = card.reader("score", ids, mesh).batch
@@ -215,7 +218,13 @@ class Worker:
         with self._stage("train", "train"):
             card.switcher.load_optimizer()
             if not trainer.accumulating:
-                self._all_or_none(trainer.allocate_gradients, group=card.meshes.trainers, stage="gradients")
+                all_or_none(
+                    trainer.allocate_gradients,
+                    group=card.meshes.trainers,
+                    rank=self.rank,
+                    stage="gradients",
+                    device=card.device,
+                )
             own_ids = [shares[mesh.dp_rank] for shares in minibatches]
             weigh = partial(self._weigh, version)
             for number, batch in enumerate(card.reader.minibatches(trainer, own_ids, weigh)):
@@ -301,30 +310,8 @@ class Worker:
         trains = self.rank in self.spec.deployment.train
         return self.card.log.stage(name, kind, wait_kind(name, self.phases.phase, trains))
 
-    def _all_or_none(self, work: Callable[[], object], *, group: dist.ProcessGroup | None, stage: str) -> None:
-        all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.card.device)
-
     def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
         return replace(self.card.algorithm.weigh(sequences), version=version)
-
-    @contextmanager
-    def _in_phase(self, phase: Phase, mesh: Mesh, weights: AbstractContextManager[None]) -> Iterator[None]:
-        """Inside, the card is in ``phase`` with ``weights`` entered; afterwards it is back in its phase. All cards of
-        the mesh get there and back, or none does."""
-        home, group = self.phases.phase, mesh.world_group
-        self._all_or_none(lambda: self.phases.check(phase), group=group, stage="phase")
-        self.phases.begin(phase)
-        try:
-            with ExitStack() as inside:
-                self._all_or_none(lambda: inside.enter_context(weights), group=group, stage=f"to {phase.value}")
-                self.phases.arrive(phase)
-                yield
-                self.phases.begin(home)
-                self._all_or_none(inside.close, group=group, stage=f"back to {home.value}")
-            self.phases.arrive(home)
-        except BaseException:
-            self.phases.arrive(Phase.BROKEN)
-            raise
 
 
 def _first_of_replica(mesh: Mesh) -> bool:

@@ -1,4 +1,4 @@
-"""The control channel of an engine: orders reach its leader at any time, and every rank at the same step.
+"""The control channel of an engine: control calls reach its leader at any time, and every rank at the same step.
 
 any thread ─ submit, abort, … ─────► Inbox (leader) ─┐
                                               ├─ one small all_gather a step (CPU): counters of every rank, and
@@ -21,17 +21,17 @@ from fusion.model import Mesh
 
 @dataclass
 class Orders:
-    """What the leader passes on at one step. ``forget`` is obeyed first, aborts last: they count for what was submitted
-    before them."""
+    """What the leader broadcasts at one step. ``forget`` is applied first, aborts last: they apply to requests
+    submitted before them."""
 
     forget: list[str] = field(default_factory=list)
-    """Requests whose parked KV is of no use any more"""
+    """Requests whose parked KV is freed"""
     submit: list[Request] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
     abort_all: bool = False
     pause: bool = False
     version: int | None = None
-    """New weights to go on with"""
+    """Policy to adopt"""
 
     def __bool__(self) -> bool:
         orders = self.forget, self.submit, self.abort, self.abort_all, self.pause
@@ -96,8 +96,8 @@ class Inbox:
 
 @dataclass
 class Counters:
-    """What every rank tells the others each step; totals since the engine was made. Requests are counted
-    by the attention rank that owns them (on its first TP rank only, so that sums over ranks are right)."""
+    """Exchanged between the ranks at every step; totals since construction. Requests are counted by the attention rank
+    that owns them, on its first TP rank only, so that sums over ranks are right."""
 
     waiting: int = 0
     running: int = 0
@@ -120,15 +120,16 @@ class ControlChannel:
         self.mesh = mesh
         self.inbox = Inbox()
         self.table: list[Counters] = [Counters()] * mesh.parallel.world
+        """Of every rank, as of the last `exchange`"""
 
-    def exchange(self, mine: Counters) -> Orders:
-        """Collective. Returns this step's orders, the same on every rank; `table` then holds every rank's counters."""
+    def exchange(self, own: Counters) -> Orders:
+        """Returns this step's orders, the same on every rank, and updates `table`. Collective."""
         orders = self.inbox.take() if self.mesh.rank == 0 else Orders()
         if self.mesh.world_group is None:
-            self.table = [mine]
+            self.table = [own]
             return orders
         payload = orders.encode() if orders else b""
-        row = torch.tensor([len(payload), *mine.row()])
+        row = torch.tensor([len(payload), *own.row()])
         rows = row.new_empty(self.mesh.parallel.world * row.numel())
         dist.all_gather_into_tensor(rows, row, group=self.mesh.world_group)
         lists = rows.view(-1, row.numel()).tolist()
@@ -143,7 +144,7 @@ class ControlChannel:
         return orders if payload else Orders.decode(data.numpy().tobytes())
 
     def min_over_ranks(self, value: int) -> int:
-        """The least over all ranks of a number. Collective."""
+        """Returns the smallest value over all ranks. Collective."""
         if self.mesh.world_group is None:
             return value
         tensor = torch.tensor([value])
@@ -151,4 +152,5 @@ class ControlChannel:
         return int(tensor)
 
     def totals(self) -> Counters:
+        """Returns the sums of `table`."""
         return Counters(*(sum(column) for column in zip(*(counters.row() for counters in self.table), strict=True)))

@@ -4,11 +4,11 @@
                      (any thread)       (same on every rank)      │                   ▲
                                                                  └─ blocks ─► paged KV
 
-An attention rank (one DP coordinate; all its TP ranks do the same) owns requests and their KV. Its schedule depends on
-its own requests only, so no rank pays for the others' scheduling; what all ranks agree on each step is one row of
-counters. A rank with nothing to do still steps where experts are exchanged (a dummy step, counted). Pipeline stages
-schedule alike too: hidden states go down the stages, the last one samples and tells the others. One batch is under way
-at a time, so stages wait for each other: PP is for models that fit no other way.
+An attention rank (one DP coordinate; all its TP ranks compute the same) owns requests and their KV. Its schedule
+depends on its own requests only, so no rank pays for the others' scheduling; each step the ranks exchange one row of
+counters. An idle rank still steps where experts are exchanged (a dummy step, counted). Pipeline stages have the same
+schedule: hidden states go down the stages, the last one samples and broadcasts the tokens. One batch is in flight at a
+time, so stages wait for each other: PP is for models that fit no other way.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ the last cache level of a host."""
 
 
 class EmbeddedEngine:
-    """One rank of an engine. Collective over the mesh, in the same order on every rank: construction, `allocate_kv`,
-    `release_kv`, `step`, `run`, `resume`, `suspend`, setting `policy_version`. Any thread of rank 0, at any time:
-    `submit`, `abort`, `forget`, `pause`, `adopt`, `status`.
+    """The `InferEngine` of this house, whose docstrings are the contract of the methods. Construction is collective.
 
     Args:
-        model: the weights; may be changed between steps (set `policy_version` then).
+        model: holds the weights; they may be changed between steps (set `policy_version` then).
         config: with `suspended_kv` = keep, unfinished requests keep their KV over new weights, and over `suspend` and
-            `release_kv` where there is host ``memory`` to park it in.
+            `release_kv` if there is host ``memory`` to park it in.
         seed: of the run; with a request's id and a token's position it determines the sample.
-        routing: outputs tell which experts their tokens went to. The model has experts then.
+        routing: whether outputs record the experts of their tokens; the model must have experts.
         memory: where KV is parked; None: none is.
     """
 
@@ -80,18 +78,23 @@ class EmbeddedEngine:
         most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
         limit = max_parked_blocks(config, self.cache, most_layers)
         self.parked = parked = ParkedKV(memory, self.cache, self.routing if self._reports else None, limit)
-        self.scheduler.leave = lambda seq: parked.park([seq])  # not by way of self: no cycle may keep KV alive
-        parts = self.cache, self.parked, self.routing
-        self.forward = Forward(model, mesh, device, *parts, seed, config.batch_invariant)
+        self.scheduler.on_chunk_end = lambda seq: parked.park([seq])  # not by way of self: no cycle may keep KV alive
+        self.forward = Forward(
+            model=model,
+            mesh=mesh,
+            device=device,
+            cache=self.cache,
+            parked=self.parked,
+            routing=self.routing,
+            seed=seed,
+            batch_invariant=config.batch_invariant,
+        )
         self.capacity_tokens = 0
-        """Tokens the KV cache of an attention rank holds; stays when it is released, until the next allocation."""
+        """Tokens that the KV cache of an attention rank holds, as of the last allocation"""
         self.on_adopt: Callable[[int], None] = lambda version: None
-        """Changes the model's weights to those of this policy; all ranks call it between the same two steps"""
         self._idle = True
         self.paused = False
-        """Whether `pause` was asked for since `resume`; the same on every rank"""
         self.last_step_kind = ""
-        """`Step.kind` of what this rank computed in the last step"""
         self._dummy_steps = 0
         self._interrupted = 0
         self._busy_s = 0.0
@@ -112,10 +115,10 @@ class EmbeddedEngine:
     # Memory and weights
 
     def allocate_kv(self) -> None:
-        """Takes ``kv_fraction`` of what the device says is free for the KV cache; nothing of it is valid yet.
+        """Allocates ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; no block is valid yet.
 
         Raises:
-            ValueError: there is no room for a block, or for a request that waits, with the keys to change.
+            ValueError: as `InferEngine.allocate_kv`.
         """
         config = self.config
         bytes_free = self.device.memory().free
@@ -140,14 +143,12 @@ class EmbeddedEngine:
         self.scheduler.restart(BlockManager(blocks, config.block_size))
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        """Other limits of memory, sequences and tokens from the next `allocate_kv` on. Without KV; on every rank."""
         assert not self.cache.pools, "release_kv comes before reconfigure"
         config.validate()
         self.config = config
         self.scheduler.max_seqs, self.scheduler.max_batch_tokens = config.max_seqs, config.max_batch_tokens
 
     def release_kv(self) -> None:
-        """Gives the KV cache's memory back. Unfinished requests wait, tokens kept, until it is allocated again."""
         self.parked.park(self.scheduler.running)
         self.parked.settle()
         self.scheduler.restart(BlockManager(0, self.config.block_size))
@@ -161,24 +162,18 @@ class EmbeddedEngine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """To be set after the weights changed. Older KV is dropped and unfinished requests are computed anew; with
-        rollout.suspended_kv=keep those that run go on behind what they have. Nobody else finds any of it."""
+        # With rollout.suspended_kv=keep running requests continue on their KV; no other request finds any of it.
         if version == self.scheduler.version:
             return
         if self.config.keeps_kv:
-            self.scheduler.renew(version)
+            self.scheduler.change_version(version)
         else:
             self.scheduler.restart(version=version)
             self.cache.invalidate()
 
-    # Orders, from any thread of rank 0
+    # Control calls, from any thread of rank 0
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Takes requests in; they start at the next step. Thread-safe; on rank 0 of the mesh.
-
-        Raises:
-            ValueError: a request that is malformed or can never fit, named, with the key to change. None is taken then.
-        """
         assert self.mesh.rank == 0, "requests go to rank 0 of the engine"
         assert self.capacity_tokens, "allocate_kv comes before the first submit"
         requests = list(requests)
@@ -188,41 +183,26 @@ class EmbeddedEngine:
         self.control.inbox.submit(requests)
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
-        """Ends requests (None: all) with reason "abort" at the next step; their tokens are in the outputs. Thread-safe;
-        on rank 0. Ids that are not here, or not any more, are ignored."""
         assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
         self.control.inbox.abort(ids)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees the KV of requests that is parked and will not be asked for, before any that come later are taken in.
-        Thread-safe; on rank 0. Ids of which nothing is parked are ignored."""
-        assert self.mesh.rank == 0, "what is parked is forgotten by rank 0 of the engine"
+        """Frees parked KV before the requests of later `submit` calls are placed."""
+        assert self.mesh.rank == 0, "parked KV is freed by rank 0 of the engine"
         self.control.inbox.forget(ids)
 
     def pause(self) -> None:
-        """Has every rank find `paused` after its next step, the same one. Thread-safe; on rank 0."""
-        assert self.mesh.rank == 0, "a pause is asked of rank 0 of the engine"
+        assert self.mesh.rank == 0, "pauses go to rank 0 of the engine"
         self.control.inbox.pause()
 
     def adopt(self, version: int) -> None:
-        """Has every rank call `on_adopt` before its next step, the same one, and go on as policy ``version``.
-        Thread-safe; on rank 0."""
-        assert self.mesh.rank == 0, "new weights are told to rank 0 of the engine"
+        assert self.mesh.rank == 0, "new weights are announced to rank 0 of the engine"
         self.control.inbox.adopt(version)
 
     def resume(self) -> None:
-        """Forgets the last pause."""
         self.paused = False
 
     def status(self) -> dict[str, float]:
-        """Figures of the whole engine as of the last step, on every rank. Thread-safe.
-
-        depth: requests that wait; running; generated_tokens, preemptions, prefix_hit_tokens, dummy_steps: totals;
-        kv_restored_tokens: total of tokens whose KV came back from where it was parked; recomputed_tokens: total of
-        those that were computed again because theirs had been dropped; interrupted: total of requests that had tokens
-        and lost their KV to new weights as they ran (`adopt`);
-        tokens_per_s: generated tokens by seconds in `step`; policy_version; kv_tokens: capacity of an attention rank.
-        """
         totals = self.control.totals()
         return {
             "depth": totals.waiting + len(self.control.inbox),
@@ -242,11 +222,7 @@ class EmbeddedEngine:
     # Generation
 
     def step(self) -> list[Output]:
-        """Computes one step. Collective.
-
-        Returns:
-            what ended, on the first TP rank and stage of the attention rank that owns it; elsewhere nothing.
-        """
+        """Computes one step; returns outputs on the first TP rank and stage of the attention rank that owns them."""
         began = time.perf_counter()
         outputs, self.last_step_kind = self._take_orders(), ""
         if not self._idle:
@@ -260,7 +236,7 @@ class EmbeddedEngine:
         return outputs if self._reports else []
 
     def run(self) -> list[Output]:
-        """Steps until nothing is left to do on any rank. Collective; returns as `step`."""
+        """Steps until the engine is idle; returns all outputs. Collective."""
         outputs = self.step()
         while not self._idle:
             outputs += self.step()
@@ -268,12 +244,9 @@ class EmbeddedEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether the last step found nothing to do on any rank; the same on every rank."""
         return self._idle
 
     def suspend(self) -> list[Output]:
-        """Ends every request with reason "abort", also those not taken in yet, and says of those whose KV is parked
-        where; returns as `step`. Collective."""
         outputs = self._apply_orders(self.control.exchange(self._counters()))
         self.parked.park(self.scheduler.running)
         suspended = self.scheduler.abort(lambda request: True)
@@ -286,7 +259,7 @@ class EmbeddedEngine:
 
     @property
     def _reports(self) -> bool:
-        """Of the ranks that schedule the same requests, one reports."""
+        """Whether this rank returns outputs and counts requests for all that have the same schedule."""
         return self.mesh.tp_rank == 0 and self.mesh.first_stage
 
     def _take_orders(self) -> list[Output]:
@@ -321,7 +294,7 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def _sequence(self, request: Request) -> Sequence:
-        # One object for equal parameters, so that the sampler sees at a glance that a batch has only one kind
+        # Equal parameters are one object, so that the sampler can tell by identity that a batch has only one kind.
         params = self._interned.setdefault(request.params, request.params)
         seq = Sequence.of(request, params, self.model.config.eos_token_ids)
         self.parked.claim(seq)

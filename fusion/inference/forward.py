@@ -1,4 +1,4 @@
-"""One step's computation: the scheduled tokens through this rank's layers, and what is sampled behind them.
+"""One step's computation: the scheduled tokens through this rank's layers, then sampling.
 
 step ─► batch ─► [hidden of the stage before] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
 """
@@ -20,11 +20,12 @@ from fusion.npu import Device
 
 
 class Forward:
-    """Collective over the mesh. ``seed``: of the run; ``routing``: where the experts of all tokens are kept, if they
-    are."""
+    """Collective over the mesh. ``seed``: of the run; ``routing``: records the experts of all tokens; None: no
+    record."""
 
     def __init__(
         self,
+        *,
         model: Transformer,
         mesh: Mesh,
         device: Device,
@@ -40,7 +41,7 @@ class Forward:
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> tuple[list[int], list[float]]:
-        """A token for each of ``step.sampled`` and its log-probability, the same on every rank that schedules them."""
+        """Returns a token and its log-probability for each of ``step.sampled``, the same on ranks of equal schedule."""
         batch = build_batch(step, self.cache, self.batch_invariant)
         self.parked.restore(step.restored)
         routed: list[Routed] | None = [] if self.routing else None
@@ -62,7 +63,7 @@ class Forward:
             self.routing.write(batch, whole)
 
     def _from_stage_before(self, batch: Batch) -> torch.Tensor | None:
-        """The hidden states [n, D] of this TP rank's rows; None on the first stage."""
+        """Receives the hidden states [n, D] of this TP rank's rows; None on the first stage."""
         mesh, model = self.mesh, self.model
         if mesh.first_stage:
             return None

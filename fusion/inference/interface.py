@@ -87,9 +87,11 @@ class InferEngine(Protocol):
     def status(self) -> dict[str, float]:
         """Figures of the whole engine as of the last step. Thread-safe, on every rank.
 
-        depth (requests that wait), running, tokens_per_s, policy_version, kv_tokens (capacity of an attention rank);
-        totals since construction: generated_tokens, preemptions, prefix_hit_tokens, dummy_steps, kv_restored_tokens,
-        recomputed_tokens, interrupted.
+        depth, running: requests that wait, and that run; tokens_per_s: generated tokens by seconds in `step`;
+        policy_version; kv_tokens: capacity of an attention rank. Totals since construction: generated_tokens,
+        preemptions, prefix_hit_tokens; dummy_steps (idle ranks that stepped for the experts' exchange);
+        kv_restored_tokens (whose KV was copied back from the host); recomputed_tokens (computed again because their KV
+        had been dropped); interrupted (requests that had tokens and lost their KV to new weights while they ran).
         """
 
     # Generation

@@ -1,17 +1,17 @@
-"""KV beside the card: that of suspended requests waits in pinned host memory until they go on behind it.
+"""KV of suspended requests, kept in pinned host memory until they are resumed.
 
     running ─ a chunk's end ──────►┐
             ─ suspend, release_kv ─┴► park ─► host ─ claim ─► waiting ─ admitted: blocks taken ─► restore ─► running
               (`settle`, then the KV          │
               memory is given up)             └─ forget: ended, gone elsewhere, or come back with other tokens
 
-It is a cache and no state: no checkpoint has it, and whoever does not find its KV computes it again. Every rank parks
-its own layers and heads of whole blocks; the rank that keeps routing parks that too.
+It is a cache, not state: no checkpoint contains it, and a request whose KV is missing is recomputed. Every rank parks
+its own layers and heads of whole blocks; the rank that records routing parks that too.
 
-Invariants (tests/inference/test_parked.py): ranks that schedule alike hold the same entries, as what is parked follows
-from requests, tokens and numbers of blocks alone; an entry is restored at most once, and only for exactly the tokens
-that it was parked with; a host region is given back once, when no copy reads or writes it any more; KV is whole on the
-host before the memory it came from is given up.
+Invariants (tests/inference/test_parked.py): ranks with the same schedule hold the same entries, as these depend only on
+requests, tokens and block counts; an entry is restored at most once, and only for exactly the tokens that it was parked
+with; a host region is freed once, when no copy reads or writes it any more; KV is complete on the host before its
+device memory is released.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HostMemory(Protocol):
 @dataclass(eq=False)
 class Entry:
     """KV of the first ``computed`` of a request's ``tokens``. ``names``: of its leading blocks, whose KV is all of
-    policy version ``since``; ``copied``: the event behind the last copy out of or into ``region``."""
+    policy version ``since``; ``copied``: the event after the last copy out of or into ``region``."""
 
     tokens: list[int]
     computed: int
@@ -57,8 +57,8 @@ class ParkedKV:
 
     Args:
         memory: None: nothing is parked.
-        routing: of this rank, where it keeps any.
-        max_blocks: most blocks that are parked at a time, the same on all ranks of an attention rank; None: no limit.
+        routing: of this rank, if it records any.
+        max_blocks: bound on the parked blocks, the same on all ranks of an attention rank; None: no bound.
     """
 
     def __init__(
@@ -72,16 +72,17 @@ class ParkedKV:
         self._memory = memory
         self._max_blocks = 0 if memory is None else max_blocks
         self._entries: dict[str, Entry] = {}
-        self._returning: list[Entry] = []  # their regions are still being read
+        self._returning: list[Entry] = []
+        """Restored, but their regions are still being read"""
 
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
-        """Starts copying the KV of running sequences to the host, the first ones where not all may go; marks those that
-        did as `parked`. Their blocks may be released, but not written by another stream before `settle`.
+        """Starts copying the KV of running sequences to the host, in order up to the bound; sets their `parked`. Their
+        blocks may be released, but not written by another stream before `settle`.
 
         Raises:
             RuntimeError: the host has no more memory to pin (`HostPool.take`); nothing was parked.
         """
-        self._reap()
+        self._free_restored()
         chosen, blocks = [], self.blocks
         for seq in sequences:
             count = self._count(seq)
@@ -94,12 +95,11 @@ class ParkedKV:
         regions = self._memory.take([self._count(seq) * self._cache.block_bytes for seq in chosen])
         for seq, region in zip(chosen, regions, strict=True):
             assert seq.request.id not in self._entries, f"KV of request {seq.request.id!r} is parked already"
-            self._entries[seq.request.id] = self._leave(seq, region)
+            self._entries[seq.request.id] = self._copy_out(seq, region)
             seq.parked = seq.computed
 
     def claim(self, seq: scheduler.Sequence) -> None:
-        """A request has come in: what is parked of it is the sequence's if it goes on behind the same tokens; else it
-        is freed."""
+        """Assigns a submitted request's parked KV to its sequence if the tokens are the same; frees it otherwise."""
         entry = self._entries.get(seq.request.id)
         if entry is None:
             return
@@ -115,14 +115,14 @@ class ParkedKV:
             assert end == entry.blocks and entry.computed <= len(seq.tokens)
             self._returning.append(entry)
             if first == end:
-                continue  # all of it is in the cache still
+                continue  # all of it is still in the cache
             self._cache.copy_in(self._on_host(entry), first, seq.blocks[first:end])
             entry.copied = self._event()
             if self._routing is not None and entry.routing is not None:
                 self._routing.fill(seq.blocks, first, entry.routing)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees what is parked of these requests, if anything is."""
+        """Frees the parked KV of these requests; ids without any are ignored."""
         for id in ids:
             entry = self._entries.pop(id, None)
             if entry is not None:
@@ -130,18 +130,19 @@ class ParkedKV:
                 self._give(entry)
 
     def settle(self) -> None:
-        """Waits until all copies are done: the memory of the KV cache may be given up."""
+        """Waits for all copies: afterwards the memory of the KV cache may be released."""
         for entry in (*self._entries.values(), *self._returning):
             entry.copied.synchronize()
-        self._reap()
+        self._free_restored()
 
     @property
     def blocks(self) -> int:
+        """Blocks that are parked now."""
         return sum(entry.blocks for entry in self._entries.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that this rank's parked KV takes."""
+        """Host memory that this rank's parked KV takes."""
         return self.blocks * self._cache.block_bytes
 
     def __contains__(self, id: str) -> bool:
@@ -150,11 +151,19 @@ class ParkedKV:
     def _count(self, seq: scheduler.Sequence) -> int:
         return -(-seq.computed // self._cache.block_size)
 
-    def _leave(self, seq: scheduler.Sequence, region: torch.Tensor) -> Entry:
+    def _copy_out(self, seq: scheduler.Sequence, region: torch.Tensor) -> Entry:
         count = self._count(seq)
         routing = self._routing.read(seq.blocks, seq.computed) if self._routing is not None else None
-        figures = list(seq.tokens), seq.computed, seq.since, seq.names[: seq.named], count
-        entry = Entry(*figures, region, routing, None)
+        entry = Entry(
+            tokens=list(seq.tokens),
+            computed=seq.computed,
+            since=seq.since,
+            names=seq.names[: seq.named],
+            blocks=count,
+            region=region,
+            routing=routing,
+            copied=None,
+        )
         self._cache.copy_out(seq.blocks[:count], self._on_host(entry))
         entry.copied = self._event()
         return entry
@@ -168,7 +177,7 @@ class ParkedKV:
         event.record(device.current_stream())
         return event
 
-    def _reap(self) -> None:
+    def _free_restored(self) -> None:
         done = [entry for entry in self._returning if entry.copied.query()]
         self._returning = [entry for entry in self._returning if entry not in done]
         for entry in done:
@@ -180,7 +189,8 @@ class ParkedKV:
 
 
 def max_parked_blocks(config: RolloutConfig, cache: KVCache, most_layers: int) -> int | None:
-    """Blocks that a rank may park (None: no limit), as many on every stage as on that which has ``most_layers``."""
+    """Returns the blocks that a rank may park (None: no bound): on every stage those of the one with
+    ``most_layers``."""
     if not config.keeps_kv or config.max_parked_kv_mib is None:
         return None if config.keeps_kv else 0
     return (config.max_parked_kv_mib << 20) // (cache.block_bytes // cache.layers * most_layers)

@@ -33,20 +33,20 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate, from its beginning or from where it was left.
+    """One response to generate, from its beginning or behind tokens that it has.
 
     Args:
         id: unique among unfinished requests; with the run seed and a token's position it determines what is sampled,
-            so a request that goes on after a chunk or an abort keeps its id.
+            so a request that is resumed after a chunk or an abort keeps its id.
         prompt: token ids, at least one.
-        group: siblings (requests with one prompt) carry one name and are kept where they share the prompt's KV.
-        response: tokens generated before; generation goes on behind them.
-        chunk_tokens: end with reason "chunk" after so many new tokens; 0: no chunks.
-        exact_tokens: tokens that the whole response has, over all its chunks: no stop token ends it before, and it ends
-            there with reason "stop" (at max_tokens with "length"); 0: it ends where the model ends it.
-        earlier: where its caller keeps what belongs to ``response``; comes back with the output.
-        kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: none has. A wish: where that
-            rank has its share, or the KV is gone, it is computed again.
+        group: the same for requests with one prompt, which are placed where they share the prompt's KV.
+        response: tokens generated before; generation continues behind them.
+        chunk_tokens: number of new tokens after which it ends with reason "chunk"; 0: no chunks.
+        exact_tokens: length of the whole response over all its chunks: no stop token ends it before, and it ends there
+            with reason "stop" (at max_tokens with "length"); 0: the model ends it.
+        earlier: the caller's name for what belongs to ``response``; returned with the output.
+        kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
+            if that rank has its share of requests, or the KV is gone, it is recomputed.
     """
 
     id: str

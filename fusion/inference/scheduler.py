@@ -4,14 +4,14 @@
                ▲                  │
                └──── preempt ─────┘   newest first; its blocks are released, its tokens stay and are computed again
 
-A sequence whose KV is parked beside the cache (`parked.py`) is admitted with all its blocks at once; the step says
-which of them are to be filled, and it goes on behind them.
+A sequence whose KV is parked on the host (`parked.py`) is admitted with all its blocks at once; the step lists which of
+them to fill, and the sequence continues behind them.
 
-Policy: decodes first, then prefills that have begun, then waiting requests in order of arrival as far as tokens,
-sequences and blocks allow; nobody overtakes. Where a running sequence finds no block, the newest one is preempted.
+Policy: decodes first, then prefills that have begun, then waiting requests in order of arrival (first come, first
+served) as far as tokens, sequences and blocks allow. Where a running sequence finds no block, the newest is preempted.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
-cover its computed tokens; the oldest running sequence always gets on, so every request that fits the cache alone
+cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone
 finishes; every added request ends exactly once; a block is named only by a sequence all of whose KV is of the version
 in the name, so KV of older weights is never found under a newer version.
 """
@@ -44,8 +44,8 @@ class Scheduler:
         self.kv_restored_tokens = 0
         self.recomputed_tokens = 0
         self.routing_of: Callable[[list[int], int], Any] | None = None
-        """(blocks, tokens computed) → what an output says of its routing, where it is kept"""
-        self.leave: Callable[[Sequence], None] = lambda seq: None
+        """(blocks, tokens computed) → `Output.routing`; None: it is not kept"""
+        self.on_chunk_end: Callable[[Sequence], None] = lambda seq: None
         """Called with a sequence whose chunk ends, while it has its blocks"""
 
     @property
@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
-        """The next step. Blocks for it are taken here; `commit` must follow."""
+        """Returns the next step. Allocates its blocks; `commit` must follow."""
         budget, preemptions = self.max_batch_tokens, self.preemptions
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -83,7 +83,7 @@ class Scheduler:
         return Step(decodes, chunks, sampled, restored)
 
     def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
-        """Takes what the step sampled, a token for each of ``step.sampled``; returns what ended."""
+        """Appends the sampled tokens, one for each of ``step.sampled``; returns the outputs of requests that ended."""
         size = self.blocks.block_size
         for seq, count in step.chunks:
             seq.computed += count
@@ -106,7 +106,7 @@ class Scheduler:
         return outputs
 
     def abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
-        """Ends the requests for which ``chosen`` holds; their tokens stay in the outputs."""
+        """Ends the requests for which ``chosen`` holds; returns their outputs, tokens included."""
         ended = [seq for seq in (*self.running, *self.waiting) if chosen(seq.request)]
         gone = set(map(id, ended))
         self.running = [seq for seq in self.running if id(seq) not in gone]
@@ -114,7 +114,7 @@ class Scheduler:
         return [self._end(seq, "abort") for seq in ended]
 
     def restart(self, blocks: BlockManager | None = None, version: int | None = None) -> None:
-        """The KV is void (new weights, or memory given back): whoever runs waits again, first, with all its tokens."""
+        """Drops all KV (new weights, memory released): running sequences wait again, in front, with their tokens."""
         for seq in reversed(self.running):
             self._withdraw(seq)
         self.running = []
@@ -123,8 +123,8 @@ class Scheduler:
         self.blocks = blocks or self.blocks
         self._forget_names()
 
-    def renew(self, version: int) -> None:
-        """New weights, but the KV stays: whoever runs goes on, and nobody finds any of it by name."""
+    def change_version(self, version: int) -> None:
+        """Keeps the KV over new weights: running sequences continue on it, and no other finds any of it by name."""
         self.version = version
         self.blocks.forget()
         self._forget_names()
@@ -144,7 +144,7 @@ class Scheduler:
             start = seq.parked or len(hits) * size
             count = min(len(seq.tokens) - start, budget)
             wanted = -(-(start + count) // size) - len(hits)
-            # A block kept back for each running sequence: what is admitted now is not preempted at once
+            # One block is reserved for each running sequence, so that the new one is not preempted at once.
             if wanted + self.blocks.idle(hits) + len(self.running) > self.blocks.available and self.running:
                 return
             self.waiting.popleft()
@@ -165,7 +165,7 @@ class Scheduler:
             budget -= count
 
     def _take_back(self, seq: Sequence) -> tuple[Sequence, int, int]:
-        """Takes the blocks of parked KV that no sibling has brought back before; returns which are to be filled."""
+        """Allocates the blocks of parked KV that no sibling has restored before; returns which are to be filled."""
         first, end = len(seq.blocks), -(-seq.parked // self.blocks.block_size)
         seq.blocks += self.blocks.take(end - first)
         for block, name in zip(seq.blocks[first:], seq.names[first:], strict=False):
@@ -176,7 +176,7 @@ class Scheduler:
         return seq, first, end
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """Cached blocks of the sequence's beginning. The last token is always computed: its logits are wanted."""
+        """Finds cached blocks of the sequence's beginning. The last token is always computed: its logits are needed."""
         if not self.prefix_cache:
             return []
         whole = (len(seq.tokens) - 1) // self.blocks.block_size
@@ -184,7 +184,7 @@ class Scheduler:
         return self.blocks.find(seq.names[:whole])
 
     def _may_grow(self, seq: Sequence, count: int) -> bool:
-        """Takes blocks for ``count`` more tokens, preempting the newest if need be, at last the sequence itself."""
+        """Allocates blocks for ``count`` more tokens, preempting the newest sequences, in the end this one itself."""
         end = seq.computed + count
         wanted = -(-end // self.blocks.block_size) - len(seq.blocks)
         if wanted > 0:
@@ -230,22 +230,23 @@ class Scheduler:
         if self.routing_of is not None:
             output.routing = self.routing_of(seq.blocks, seq.computed)
         if reason == "chunk":
-            self.leave(seq)
+            self.on_chunk_end(seq)
         self.blocks.release(seq.blocks)
         seq.blocks = []
         return output
 
 
 def place(loads: list[int], requests: Iterable[Request]) -> list[int]:
-    """The attention rank of each new request: where its KV is parked, and siblings together, as far as the ranks stay
-    even.
+    """Returns the attention rank of each new request: where its KV is parked, and siblings together, as long as the
+    ranks stay balanced.
 
     Args:
         loads: unfinished requests of each attention rank.
         requests: the new ones, in order of arrival.
 
-    Requests with parked KV come first. A rank takes requests of a group until it has its even share of all requests,
-    then the least loaded goes on. No rank gets a request beyond the even share, rounded up, unless it already had more.
+    Requests with parked KV are placed first. A rank takes requests of a group until it has its even share of all
+    requests, then the least loaded rank continues. No rank gets a request beyond the even share,
+    rounded up, unless it already had more.
     """
     requests = list(requests)
     share = -(-(sum(loads) + len(requests)) // len(loads))

@@ -1,4 +1,4 @@
-"""A request in the engine, and what one step computes of some of them. No tensor, no clock, no process."""
+"""A request in the engine, and what one step computes. No tensor, no clock, no process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion.inference.request import FinishReason, Output, Request, SamplingPara
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in the engine: its tokens so far and what of them is in the cache.
+    """A request in the engine: its tokens so far and which of them are in the cache.
 
     ``computed``: leading tokens whose KV is in ``blocks``. ``names``: of the full blocks, as far as they are known;
     ``named``: leading blocks that were found by name or have been offered to others. ``since``: policy version of its
@@ -60,8 +60,17 @@ class Sequence:
     def output(self, reason: FinishReason) -> Output:
         request = self.request
         new = self.tokens[len(request.prompt) + len(request.response) :]
-        figures = request.id, request.group, request.prompt, new, self.logprobs, self.versions, reason
-        return Output(*figures, request.response, request.earlier)
+        return Output(
+            request_id=request.id,
+            group=request.group,
+            prompt=request.prompt,
+            tokens=new,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=reason,
+            before=request.response,
+            earlier=request.earlier,
+        )
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_everything_added_ends_once_under_any_sequence_of_events(requests, limit
             assert not scheduler.running and scheduler.blocks.available == BLOCKS
         elif event == 2:
             running = [(seq, list(seq.blocks)) for seq in scheduler.running]
-            scheduler.renew(scheduler.version + 1)
+            scheduler.change_version(scheduler.version + 1)
             assert running == [(seq, seq.blocks) for seq in scheduler.running] and not scheduler.blocks.cached
         elif event in (3, 4):  # memory goes, and some KV is parked, some is not
             for seq in scheduler.running:

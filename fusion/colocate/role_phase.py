@@ -1,0 +1,40 @@
+"""A stage of a frozen role: the card leaves its phase, computes with the role's weights in HBM, and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+
+from fusion.colocate.phases import Phase, PhaseMachine
+from fusion.model import Mesh
+from fusion.npu import Device
+from fusion.npu.all_or_none import all_or_none
+
+
+@contextmanager
+def in_role_phase(
+    phases: PhaseMachine, phase: Phase, *, mesh: Mesh, weights: AbstractContextManager[None], device: Device
+) -> Iterator[None]:
+    """Inside, the card is in ``phase`` with ``weights`` entered; afterwards it is back in its phase. All cards of
+    ``mesh`` get there and back, or none does.
+
+    Raises:
+        AbortedOnAllRanks: on all cards, if one fails. Where one cannot go there from its phase, all stay where they
+            were; later, all are BROKEN.
+    """
+    on_all = partial(all_or_none, group=mesh.world_group, rank=phases.rank, device=device)
+    home = phases.phase
+    on_all(lambda: phases.check(phase), stage="phase")
+    phases.begin(phase)
+    try:
+        with ExitStack() as inside:
+            on_all(lambda: inside.enter_context(weights), stage=f"to {phase.value}")
+            phases.arrive(phase)
+            yield
+            phases.begin(home)
+            on_all(inside.close, stage=f"back to {home.value}")
+        phases.arrive(home)
+    except BaseException:
+        phases.arrive(Phase.BROKEN)
+        raise
