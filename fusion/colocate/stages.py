@@ -1,8 +1,8 @@
-"""What a card tells of the stages it runs: figures, spans, who held its memory, and who held it when it ran out.
+"""Reports of the stages a card runs: metrics, spans, memory by owner, also when the memory runs out.
 
-On the timeline a stage is a span, and what is told of its inside lies within it. Between two stages the card waits for
-the controller; the stage that ends the wait says for what (`wait_kind`). What is nobody's stays idle, so that all kinds
-of a card add up to its wall clock.
+On the timeline a stage is a span, and the spans of its parts lie within it. Between two stages the card waits for the
+controller; the kind of that wait is known when the next stage begins (`wait_kind`). Time that belongs to no span is
+idle, so that all kinds of a card add up to its wall clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Spa
 
 @dataclass
 class StageReport:
-    """What one card tells the controller of a stage."""
+    """One card's report of a stage to the controller."""
 
     metrics: dict[str, Any]
     spans: list[Span]
@@ -37,13 +37,13 @@ class StageReport:
     suspended: list[SuspendedSample] = field(default_factory=list)
     """Samples that the engine has not finished."""
     reference_kl: dict[str, float] = field(default_factory=dict)
-    """Log-ratio of behaviour to reference summed over the response, by sample id, where rewards are made of it."""
+    """Log-ratio of behaviour to reference summed over the response, by sample id; with algorithm.kl_in=reward."""
     until_ns: int = 0
-    """Of a stage that goes on: up to when this tells of it (`wall_ns`)"""
+    """Of a stage that is still running: when this report ends (`wall_ns`)"""
 
 
 def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
-    """The kind of the time that a card has waited for a stage, "" (idle) where it lacked nothing but the order.
+    """Returns the kind of the time that a card waited before ``stage``: for data, for weights, or "" (idle).
 
     Args:
         phase: in which it waited.
@@ -51,7 +51,7 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
     """
     if stage in ("train", "reference", "score"):
         return WAIT_DATA
-    if stage == "switch to train":  # who did not generate waited for those that did
+    if stage == "switch to train":  # cards that did not generate waited for those that did
         return WAIT_DATA if phase is not Phase.INFER else ""
     if stage in ("switch to infer", "generate", "answer"):
         return WAIT_WEIGHTS if not trains else ""
@@ -59,21 +59,26 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
 
 
 class StageLog:
-    """The records of one card. ``stage_name``: what it is doing; ``metrics`` are handed over with every report.
-    ``pacer``: of a card that takes modelled time."""
+    """Records what one card does, from report to report. ``stage_name``: the stage it is in, or "idle".
+
+    Args:
+        pacer: of a card that takes modelled time.
+    """
 
     def __init__(self, rank: int, device: Device, pacer: Pacer | None = None):
         self.rank, self.device, self.pacer = rank, device, pacer
         self.stage_name = "start"
         self.metrics = Metrics()
         self.timeline, self._ledger = Timeline(f"card {rank}"), MemoryLedger()
+        self._kind = ""
+        """Of the stage it is in"""
         self._left_ns: int | None = None
         """When the last stage ended"""
 
     @contextmanager
     def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
-        """The block is a stage; it ends when the card has done its work. ``waited``: the kind of the time since the
-        stage before."""
+        """Records the block as a stage, which ends when the device has done its work. ``waited``: the kind of the time
+        since the previous stage."""
         if waited and self._left_ns is not None:
             self.timeline.add(waited, self._left_ns, self.timeline.clock_ns())
         self.stage_name, self._kind, self._ledger = name, kind, MemoryLedger()
@@ -88,28 +93,36 @@ class StageLog:
 
     @contextmanager
     def work(self, name: str, kind: str = "") -> Iterator[None]:
-        """The block is on the timeline (``kind``: default the name), and says so if it runs out of memory."""
+        """Records the block on the timeline (``kind``: default the name) and explains an `OutOfMemory` in it."""
         with self.timeline.span(name, kind), self.explain_out_of_memory(name):
             yield
         self._left_ns = self.timeline.clock_ns()
 
     def record_memory(self, phase: str) -> None:
-        """Records who holds the memory now, and the stage's peak, as those of a phase."""
+        """Records the memory by owner now, and the stage's peak, as those of ``phase``."""
         self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
 
     def report(
         self,
+        *,
         answers: Sequence[EvalAnswer] = (),
         scores: Mapping[str, RewardOutcome] | None = None,
         suspended: Sequence[SuspendedSample] = (),
         reference_kl: Mapping[str, float] | None = None,
     ) -> StageReport:
-        """The last stage's."""
-        told = list(answers), dict(scores or {}), list(suspended), dict(reference_kl or {})
-        return StageReport(self.metrics.take(), self.timeline.drain(), self._ledger, *told)
+        """Returns the report of the last stage; metrics and spans begin anew."""
+        return StageReport(
+            metrics=self.metrics.take(),
+            spans=self.timeline.drain(),
+            memory=self._ledger,
+            answers=list(answers),
+            scores=dict(scores or {}),
+            suspended=list(suspended),
+            reference_kl=dict(reference_kl or {}),
+        )
 
     def interim_report(self) -> StageReport:
-        """Of the stage that runs, what was not reported yet. Called by who runs it."""
+        """Returns the report of the running stage since the last report. On the thread that runs it."""
         if self.pacer:
             self.pacer.tell(self.metrics, self._kind)
         self.timeline.cut()

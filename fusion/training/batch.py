@@ -1,4 +1,4 @@
-"""Packed sequences, and how they are dealt out to ranks and micro-batches.
+"""Packed sequences, and how they are divided over ranks and micro-batches.
 
     samples ─ split_over_ranks ─► one data-parallel rank ─ plan_micro_batches ─► micro-batches of ≤ token_budget tokens
     | prompt 0 | response 0 | prompt 1 | response 1 | …      tokens_N; every other column is aligned with the token it
@@ -25,15 +25,14 @@ from typing import Any
 import torch
 
 UNREAD = -1
-"""In place of a token that this rank does not look at"""
+"""In place of a token that this rank does not read"""
 
 NOT_COLUMNS = ("lengths", "version")
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """B packed sequences of N tokens in all. A column that the algorithm or this stage of a pipeline has no use for may
-    be None.
+    """B packed sequences of N tokens in all. A column that neither algorithm nor pipeline stage uses may be None.
 
     Attributes:
         held_tokens: int64 [N], or None; see `tokens`.
@@ -45,9 +44,9 @@ class Sequences:
         ref_logprobs: float32 [N], of the reference model.
         proximal_logprobs: float32 [N], of the policy as it was when the training step began.
         versions: int32 [N], the policy version that sampled each token.
-        routing: an integer dtype [N, L, k]: the experts each token goes to, in the L layers of this rank's stage; what
-            stands at the last token of a sequence is not looked at (`replay`). None: as the router says.
-        token_weight: float32 [N]; what a token's loss is multiplied with before all are added up. None: 1.
+        routing: an integer dtype [N, L, k]: the experts each token is sent to, in the L layers of this rank's stage;
+            the values at the last token of a sequence are not used (`replay`). None: the router chooses.
+        token_weight: float32 [N]; factor of a token's loss before the sum. None: 1.
         normaliser: float32 [N]; their sum, over the trained tokens, divides that of the losses. None: token_weight, so
             that the loss is the weighted mean.
         version: the policy version that is being trained.
@@ -148,8 +147,8 @@ class Sequences:
         """B samples whose columns are packed each by itself, as far as this rank holds them.
 
         Args:
-            prompts, responses: their tokens, sample after sample. Without the prompts' (which the last stage of a
-                pipeline does not look at) `UNREAD` stands in their places; without either there are no tokens.
+            prompts, responses: their tokens, sample after sample. Without prompts (which the last stage of a pipeline
+                does not read) their places hold `UNREAD`; without either there are no tokens.
             advantages: one a sample, spread over its tokens.
             behaviour_logprobs, ref_logprobs, versions: one number a response token.
             trained: as in `from_samples`.
@@ -178,14 +177,14 @@ class Sequences:
         return made if routing is None else made.with_routing(routing)
 
     def with_routing(self, routing: torch.Tensor) -> Sequences:
-        """With [tokens, L, k] of every token but the last of each sequence."""
+        """Returns the sequences with ``routing`` [tokens, L, k] of every token but the last of each sequence."""
         known = torch.ones(self.rows, dtype=torch.bool)
         known[self.last_rows()] = False
         return replace(self, routing=_fill(routing.new_zeros(self.rows, *routing.shape[1:]), known, routing))
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [N]. Held by the stages that look at them, the first (all) and the last (the responses')."""
+        """int64 [N]. Held by the stages that read them: the first (all) and the last (the responses')."""
         assert self.held_tokens is not None, "this stage of the pipeline holds no tokens"
         return self.held_tokens
 
@@ -201,7 +200,7 @@ class Sequences:
         return torch.arange(sum(self.lengths)) - self._starts(keep_empty=True).repeat_interleave(lengths)
 
     def loss_totals(self) -> tuple[float, float]:
-        """What these sequences add to the sum of all tokens' weights, and to what the sum of losses is divided by."""
+        """Returns these sequences' part of the sum of all tokens' weights, and of the divisor of the sum of losses."""
         mask = self.loss_mask.to(torch.float64)
         weight = mask if self.token_weight is None else mask * self.token_weight
         normaliser = weight if self.normaliser is None else mask * self.normaliser
@@ -219,7 +218,7 @@ class Sequences:
         return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
 
     def select(self, indices: Sequence[int]) -> Sequences:
-        """The sequences named, in that order; none of them is an empty batch with the same columns."""
+        """Returns the sequences at ``indices``, in that order; [] gives an empty batch with the same columns."""
         rows = self.rows_of(indices)
         columns: dict[str, Any] = {name: column[rows] for name, column in self._columns().items()}
         return replace(self, lengths=[self.lengths[i] for i in indices], **columns)
@@ -235,7 +234,7 @@ class Sequences:
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n."""
+    """Returns the indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n."""
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, bin), ascending: the first with enough room is the best fit
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -250,8 +249,8 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
 
 
 def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of the sequences of each rank, balanced by tokens (invariants above). Longest first to the least
-    loaded."""
+    """Returns the indices of the sequences of each rank, balanced by tokens (invariants above). Longest first, each to
+    the least loaded rank."""
     heap = [(0, 0, rank) for rank in range(ranks)]  # (tokens, sequences, rank)
     split: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -1,11 +1,11 @@
-"""The trainer's state on disk: one file a rank, and a bitwise resume in the layout it was saved in.
+"""The trainer's state on disk: one file per rank, for a bitwise resume in the layout it was saved in.
 
-A checkpoint appears whole or not at all: all ranks write into a folder beside it, which takes its name when the last
-has synced its file. (Weights for other layouts and other programs are what `fusion.model.save_folder` exports.)
+A checkpoint appears whole or not at all: all ranks write into a folder beside it, which is renamed when the last rank
+has synced its file. (`fusion.model.save_folder` exports weights for other layouts and other programs.)
 
-To train on meanwhile, copy the state and write the copy in another thread, over a process group of its own.
-`torch.distributed.checkpoint.async_save` does not fit: it takes tensors of one name on several ranks for replicas, and
-ours are flat pieces of each rank; it copies by itself, and knows nothing of states that are on the host already.
+To train on while it is written, copy the state and write the copy in another thread, over a process group of its own.
+`torch.distributed.checkpoint.async_save` does not fit: it treats tensors of one name on several ranks as replicas, and
+ours are flat pieces of each rank; it makes copies of its own, also of states that are on the host already.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def save_checkpoint(
     An older checkpoint of that name stays until the new one is whole.
 
     Args:
-        state: a copy of the trainer's `state_dict` on the host that nobody changes, each tensor in storage of its own;
-            then any thread may write it. None: as the trainer is now.
-        group: over the ranks of the mesh, in their order, used by nobody else meanwhile. None: the mesh's own.
+        state: a copy of the trainer's `state_dict` on the host that does not change, each tensor in storage of its own;
+            then any thread may write it. None: the trainer's present state.
+        group: over the ranks of the mesh, in their order, not used by others meanwhile. None: the mesh's own.
 
     Raises:
         OSError: this rank could not write. The others wait for it until their group's timeout.
@@ -66,7 +66,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(trainer: TrainEngine, folder: str | Path) -> None:
-    """Puts a saved state back, bit for bit. Every rank reads its own file.
+    """Loads a saved state, bit for bit. Every rank reads its own file.
 
     Raises:
         ValueError: there is no checkpoint, or it was saved in another layout.
@@ -93,7 +93,7 @@ def _file(rank: int) -> str:
 
 
 def replace_folder(aside: Path, folder: Path) -> None:
-    """``aside`` takes the name of ``folder``, on disk when it returns; what had that name is gone."""
+    """Renames ``aside`` to ``folder``, durably, and deletes what had that name."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

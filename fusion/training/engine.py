@@ -3,10 +3,10 @@
     sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
     optimizer_step: gradients ─ ShardedAdamW ─► weights
 
-Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient
-depend neither on the layout nor on micro-batches nor on packing, but for rounding. All ranks run the same number of
-micro-batches, as they meet in the experts' exchange: a rank that has fewer runs empty ones. A hidden state goes through
-the lm head, on the last stage, only where a log-probability is wanted.
+Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
+depend on the layout, on micro-batches or on packing, except for rounding. All ranks run the same number of
+micro-batches, because the experts' exchange is collective: a rank that has fewer runs empty ones. The lm head is
+applied on the last stage, only to hidden states whose log-probability is needed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fusion.training.states import MakeStates, ResidentStates
 
 
 class EmbeddedTrainEngine:
-    """Trains ``model``, whose weights are loaded already (fp32 masters of bf16 weights are taken from them here).
+    """The `TrainEngine` of this house. Trains ``model``, whose weights are loaded already: fp32 masters of bf16 weights
+    are copied from them here.
 
     Args:
         temperature: log-probabilities are those of the distribution at this temperature, the one that was sampled from.
         total_steps: optimizer steps of the run, for the cosine schedule.
-
-        states: makes the home of the optimizer's states; default: in HBM.
+        states: creates the storage of the optimizer's states; default: in HBM.
 
     Raises:
         ValueError: the schedule lacks ``total_steps``.
@@ -79,7 +79,7 @@ class EmbeddedTrainEngine:
         self._collect_gradients()
 
     def learning_rate(self, step: int) -> float:
-        """Of optimizer step ``step``, counted from 0."""
+        """Returns the learning rate of optimizer step ``step``, counted from 0."""
         config = self.config
         return learning_rate(step, config.lr, config.schedule, config.warmup_steps, self.total_steps)
 
@@ -87,13 +87,13 @@ class EmbeddedTrainEngine:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
-        stage; none is allowed). The first stage looks at its tokens, the last at those of the responses and at what the
-        loss is made of; a column may be None where a stage does not look at it. With `Sequences.routing` tokens go
-        there, weighed by this router. The metrics are the same on every rank: means over the trained tokens of the
+        stage; may be empty). The first stage reads its tokens, the last those of the responses and the columns of the
+        loss; a column may be None on a stage that does not read it. With `Sequences.routing` tokens are sent to those
+        experts, weighted by this router. The metrics are the same on every rank: means over the trained tokens of the
         global batch, and `actor/loss`, what was minimised; `training/routing_mismatch` is the share of (token, layer)s
-        that this router would not have sent to the set of experts they were given. The load-balancing loss needs the
-        whole batch's routing before its first backward pass: with more than one micro-batch or stage, an extra forward
-        pass without gradients finds it.
+        that this router would have sent to other experts. The load-balancing loss needs the whole batch's routing
+        before its first backward pass: with more than one micro-batch or stage, an extra forward pass without
+        gradients computes it.
         """
         batches, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
@@ -115,10 +115,10 @@ class EmbeddedTrainEngine:
         return objective.metrics()
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Steps with the gradients summed since the last step. Collective over the mesh.
+        """Does one step with the gradients accumulated since the last one. Collective over the mesh.
 
         Args:
-            before_update: called when the optimizer's states are needed, which may be on their way until then.
+            before_update: called before the optimizer's states are used, which may be on their way until then.
 
         Raises:
             FloatingPointError: the gradient is not finite (on all ranks).
@@ -132,8 +132,8 @@ class EmbeddedTrainEngine:
         """Log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where loss_mask is
         False.
 
-        Collective over the mesh, as `forward_backward`; every stage gets the result. ``record`` (`new_record`) takes
-        where all rows went, in the layers of this stage.
+        Collective over the mesh, as `forward_backward`; every stage gets the result. ``record`` (`new_record`) receives
+        the experts of all rows in the layers of this stage.
         """
         found_2N = torch.zeros(2, sequences.rows)
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
@@ -159,7 +159,7 @@ class EmbeddedTrainEngine:
         return logprobs_N, entropy_N
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
-        """``sequences`` with the routing that the present weights give them, for later weights to replay.
+        """Returns ``sequences`` with the routing that the present weights give them, for later weights to replay.
 
         Collective over the mesh: a forward pass without the lm head.
         """
@@ -169,7 +169,7 @@ class EmbeddedTrainEngine:
 
     @contextmanager
     def using_weights(self, weights: Buckets) -> Iterator[None]:
-        """Inside, the model computes with these weights of its own shape; its own stay untouched."""
+        """Inside, the model computes with ``weights``, which have its own plan; its own stay untouched."""
         own = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             for name, parameter in self.model.named_parameters():
@@ -181,21 +181,21 @@ class EmbeddedTrainEngine:
 
     @property
     def accumulating(self) -> bool:
-        """Whether the gradients hold a sum that no optimizer step has used yet. If so they can leave HBM only as
-        tensors whose content matters (`gradients`), else as memory (`release_gradients`)."""
+        """Whether the gradients hold a sum that no optimizer step has used yet. Then they must be offloaded with their
+        content (`gradients`), else their memory can be released (`release_gradients`)."""
         return self._accumulated
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The flat buckets by name, each in storage of its own, for an offloader to take out and back."""
+        """Returns the flat buckets by name, each in storage of its own, for an offloader."""
         return {f"gradient.{index}": flat for index, flat in enumerate(self.optimizer.gradients.flats)}
 
     def release_gradients(self) -> None:
-        """Gives the gradients' memory back. They must have been used up by `optimizer_step`."""
+        """Releases the gradients' memory. An `optimizer_step` must have used them."""
         assert not self.accumulating, "gradients that no optimizer step has used would be lost"
         self.optimizer.gradients.release()
 
     def allocate_gradients(self) -> None:
-        """Takes the gradients' memory, zeroed."""
+        """Allocates the gradients' memory, zeroed."""
         assert not self.accumulating, "gradients that no optimizer step has used would be lost"
         self.optimizer.gradients.allocate()
         self.optimizer.zero_gradients()
@@ -205,22 +205,22 @@ class EmbeddedTrainEngine:
         return self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's weights, optimizer states (live tensors, which must be resident) and step."""
+        """Returns this rank's weights and optimizer states (live tensors, which must be resident) and the step."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
         return {"tensors": weights | self.optimizer.tensors(), "steps": self.optimizer.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies a `state_dict` of the same layout and rank in.
+        """Copies the values of a `state_dict` of the same layout and rank.
 
         Raises:
             ValueError: it is of another model, layout or dtype.
         """
-        mine, theirs = self.state_dict()["tensors"], state["tensors"]
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
-        if shapes != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in theirs.items()}:
+        own, saved = self.state_dict()["tensors"], state["tensors"]
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+        if shapes != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}:
             raise ValueError("the trainer's state is of another model, layout or model.dtype than this run's")
-        for name, tensor in mine.items():
-            tensor.copy_(theirs[name])
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
         self.optimizer.steps = state["steps"]
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -231,7 +231,7 @@ class EmbeddedTrainEngine:
         return views
 
     def _collect_gradients(self) -> None:
-        # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor lives only until it was added.
+        # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor is freed once it is added.
         views = self.optimizer.gradients.views
         for name, param in self.model.named_parameters():
 
@@ -245,7 +245,7 @@ class EmbeddedTrainEngine:
     def _micro_batches(
         self, sequences: Sequences, plan: list[list[int]] | None = None
     ) -> tuple[list[Sequences], Totals]:
-        """This rank's micro-batches, as many as the rank with most has, and the totals of all ranks. One collective."""
+        """Returns this rank's micro-batches, as many as any rank has at most, and the totals. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget) if plan is None else plan
         ranks = mine = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
         if self.mesh.dp_group is not None:
@@ -260,7 +260,7 @@ class EmbeddedTrainEngine:
         self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
         positions = batch.positions.to(self.device.torch_device)
-        # behind the first stage the model looks at the number of ids alone, and there need be none
+        # Behind the first stage the model uses only the number of ids, and the batch may have none.
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
         return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
 
@@ -272,7 +272,7 @@ class EmbeddedTrainEngine:
         return TrainedTokens(*vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, self.temperature), rows)
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
-        """Tokens that each expert gets from the whole global batch, summed over layers: float32 [E]."""
+        """Counts the tokens that each expert gets of the global batch, summed over layers: float32 [E]."""
         routed: list[Routed] = []
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:

@@ -1,4 +1,4 @@
-"""How far apart trainer and engine are on the tokens that are trained, in all and by how stale they are.
+"""The gap between trainer and engine on the trained tokens, in all and by staleness.
 
     tokens of a micro-batch ─ gap_sums ─► [rows, columns] ─ add up over micro-batches and ranks ─ gap_metrics ─► figures
 
@@ -7,7 +7,7 @@ on, the last for tokens whose version is not known; columns: weight, weighted su
 and a histogram of gaps.
 
 Invariants: sums of any division of the tokens add up to the sums of all; a p99 is at least the true one (of the
-weighted tokens) and at most `RESOLUTION` times it, within [LEAST, MOST].
+weighted tokens) and at most `RESOLUTION` times it, within [MIN_GAP, MAX_GAP].
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fusion.training.loss import LossInput
 LAGS = 8
 """Lags with a row of their own: 0 … 7"""
 
-LEAST, MOST, BINS = 1e-6, 10.0, 64
-RESOLUTION = (MOST / LEAST) ** (1 / BINS)
+MIN_GAP, MAX_GAP, BINS = 1e-6, 10.0, 64
+RESOLUTION = (MAX_GAP / MIN_GAP) ** (1 / BINS)
 ROWS, COLUMNS = LAGS + 2, 3 + BINS + 2
-EDGES = LEAST * RESOLUTION ** torch.arange(BINS + 1, dtype=torch.float64)
-"""Upper edges of the bins but the last, which is for gaps above `MOST`."""
+EDGES = MIN_GAP * RESOLUTION ** torch.arange(BINS + 1, dtype=torch.float64)
+"""Upper edges of the bins but the last, which is for gaps above `MAX_GAP`."""
 
 
 def gap_sums(tokens: LossInput, weight_n: torch.Tensor | None) -> torch.Tensor:
@@ -48,20 +48,20 @@ def gap_sums(tokens: LossInput, weight_n: torch.Tensor | None) -> torch.Tensor:
 
 
 def gap_metrics(sums: torch.Tensor) -> dict[str, float]:
-    """Figures of added-up `gap_sums`; a lag that no token has is left out."""
+    """Returns the metrics of summed `gap_sums`; a lag without tokens is left out."""
     rows = sums.to(torch.float64).view(ROWS, COLUMNS)
     total = float(rows[:, 0].sum())
     if not total:
         return {}
-    metrics = _figures("training", rows.sum(0))
+    metrics = _metrics_of("training", rows.sum(0))
     for lag, row in enumerate(rows[: LAGS + 1]):
         if row[0] > 0:
             name = f"staleness/{lag}" if lag < LAGS else f"staleness/{lag}+"
-            metrics |= _figures(name, row) | {f"{name}/token_fraction": float(row[0]) / total}
+            metrics |= _metrics_of(name, row) | {f"{name}/token_fraction": float(row[0]) / total}
     return metrics
 
 
-def _figures(name: str, row: torch.Tensor) -> dict[str, float]:
+def _metrics_of(name: str, row: torch.Tensor) -> dict[str, float]:
     return {
         f"{name}/rollout_probs_diff_mean": float(row[2] / row[0]),
         f"{name}/rollout_logprobs_diff_mean": float(row[1] / row[0]),
@@ -70,7 +70,7 @@ def _figures(name: str, row: torch.Tensor) -> dict[str, float]:
 
 
 def _quantile(counts: torch.Tensor, share: float) -> float:
-    """The upper edge of the bin that a share of all weight is not above."""
+    """Returns the upper edge of the bin below which ``share`` of the weight lies."""
     below = counts.cumsum(0)
     index = int(torch.searchsorted(below, share * below[-1] * (1 - 1e-6)))
     return float(EDGES[min(index, BINS)])

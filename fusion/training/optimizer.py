@@ -39,7 +39,7 @@ class _Shard:
     stop: int
     pieces: list[Piece]
     counted: list[tuple[int, int]]
-    """Where in the shard lies what this rank adds to the norm."""
+    """(start, stop) runs of the shard that this rank adds to the norm."""
     wire: Wire
     tied: bool
     group: dist.ProcessGroup | None
@@ -54,11 +54,11 @@ class _Shard:
 class ShardedAdamW:
     """Owns the gradients of ``model`` (float32) and the optimizer's states.
 
-    The masters are taken from the weights as they are now; `take_masters` takes them again after weights were loaded.
+    The masters are copied from the weights at construction; `take_masters` copies them again after weights were loaded.
     All ranks of the mesh call `step` together.
 
     Args:
-        states: makes the home of the states; default: in HBM.
+        states: creates the storage of the states; default: in HBM.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ShardedAdamW:
                 self._master(states, piece).copy_(self._weight(piece))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor the optimizer holds besides the gradients, each in storage of its own: `exp_avg.3`, …"""
+        """Returns every tensor of the optimizer besides the gradients, each in storage of its own: `exp_avg.3`, …"""
         return self.states.tensors()
 
     def zero_gradients(self) -> None:
@@ -127,13 +127,13 @@ class ShardedAdamW:
             flat.zero_()
 
     def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
-        """One step from the gradients summed so far, which it zeroes. Returns their norm before clipping.
+        """Does one step with the accumulated gradients and zeroes them. Returns their norm before clipping.
 
         Args:
-            before_update: called when the states are needed, which may be on their way until then.
+            before_update: called before the states are used, which may be on their way until then.
 
         Raises:
-            FloatingPointError: on all ranks, where the norm is not finite; nothing was changed.
+            FloatingPointError: on all ranks, if the norm is not finite; nothing was changed.
         """
         for shard in self.shards:
             self._reduce(shard)
@@ -152,7 +152,7 @@ class ShardedAdamW:
         return norm
 
     def _reduce(self, shard: _Shard) -> None:
-        """Makes the shard's gradient that of the whole batch."""
+        """Reduces the shard's gradient over all ranks: afterwards it is that of the whole batch."""
         if shard.wire.numel:
             wire = shard.gradient.new_zeros(shard.wire.numel)
             views = [self.gradients.views[piece.param.name].flatten() for piece in shard.wire.pieces]

@@ -1,9 +1,9 @@
-"""Where the optimizer's states live: what it needs of them, and the plain answer, in HBM.
+"""The storage of the optimizer's states: what the optimizer needs of it, and the plain implementation, in HBM.
 
-    for index, states in groups:                    one group a gradient bucket, in order; the same loop over any answer
+    for index, states in groups:                    one group per gradient bucket, in order
         update(states["master"], states["exp_avg"], states["exp_avg_sq"])
 
-`fusion.offload.StreamedStates` is the other answer: on the host, of which two groups are in HBM while a step runs.
+`fusion.offload.StreamedStates` keeps them on the host, with two groups in HBM while a step runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class StateGroups(Protocol):
     """All states start as zeros."""
 
     def __iter__(self) -> Iterator[tuple[int, States]]:
-        """Every group in order, on the card, to be read and written until the next is asked for."""
+        """Yields every group in order, on the card, to be read and written until the next one is requested."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`name.index` → the live tensor, on the card or on the host. Ask anew before every use."""
+        """Returns `name.index` → live tensor, on the card or on the host. Call again before every use."""
 
 
 MakeStates = Callable[[Device, Sequence[Mapping[str, int]]], StateGroups]
@@ -34,7 +34,7 @@ MakeStates = Callable[[Device, Sequence[Mapping[str, int]]], StateGroups]
 
 
 class ResidentStates:
-    """States in HBM, each in storage of its own, which may be released and taken back under the live tensors."""
+    """States in HBM, each in storage of its own, which may be released and allocated again under the live tensors."""
 
     def __init__(self, device: Device, groups: Sequence[Mapping[str, int]]):
         with device.owner("optimizer"):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.training.gaps import LAGS, LEAST, MOST, RESOLUTION, gap_metrics, gap_sums
+from fusion.training.gaps import LAGS, MAX_GAP, MIN_GAP, RESOLUTION, gap_metrics, gap_sums
 from fusion.training.loss import LossInput
 
 
@@ -51,7 +51,7 @@ def test_great_lags_share_a_row():
     assert metrics[f"staleness/{LAGS - 1}/token_fraction"] == pytest.approx(1 / 3)
 
 
-GAPS = st.lists(st.tuples(st.floats(LEAST, MOST), st.integers(0, 12)), min_size=1, max_size=300)
+GAPS = st.lists(st.tuples(st.floats(MIN_GAP, MAX_GAP), st.integers(0, 12)), min_size=1, max_size=300)
 
 
 @settings(max_examples=20)

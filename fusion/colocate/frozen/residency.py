@@ -1,7 +1,7 @@
 """Whose weights are in HBM while reference and reward model compute on cards that train. Pure.
 
-    beside    the role's weights come beside the actor's and leave again        (every deployment but full)
-    one       the actor's leave, the role's come in the room they left, and back: one model in HBM at a time
+    beside    the role's weights are loaded beside the actor's and released again   (every deployment but full)
+    one       the role's weights replace the actor's and are replaced in turn: one model in HBM at a time
     all       the role's weights stay in HBM from the start: nothing is copied, the KV cache is that much smaller
 
 Invariants (property-tested in tests/colocate/test_residency.py): `exchange_order` names every unit once, units of one
@@ -15,27 +15,27 @@ from typing import Literal
 
 Residency = Literal["beside", "one", "all"]
 
-ROOM = 0.5
+RESIDENT_FRACTION = 0.5
 """Share of the free memory that resident roles may take: the rest is for activations and the KV cache."""
 
 
 def choose_residency(deployment: str, wish: str, free_bytes: int, role_bytes: int) -> Residency:
-    """How roles live on cards that train.
+    """Chooses where the weights of roles on cards that train are kept.
 
     Args:
-        wish: `fusion.resident`, which counts in *full* only: one, all or auto.
-        free_bytes: what the allocator says is free once all of training is in HBM.
+        wish: `fusion.resident`, used in the deployment *full* only: one, all or auto.
+        free_bytes: free device memory once all of training is in HBM.
         role_bytes: weights of all scoring roles on the card.
     """
     if deployment != "full":
         return "beside"
     if wish == "auto":
-        return "all" if role_bytes <= ROOM * free_bytes else "one"
+        return "all" if role_bytes <= RESIDENT_FRACTION * free_bytes else "one"
     return "one" if wish == "one" else "all"
 
 
 def exchange_order(leaving: Sequence[int], coming: Sequence[int]) -> Iterator[tuple[Literal["out", "in"], int]]:
-    """In which order units (bytes each) leave and come, so that they never need more than the larger side.
+    """Orders the offloading and loading of units (bytes each) so that they never need more than the larger side.
 
     Yields:
         ("out", index in ``leaving``) or ("in", index in ``coming``).

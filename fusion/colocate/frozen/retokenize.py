@@ -1,7 +1,6 @@
-"""Samples of the policy for a reward model with another tokenizer: back to text, and tokenised again.
+"""Samples of the policy for a reward model with another tokenizer: decoded to text and tokenised again.
 
-Where both have the same tokens for the same text, ids pass as they are; that is so too where the reward model's folder
-holds no tokenizer of its own.
+Where both tokenizers are the same, ids are passed unchanged, also where the reward model's folder holds no tokenizer.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ def same_tokenizer(policy: str, reward_model: str) -> bool:
     """Whether the two folders' tokenizers have the same vocabulary and the same end token."""
     if not (Path(reward_model) / TOKENIZER_FILE).is_file():
         return True
-    mine, theirs = _load(policy), _load(reward_model)
-    return mine.get_vocab() == theirs.get_vocab() and mine.eos_token_id == theirs.eos_token_id
+    own, other = _load(policy), _load(reward_model)
+    return own.get_vocab() == other.get_vocab() and own.eos_token_id == other.eos_token_id
 
 
 class Retokenizer:
-    """The policy's tokens as the reward model's. Special tokens are left out of the text, as they mean nothing there;
-    where the response ended with the policy's end token, the reward model's own is put behind it."""
+    """Converts the policy's tokens to the reward model's. Special tokens are left out of the text, as they have no
+    meaning there; if the response ends with the policy's end token, the reward model's own is appended."""
 
     def __init__(self, policy: str, reward_model: str):
         self._policy, self._model = _load(policy), _load(reward_model)

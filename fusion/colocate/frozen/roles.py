@@ -1,8 +1,8 @@
-"""Reference and reward model on one card: where their weights are, and what they say.
+"""Reference and reward model on one card: where their weights are, and what they compute.
 
-cards that train   the reference wears the trainer's module and computes in its layout; the reward model has a model
-                   of its own; the weights of both wait on the host (`FrozenWeights`)
-their own cards    both have models of their own, which stay in HBM
+cards that train   the trainer computes with the reference's weights in its own layout; the reward model is a model of
+                   its own; the weights of both are kept on the host (`FrozenWeights`)
+their own cards    both are models of their own, which stay in HBM
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from fusion.training import Sequences, TrainEngine
 
 
 class FrozenRoles:
-    """Made before the trainer, so that its weights can be copied while there is room. ``on_host``: the roles' weights
-    that wait on this card's host, by name."""
+    """Constructed before the trainer, so that the reference can be copied from its weights while there is room.
+
+    Attributes:
+        on_host: weights that are kept on this card's host, by role.
+        reference, reward_model: models of their own; None where the card has none.
+    """
 
     def __init__(
         self, *, spec: WorkerSpec, rank: int, device: Device, meshes: Meshes, policy: PolicyWeights, pool: HostPool
@@ -53,17 +57,17 @@ class FrozenRoles:
                 self.retokenize = Retokenizer(spec.model.path, reward.path)
 
     def choose_residency(self, free_bytes: int) -> None:
-        """Decides who stays in HBM, once all of training is there. ``free_bytes``: of the card with least."""
+        """Chooses the residency once all of training is in HBM. ``free_bytes``: the least of all cards."""
         needed = sum(frozen.weights.nbytes for frozen in self.on_host.values())
         fusion = self.spec.fusion
         self.residency = choose_residency(fusion.deployment, fusion.resident, free_bytes, needed)
         if self.residency == "all":
             for frozen in self.on_host.values():
-                frozen.stay()
+                frozen.make_resident()
 
     @property
     def needs_room(self) -> bool:
-        """Whether roles still come into HBM, in the room the optimizer leaves."""
+        """Whether roles are still to be loaded into HBM, in the memory that the optimizer leaves free."""
         return bool(self.on_host) and self.residency != "all"
 
     @contextmanager
@@ -84,17 +88,21 @@ class FrozenRoles:
             yield
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
-        """float32 [N] on the CPU: the reference's log-probability of every response token. In `reference_in_hbm`;
-        collective over the reference's mesh, which is the trainer's where it has no cards of its own."""
+        """Returns float32 [N] on the CPU: the reference's log-probability of every response token. In
+        `reference_in_hbm`; collective over the reference's mesh, which is the trainer's where it has no cards of its own."""
         if self.reference is None:
             assert trainer is not None
             return trainer.logprobs(sequences)[0]
         return token_logprobs(self.reference, sequences, self.spec.training.token_budget, self.spec.temperature)
 
     def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
-        """One outcome a sample (prompt, response), in order. In `reward_model_in_hbm`; collective over its mesh."""
+        """Returns one outcome per sample (prompt, response), in order. In `reward_model_in_hbm`; collective over its
+        mesh."""
         assert self.reward_model is not None
-        tokens = [self.retokenize(*s) if self.retokenize else [*s[0], *s[1]] for s in samples]
+        tokens = [
+            self.retokenize(prompt, response) if self.retokenize else [*prompt, *response]
+            for prompt, response in samples
+        ]
         longest = self.reward_model.config.max_positions
         fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= longest]
         found = sequence_scores(

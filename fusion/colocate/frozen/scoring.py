@@ -1,4 +1,4 @@
-"""What frozen models say of samples: log-probabilities of the reference, scores of the reward model.
+"""Forward passes of frozen models: log-probabilities of the reference, scores of the reward model.
 
 packed sequences ─ micro-batches, as many on every rank ─► hidden_ND ─┬─► log-probability of every response token
                                                                      └─► score of every last token
@@ -19,9 +19,9 @@ from fusion.training.logprobs import vocab_parallel_logprobs
 
 @torch.no_grad()
 def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_budget: int) -> list[float]:
-    """What the head of a reward model says at the last token of each sample, in order.
+    """Returns the output of a reward model's head at the last token of each sample, in order.
 
-    Collective over the model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; none is allowed.
+    Collective over the model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; may be empty.
     """
     sequences = Sequences.from_samples(samples, [()] * len(samples))
     scores = torch.zeros(len(samples))
@@ -35,7 +35,8 @@ def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_b
 
 @torch.no_grad()
 def token_logprobs(model: Transformer, sequences: Sequences, token_budget: int, temperature: float) -> torch.Tensor:
-    """float32 [N] on the CPU: the log-probability of every response token; 0 elsewhere. Collective over the mesh."""
+    """Returns float32 [N] on the CPU: the log-probability of every response token; 0 elsewhere. Collective over the
+    mesh."""
     logprobs_N = torch.zeros(len(sequences.tokens))
     for indices, batch, hidden_ND in _forward(model, sequences, token_budget):
         rows = batch.loss_mask.nonzero().squeeze(1)
@@ -49,14 +50,14 @@ def token_logprobs(model: Transformer, sequences: Sequences, token_budget: int, 
 def _forward(
     model: Transformer, sequences: Sequences, token_budget: int
 ) -> Iterator[tuple[list[int], Sequences, torch.Tensor]]:
-    """(indices of the sequences, the micro-batch, its hidden states [N, D]); a rank that has fewer runs empty ones."""
+    """Yields (indices of the sequences, micro-batch, its hidden states [N, D]); ranks with fewer run empty ones."""
     assert model.mesh.parallel.pp == 1
     plan = plan_micro_batches(sequences.lengths, token_budget)
-    most = torch.tensor([len(plan)])
+    num_batches = torch.tensor([len(plan)])
     if model.mesh.world_group is not None:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=model.mesh.world_group)
+        dist.all_reduce(num_batches, dist.ReduceOp.MAX, group=model.mesh.world_group)
     device = model.device.torch_device
-    for indices in [*plan, *[[]] * (int(most) - len(plan))]:
+    for indices in [*plan, *[[]] * (int(num_batches) - len(plan))]:
         batch = sequences.select(indices)
         attend = PackedAttention(batch.lengths)
         yield indices, batch, model(batch.tokens.to(device), batch.positions.to(device), attend)

@@ -1,9 +1,9 @@
-"""The weights of a model that is never trained, on a card that others need too: reference and reward model.
+"""The weights of a frozen model on a card that is shared with training: reference and reward model.
 
-    host, pinned, taken once ──come──► HBM, beside the actor or in its place ──leave──► nothing to copy: they are frozen
+    host, pinned, allocated once ──load──► HBM, beside the actor or in its place ──release──► no copy: they are frozen
 
-Which of the two is `residency`'s to say. In the actor's place the two sides change unit by unit, in an order that needs
-no more room than the larger of them.
+`residency` chooses between the two. In the actor's place the two sides are exchanged unit by unit, in an order that
+needs no more memory than the larger of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusion.offload import HostPool, Offloader
 
 
 class FrozenWeights:
-    """``weights`` and their copy on the host. They are in HBM when this is made and leave it at once.
+    """``weights`` and their copy on the host. They must be in HBM at construction, which releases them.
 
     Invariant: outside `in_hbm` they are in HBM if and only if the residency is `all`.
     """
@@ -34,20 +34,20 @@ class FrozenWeights:
                 host.copy_(flat.view(torch.uint8), non_blocking=True)
         self._stream.synchronize()
         self.weights.release()
-        self._stays = False
+        self._is_resident = False
 
-    def stay(self) -> None:
-        """They come, and do not leave any more."""
+    def make_resident(self) -> None:
+        """Loads the weights for good."""
         for index in range(len(self._host)):
-            self._come(index)
-        self._arrive()
-        self._stays = True
+            self._load(index)
+        self._wait_for_load()
+        self._is_resident = True
 
     @contextmanager
     def in_hbm(self, residency: Residency, actor: Buckets, offloader: Offloader) -> Iterator[None]:
-        """Inside, the weights are there to compute with; with ``one``, the actor's are not."""
+        """Inside, the weights are in HBM; with residency ``one``, the actor's are not."""
         if residency == "all":
-            assert self._stays
+            assert self._is_resident
             yield
             return
         leaving = {f"actor.{index}": flat for index, flat in enumerate(actor.flats)} if residency == "one" else {}
@@ -56,10 +56,10 @@ class FrozenWeights:
         sizes = [flat.nbytes for flat in leaving.values()]
         for way, index in exchange_order(sizes, [host.numel() for host in self._host]):
             if way == "in":
-                self._come(index)
+                self._load(index)
             else:
                 offloader.wait([names[index]])
-        self._arrive()
+        self._wait_for_load()
         try:
             yield
         finally:
@@ -67,11 +67,11 @@ class FrozenWeights:
             offloader.back(names)
             offloader.wait(names)
 
-    def _come(self, index: int) -> None:
+    def _load(self, index: int) -> None:
         self.weights.allocate(index)
         self._stream.wait_stream(self._device.current_stream())
         with self._device.on_stream(self._stream):
             self.weights.flats[index].view(torch.uint8).copy_(self._host[index], non_blocking=True)
 
-    def _arrive(self) -> None:
+    def _wait_for_load(self) -> None:
         self._device.current_stream().wait_stream(self._stream)

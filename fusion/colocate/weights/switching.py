@@ -1,18 +1,18 @@
-"""A card changes its phase: what leaves, what moves, what comes, in which order, and who waits for whom.
+"""Switches a card's phase: the order in which memory is released, moved and allocated, and who waits for whom.
 
-    to INFER   gradients dropped ─ optimizer starts to leave ─ weights resharded ─ optimizer gone ─ KV from what is free
-               (where the optimizer leaves no room to reshard, it is gone first; gradients that no step has used yet
-               leave, and come back, with the optimizer)
-    to TRAIN   KV dropped ─ weights resharded ─ optimizer starts to come, waited for by the step that needs it
+    to INFER   release gradients ─ start offloading the optimizer ─ reshard weights ─ wait for the offload ─ allocate KV
+               (if the optimizer leaves no room to reshard, the offload is waited for first; accumulated gradients that
+               no step has used are offloaded, and loaded back, with the optimizer)
+    to TRAIN   release KV ─ reshard weights ─ start loading the optimizer; the optimizer step waits for it
 
-Where masters of the weights are on the host, some of the weights come from there on the way to TRAIN (`masters`).
-A card that only generates drops KV and old weights, takes the new ones, and sizes its KV; one that only trains sends
-and keeps what it has. Every part ends on all cards before the next begins on any, and fails on all if it fails on one:
-the card is then BROKEN (`PhaseMachine.begin`), so no half-switched model ever serves.
+With float32 masters on the host, some of the weights are taken from there on the way to TRAIN (`masters`). A card that
+only generates releases KV and old weights, receives the new ones and allocates KV; one that only trains sends its
+weights and keeps them. Every part ends on all cards before the next begins on any, and is aborted on all if it fails on
+one: the card is then BROKEN (`PhaseMachine.begin`), so no half-switched model ever serves.
 
-Copies to and from the host run beside the rest, so `timing_s/switch/offload` and `…/onload` count what the host, or
-training, really waited for them. On the timeline a part is this card's own work; that it waits for other cards, which
-begin the switch or end a part later, is `wait_weights`.
+Copies to and from the host overlap the rest: `timing_s/switch/offload` and `…/onload` count the time that the host, or
+training, waited for them. On the timeline a part is this card's own work; its wait for other cards, which begin the
+switch or end a part later, is `wait_weights`.
 """
 
 from __future__ import annotations
@@ -76,15 +76,13 @@ class PhaseSwitcher:
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
         self.staged = staged
         self.route: Route | None = None
-        """Of the present INFER phase, or the last one."""
-        shares = trainer is not None and engine is not None
-        moves = shares and spec.fusion.offload == "switch"
-        self.optimizer = trainer.optimizer_states() if trainer is not None and moves else {}
-        """What leaves the card while it generates."""
+        """Of the present INFER phase, or of the last one"""
+        offloads = engine is not None and spec.fusion.offload == "switch"
+        self.optimizer = trainer.optimizer_states() if trainer is not None and offloads else {}
+        """Optimizer states that are offloaded while the card generates"""
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
-        """The engines of ``share`` hold the trainer's weights, policy ``version``, and the rest of their cards as KV
-        cache.
+        """Gives the engines of ``share`` the trainer's weights, policy ``version``, and the rest of their cards for KV.
 
         Args:
             while_generating: engines on cards that only generate keep decoding: these cards take part with a switcher
@@ -107,21 +105,21 @@ class PhaseSwitcher:
         self.phases.arrive(target)
 
     def to_train(self) -> None:
-        """The trainer holds the weights again.
+        """Gives the trainer its weights back.
 
         Raises:
             AbortedOnAllRanks: as `to_infer`.
         """
         self._part(self.meshes.trainers, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
-        self._part(self.meshes.trainers, "kv", self._drop_kv)
+        self._part(self.meshes.trainers, "kv", self._release_kv)
         with self._clock("reshard"), self._span("reshard"):
             self._add_metrics(self.weights.to_train(self._planned, self._masters))
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
-        """Starts bringing the optimizer back to the card, behind gradients that are alive: what is queued from now on
-        may add to those. Collective over the cards that train.
+        """Starts loading offloaded gradients and then the optimizer; work queued from now on may add to the gradients.
+        Collective over the cards that train.
 
         Raises:
             AbortedOnAllRanks: on all cards, if one lacks the room; it stays on the host there, and may be requested
@@ -130,7 +128,7 @@ class PhaseSwitcher:
         self._all_or_none(self._load, group=self.meshes.trainers, stage="optimizer")
 
     def await_optimizer(self) -> None:
-        """What is queued from now on may use the optimizer's state."""
+        """Lets work that is queued from now on use the optimizer's state."""
         stream = self.device.current_stream()
         stream.synchronize()
         with self._clock("onload"), self._span("onload"):
@@ -138,7 +136,7 @@ class PhaseSwitcher:
             stream.synchronize()
 
     def unload_optimizer(self) -> None:
-        """Starts sending the optimizer to the host, beside what else the card does; `to_infer` waits for it."""
+        """Starts offloading the optimizer in the background; `to_infer` waits for it."""
         self._send_out(self.optimizer)
 
     def training_state(self) -> dict[str, Any]:
@@ -164,7 +162,7 @@ class PhaseSwitcher:
         return [name for name in names if not self.offloader.resident(name)]
 
     def _plan(self, share: InferenceShare) -> Phase:
-        """Settles the route; returns the phase to which it takes this card."""
+        """Sets the route; returns the phase to which it takes this card."""
         route = self.weights.route(share.engines)
         target = route.phase_of(self.rank, Phase.INFER)
         self.phases.check(target)
@@ -177,7 +175,7 @@ class PhaseSwitcher:
         return self.route
 
     def _masters(self, shards: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Where the masters of these shards of the optimizer wait while the card generates."""
+        """Returns the masters of these shards of the optimizer on the host, flat float32."""
         assert self.trainer is not None
         names = {shard: f"master.{shard}" for shard in shards}
         if self.spec.fusion.offload == "switch":
@@ -195,7 +193,7 @@ class PhaseSwitcher:
             if not self._has_room():
                 self.offloader.wait()
         elif self.engine is not None:
-            self._drop_kv()
+            self._release_kv()
 
     def _has_room(self) -> bool:
         """Whether the weights can be resharded while the optimizer is still on its way out."""
@@ -203,7 +201,7 @@ class PhaseSwitcher:
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
     def _configure(self, engine: InferEngine | None, version: int, share: InferenceShare) -> None:
-        # Apart from the taking of memory, in which the ranks of an engine meet: who fails here must not be waited for.
+        # A part of its own, as a rank that fails here must not leave others waiting in the collective of `allocate_kv`.
         if engine is not None:
             engine.reconfigure(share.rollout(self.spec.rollout))
             engine.policy_version = version
@@ -214,7 +212,7 @@ class PhaseSwitcher:
                 self.staged.reserve()
             engine.allocate_kv()
 
-    def _drop_kv(self) -> None:
+    def _release_kv(self) -> None:
         if self.engine is not None:
             self.engine.release_kv()
 
@@ -247,7 +245,7 @@ class PhaseSwitcher:
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        # Not `Metrics.timer`: to synchronise the card would wait for the copies that run beside.
+        # Not `Metrics.timer`: synchronising the device would wait for the copies in the background.
         start = time.perf_counter()
         yield
         self.metrics.add(f"timing_s/switch/{part}", time.perf_counter() - start)
