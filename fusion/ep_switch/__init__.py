@@ -9,7 +9,7 @@
               │                                             program: a rank's rounds; segment: their views of storage
               │                                             opening, exchange: read where it lies (peer_sockets) or
               │                                             collective; buckets: both ends; fill: units from the host
-              │                                             unit_sources (pure): which come over the wire, which from there
+              │                                             unit_sources (pure): wire or host, unit by unit
               ▼
     SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
     weights_checksum: equal in every layout                 checksum: also of what travels
