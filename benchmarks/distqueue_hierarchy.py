@@ -29,9 +29,10 @@ import torch.distributed as dist
 ROOT = str(Path(__file__).resolve().parents[1])
 sys.path.insert(0, ROOT)
 
+from benchmarks.distqueue_reads import flat_reads, leader_reads, requests  # noqa: E402
 from distqueue import DistQueue, PackedBatch  # noqa: E402
 from distqueue.hierarchy import GroupReader  # noqa: E402
-from distqueue.hierarchy.tree import Member, flat_reads, leader_reads, requests  # noqa: E402
+from distqueue.hierarchy.tree import Member  # noqa: E402
 from fusion.model import Parallel  # noqa: E402
 
 LAYOUT, LARGE = Parallel(8, tp=2, pp=2), Parallel(2048, tp=8, pp=16)

@@ -27,7 +27,7 @@ import numpy as np
 # Before this folder, in which another script has the package's name.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from distqueue.samples import SampleTable, Want  # noqa: E402
+from distqueue.samples import SampleTable, Selection  # noqa: E402
 
 ROWS, BATCH, GROUP_SIZE, TASKS, COLUMNS = 1_000_000, 4096, 8, ("reward", "train"), 16
 WAITING, UPDATES, GETS = 512, 200, 40
@@ -67,7 +67,7 @@ class Load:
         }
         self.segment += 1
         start = time.perf_counter()
-        self.table.put(ids, columns, self.segment, groups, versions)
+        self.table.put(ids, columns, segment=self.segment, groups=groups, versions=versions)
         return time.perf_counter() - start
 
     def finish(self, start: int) -> float:
@@ -75,10 +75,10 @@ class Load:
         return self.put(self.order[start : start + BATCH], self.last_first)
 
 
-def wants() -> list[Want]:
+def selections() -> list[Selection]:
     """512 readers that wait, of four kinds, for more than there is."""
     kinds = [("reward", NAMES[:1]), ("reward", NAMES[:8]), ("train", NAMES[:12]), ("train", NAMES)]
-    return [Want(*kinds[k % 4], count=2**40, whole_groups=k % 4 == 3) for k in range(WAITING)]
+    return [Selection(*kinds[k % 4], count=2**40, whole_groups=k % 4 == 3) for k in range(WAITING)]
 
 
 def floors(rows: int) -> dict[str, float]:
@@ -111,12 +111,12 @@ def median_ms(call: Callable[[], object], times: int = 20) -> float:
 
 
 def measure_times(rows: int = ROWS) -> dict[str, float]:
-    load, waiting = Load(rows, per_put=4), wants()
+    load, waiting = Load(rows, per_put=4), selections()
     table = load.table
 
     def ask() -> float:
         start = time.perf_counter()
-        assert not any(table.can_serve(want) for want in waiting)
+        assert not any(table.can_serve(selection) for selection in waiting)
         return time.perf_counter() - start
 
     ask()
@@ -125,14 +125,14 @@ def measure_times(rows: int = ROWS) -> dict[str, float]:
         load.finish(start)
     times: dict[str, list[float]] = {"get": [], "get_groups": [], "get_budget": [], "ack": []}
     kinds = {
-        "get": Want("train", NAMES, BATCH),
-        "get_groups": Want("train", NAMES, BATCH, whole_groups=True),
-        "get_budget": Want("train", NAMES, token_budget=BATCH * 3800),
+        "get": Selection("train", NAMES, BATCH),
+        "get_groups": Selection("train", NAMES, BATCH, whole_groups=True),
+        "get_budget": Selection("train", NAMES, token_budget=BATCH * 3800),
     }
     for _ in range(min(GETS, rows // BATCH // 4)):
-        for kind, want in kinds.items():
+        for kind, selection in kinds.items():
             start = time.perf_counter()
-            taken = table.take(want, 0.0)
+            taken = table.take(selection, 0.0)
             times[kind].append(time.perf_counter() - start + ask())
             assert taken is not None and len(taken) >= BATCH * 0.9
             start = time.perf_counter()
@@ -148,8 +148,8 @@ def measure_memory(rows: int = ROWS, per_put: int = 4) -> float:
     gc.collect()
     before = resident_bytes()
     load = Load(rows, per_put)
-    for want in wants():
-        load.table.can_serve(want)
+    for selection in selections():
+        load.table.can_serve(selection)
     for start in range(0, rows, BATCH):
         load.finish(start)
     del load.order

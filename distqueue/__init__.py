@@ -1,33 +1,65 @@
-"""DistQueue: samples between the stages of RL training, packed, versioned, leased, and lost by nobody's death.
+"""DistQueue: samples between the stages of RL training: packed, versioned, leased, durable against process crashes.
 
             put(batch, groups, versions)             get(task, columns, count) ──► leased PackedBatch ──► ack(task, ids)
-                     │    │ payload                        ▲ │ who, and where
+                     │    │ payload                        ▲ │ ids and places
     ┌────────────────▼────┼────────────────────────────────┼─▼─────────────────────────────┐
-    │ core/      decides: │                                │        one actor (host.py)    │ ◄ client.py: DistQueue
+    │ core/      decides: │                                │       one actor (actor.py)    │ ◄ client.py: DistQueue
     │   samples/    SampleTable: columns held, versions, leases, groups, endings           │   local.py: LocalQueue,
     │   segments.py    which segment lies in which file of which shard                     │     the same in one process
     │   journal.py     every change on disk before it is acknowledged                      │   stream.py: a data loader
-    └─────────────────────┼────────────────────────────────┼───────────────────────────────┘   show.py: what waits for
-                          ▼                                │ payload                             what, on a terminal
-      payload/    a shard a node (fleet.py): segments in shared memory, mapped by the processes of that node, and from
-                  there into memory of the reader's own, each byte copied once
+    └─────────────────────┼────────────────────────────────┼───────────────────────────────┘   inspection.py: the state
+                          ▼                                │ payload                             as text
+      payload/    one shard per node (fleet.py): segments in shared memory, mapped by the processes of that node, and
+                  copied from there into a reader's memory, each byte once
 
-    packed.py, column.py    PackedBatch of Columns: one buffer and one offsets table each, samples are views
-    steps.py                a client's call as steps, driven by threads and by coroutines alike
-    hierarchy/              one read for the ranks that need the same samples, then a broadcast among them
-    messages.py             metadata as bare bytes: no pickle, no padding
-    checkpoint.py           all of it as it was at one instant, in a folder, for another queue to go on from
+    interface.py, request.py   SampleQueue: the methods of both queues; GetRequest: the arguments of every `get`
+    packed.py, column.py       PackedBatch of Columns: one buffer and one offsets table each, samples are views
+    actor_calls.py             a client's operation as a series of actor calls, for threads and coroutines alike
+    hierarchy/                 one read for the ranks that need the same samples, then a broadcast among them
+    messages.py                metadata as bare bytes: no pickle, no padding
+    checkpoint.py              the queue as of one instant, in a folder from which another queue resumes
 
-The life of a sample: a first put creates its row; further puts add columns as stages finish; each task gets it when the
-columns it asks for are all there, oldest first; a lease that runs out hands it out again; an acknowledged one never is;
-it is freed when every task has acknowledged it ("done"), or by `drop` ("dropped:<reason>").
+The life of a sample: its first put creates its row; further puts add columns as stages finish; each task gets it once
+all requested columns exist, oldest first; an expired lease hands it out again; an acknowledged sample never is; it is
+freed once every task has acknowledged it ("done"), or by `drop` ("dropped:<reason>").
 
-    queue = DistQueue.create(["reward", "train"], group_size=8)
-    queue.put(PackedBatch.from_samples(ids, {"tokens": [ids_L, ...]}), groups=group_ids, versions=[7] * len(ids))
-    batch = queue.get("reward", ["tokens"], count=64)            # waits; batch["tokens"][i] is a view
-    queue.put(PackedBatch.from_samples(batch.ids, {"reward": reward_B}))
-    queue.ack("reward", batch.ids)
-    batch = queue.get("train", ["tokens", "reward"], count=512, whole_groups=True)
+Public interface, for use without the rest of this project (docs/distqueue.md): everything this package exports, and
+`distqueue.hierarchy.GroupReader`. That includes what this project's own runs do not use: selecting by `token_budget`,
+`whole_groups`, `min_version`, `partial` and `share` (`GetRequest`), and `stream` and `QueueDataset`.
+
+Put samples, then columns of them, and get what is complete:
+
+>>> import torch
+>>> from distqueue import LocalQueue, PackedBatch, stream
+>>> queue = LocalQueue(["reward", "train"], group_size=2)  # DistQueue.create(...) across processes, after ray.init()
+>>> ids, tokens = ["a", "b", "c", "d"], [torch.arange(n) for n in (3, 5, 2, 4)]
+>>> queue.put(PackedBatch.from_samples(ids, {"tokens": tokens}), groups=["g", "g", "h", "h"], versions=[6, 7, 7, 7])
+()
+>>> batch = queue.get("reward", ["tokens"], count=4)  # waits; batch["tokens"][i] is a view
+>>> queue.put(PackedBatch.from_samples(batch.ids, {"reward": torch.tensor([0.0, 1.0, 1.0, 0.0])}))
+()
+>>> queue.ack("reward", batch.ids)
+
+Select by tokens (a sample counts as its longest selected column), by whole groups, by policy version:
+
+>>> batch = queue.get("train", ["tokens", "reward"], token_budget=10, whole_groups=True, min_version=7, partial=True)
+>>> batch.ids, batch.too_old  # group g is passed over: its sample a is older
+(('c', 'd'), ('a',))
+>>> queue.ack("train", batch.ids)
+
+Take what is ready instead of waiting, or deal one batch out to several readers, balanced by tokens:
+
+>>> batch = queue.get("train", ["tokens"], count=64, partial=True)
+>>> queue.give_back("train", batch.ids)
+>>> [queue.get("train", ["tokens"], count=2, share=(rank, 2)).ids for rank in range(2)]
+[('b',), ('a',)]
+>>> queue.give_back("train", ["a", "b"])
+
+Iterate, acknowledging each batch when the next is requested, until the queue is sealed and drained:
+
+>>> queue.seal()
+>>> [batch.ids for batch in stream(queue, "train", ["tokens", "reward"], count=1)]
+[('a',), ('b',)]
 """
 
 import lazy_loader

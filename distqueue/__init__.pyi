@@ -3,7 +3,9 @@ from .column import Column as Column
 from .config import QueueOptions as QueueOptions
 from .core import QueueClosed as QueueClosed
 from .core import QueueDrained as QueueDrained
+from .interface import SampleQueue as SampleQueue
 from .local import LocalQueue as LocalQueue
 from .packed import PackedBatch as PackedBatch
+from .request import GetRequest as GetRequest
 from .stream import QueueDataset as QueueDataset
 from .stream import stream as stream

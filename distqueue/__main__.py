@@ -1,7 +1,7 @@
-"""`python -m distqueue`: the state of a queue (see `show.py`)."""
+"""`python -m distqueue`: inspect a queue (see `inspection.py`)."""
 
 import sys
 
-from distqueue.show import main
+from distqueue.inspection import main
 
 sys.exit(main())

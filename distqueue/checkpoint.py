@@ -1,11 +1,11 @@
-"""A checkpoint: a queue as it was at one instant, in a folder of its own, for a queue that goes on from there.
+"""A checkpoint: a queue as of one instant, in a folder from which a new queue can resume.
 
-    FOLDER/index.db          a journal's index (journal.py) that holds one snapshot
+    FOLDER/index.db          a journal's database (journal.py) with one snapshot
     FOLDER/segments/NUMBER   a copy of every segment that was live, synced by the shard that made it
-    FOLDER/cut               which call wrote it
+    FOLDER/cut               the id of the call that wrote it
 
-It is written beside its place, synced, and renamed at the end: a folder of this name is whole. The instant is that of
-the snapshot; segments never change, so they may be copied later, as long as they are pinned.
+It is written to a sibling folder, synced, and renamed at the end: a folder of this name is complete. The instant is
+that of the snapshot; segments are immutable, so they may be copied later, as long as they are pinned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from distqueue.core.history import outline
+from distqueue.core.recovery import outline
 from distqueue.durable import make_folder, sync
 from distqueue.journal import INDEX, Journal, read_folder
 
@@ -26,25 +26,25 @@ CUT = "cut"
 
 
 def segment_path(number: int) -> str:
-    """In the folder of the checkpoint, wherever that is brought."""
+    """Path of a segment, relative to the checkpoint's folder."""
     return f"{SEGMENTS}/{number}"
 
 
 class Unfinished:
-    """A checkpoint that is being written, by one process at a time. `cut`: the call that writes it."""
+    """A checkpoint being written, by one process at a time. `cut`: id of the call that writes it."""
 
     def __init__(self, folder: str, cut: str) -> None:
-        """ValueError: it is there already, or another call writes it."""
+        """ValueError: the folder exists, or another call is writing it."""
         self.folder, self.cut = Path(folder), cut
         if self.folder.exists():
-            raise ValueError(f"checkpoint={folder!r}: it is there already; expected a new folder")
+            raise ValueError(f"checkpoint={folder!r}: it exists already; expected a new folder")
         self.partial = self.folder.with_name(self.folder.name + ".partial")
-        self._index: Journal | None = Journal(self.partial, bytes)  # and nobody else has it
-        shutil.rmtree(self.partial / SEGMENTS, ignore_errors=True)  # of a call that did not come to its end
+        self._index: Journal | None = Journal(self.partial, bytes)  # its lock excludes other writers
+        shutil.rmtree(self.partial / SEGMENTS, ignore_errors=True)  # of a call that did not finish
         make_folder(self.partial / SEGMENTS)
 
     def finish(self, snapshot: bytes, numbers: Iterable[int]) -> None:
-        """The segments are copied; returns when the checkpoint is in its place, and that on disk."""
+        """Complete the checkpoint once its segments are copied; returns when it is in its place, on disk."""
         missing = [number for number in numbers if not (self.partial / segment_path(number)).is_file()]
         if missing:
             raise ValueError(f"checkpoint={str(self.folder)!r}: expected a folder that every node of the queue sees")
@@ -52,14 +52,15 @@ class Unfinished:
         self._index.begin(snapshot)
         self._close()
         with closing(sqlite3.connect(self.partial / INDEX)) as store:
-            store.execute("pragma journal_mode=delete")  # one plain file, which needs no other to be read
+            store.execute("pragma journal_mode=delete")  # a single file, readable without a write-ahead log
         (self.partial / CUT).write_text(self.cut)
         for name in (CUT, SEGMENTS, "."):
             sync(self.partial / name)
         os.rename(self.partial, self.folder)
         sync(self.folder.parent)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
+        """Remove what has been written."""
         self._close()
         shutil.rmtree(self.partial, ignore_errors=True)
 
@@ -70,25 +71,25 @@ class Unfinished:
 
 
 def is_whole(folder: str, cut: str) -> bool:
-    """Whether this very call has written the checkpoint: its answer was not heard, and it is asked again."""
+    """Whether this call has written the checkpoint already: it is retried, as its answer was lost."""
     path = Path(folder) / CUT
     return path.is_file() and path.read_text() == cut
 
 
 def check(folder: str, tasks: tuple[str, ...], group_size: int | None) -> None:
-    """ValueError: no queue of these can go on from what is there."""
-    *found, paths = outline(load(folder))
-    for key, has, asked in zip(("tasks", "group_size"), found, (tasks, group_size), strict=True):
-        if has != asked:
-            raise ValueError(f"{key}={asked}: checkpoint {folder} has {key}={has}")
+    """ValueError: a queue with these tasks and groups cannot resume this checkpoint, or files of it are missing."""
+    stored_tasks, stored_size, paths = outline(load(folder))
+    for key, stored, requested in (("tasks", stored_tasks, tasks), ("group_size", stored_size, group_size)):
+        if stored != requested:
+            raise ValueError(f"{key}={requested}: checkpoint {folder} has {key}={stored}")
     missing = [path for path in paths if not (Path(folder) / path).is_file()]
     if missing:
-        raise ValueError(f"checkpoint={folder!r}: {len(missing)} of its files are not there, such as {missing[0]}")
+        raise ValueError(f"checkpoint={folder!r}: {len(missing)} of its files are missing, such as {missing[0]}")
 
 
 def load(folder: str) -> bytes:
-    """The snapshot, whose segments lie at `segment_path`. ValueError: there is none."""
+    """Read the snapshot, whose segments lie at `segment_path`. ValueError: not a checkpoint."""
     snapshot = read_folder(folder)[0] if (Path(folder) / CUT).is_file() else None
     if snapshot is None:
-        raise ValueError(f"checkpoint={folder!r}: expected a folder that DistQueue.checkpoint has written")
+        raise ValueError(f"checkpoint={folder!r}: expected a folder written by DistQueue.checkpoint")
     return snapshot

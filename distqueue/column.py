@@ -1,12 +1,12 @@
-"""A column: the samples of one field end to end in one buffer, found again by their offsets. No padding, no pickle.
+"""A column: the samples of one field, concatenated in one buffer with a table of offsets. No padding, no pickle.
 
 * ragged   a list of tensors (L_i, *trailing): buffer (sum L_i, *trailing) and offsets (B+1,) int64
 * dense    a tensor (B, *row): the same tensor, no offsets, so (B,) stays (B,) and (B, 1) stays (B, 1)
 * text, metadata   a list of `str` or of JSON-able `dict`: their UTF-8 bytes, ragged uint8
 
 Invariants: every buffer is a contiguous CPU tensor; a sample read from a column is a view of its buffer (text and
-metadata are decoded); what is packed, taken, joined and padded comes out bitwise with its layout, and an empty
-sequence is a sequence.
+metadata are decoded); packing, selecting, concatenating and padding preserve values bitwise, layouts, and empty
+sequences.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """What all samples of a column share; columns of one layout can be joined."""
+    """The properties all samples of a column share; columns of equal layouts can be concatenated."""
 
     kind: str
+    """tensor, text or json"""
     dtype: torch.dtype
     trailing: tuple[int, ...]
+    """shape of one position (ragged) or of one row (dense)"""
     ragged: bool
 
 
@@ -49,9 +51,9 @@ class Column:
 
     @classmethod
     def pack(cls, values: Column | Tensor | Sequence[Any], ids: Sequence[str], name: str) -> Column:
-        """A column from a dense tensor (B, *row) or a list of B ragged tensors, strings or dicts.
+        """Pack a dense tensor (B, *row) or a list of B ragged tensors, strings or dicts.
 
-        ValueError names the column, and the sample where there is one.
+        ValueError names the column and, where it applies, the sample.
         """
         if len(values) != len(ids):
             raise ValueError(f"column {name!r}: {len(values)} samples for {len(ids)} ids")
@@ -60,7 +62,7 @@ class Column:
         if isinstance(values, np.ndarray | Tensor):
             return cls(_cpu_tensor(values, name).contiguous())
         if not len(values):
-            raise ValueError(f"column {name!r}: an empty list has no dtype; give a Column or a tensor of 0 rows")
+            raise ValueError(f"column {name!r}: an empty list has no dtype; pass a Column or a tensor of 0 rows")
         if all(isinstance(value, str) for value in values):
             return cls._of_bytes([value.encode() for value in values], "text")
         if all(isinstance(value, dict) for value in values):
@@ -69,7 +71,9 @@ class Column:
         first = tensors[0]
         for tensor, id in zip(tensors, ids, strict=True):
             if tensor.dim() == 0:
-                raise ValueError(f"column {name!r}, sample {id!r}: a scalar; stack the scalars of a column as (B,)")
+                raise ValueError(
+                    f"column {name!r}, sample {id!r}: a scalar; pass the scalars of a column as one tensor (B,)"
+                )
             if (tensor.dtype, tensor.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise ValueError(
                     f"column {name!r}, sample {id!r}: {tensor.dtype} (L, {tuple(tensor.shape[1:])}) beside "
@@ -84,12 +88,12 @@ class Column:
 
     @classmethod
     def from_padded(cls, padded_BL: Tensor, lengths_B: Tensor) -> Column:
-        """The ragged column whose sample i is padded_BL[i, :lengths_B[i]] (any trailing axes)."""
+        """Unpad: sample i of the ragged column is padded_BL[i, :lengths_B[i]] (any trailing axes)."""
         inside = torch.arange(padded_BL.shape[1]) < lengths_B[:, None]
         return cls(padded_BL[inside].contiguous(), _offsets(lengths_B))
 
     def to_padded(self, fill: float | bool = 0, length: int | None = None) -> Tensor:
-        """(B, length, *trailing) with `fill` behind each sample; `length` defaults to the longest. Ragged only."""
+        """Pad a ragged column to (B, length, *trailing) with `fill`; `length` defaults to the longest sample."""
         assert self.offsets is not None and self.kind == "tensor", f"{self.layout} is not a ragged tensor column"
         lengths_B = self.lengths()
         longest = int(lengths_B.max()) if len(self) else 0
@@ -101,7 +105,12 @@ class Column:
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.kind, self.buffer.dtype, tuple(self.buffer.shape[1:]), self.offsets is not None)
+        return Layout(
+            self.kind,
+            dtype=self.buffer.dtype,
+            trailing=tuple(self.buffer.shape[1:]),
+            ragged=self.offsets is not None,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +118,7 @@ class Column:
         return self.buffer.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
 
     def lengths(self) -> Tensor:
-        """(B,) int64: positions along the sequence; 1 each if dense, bytes if text or metadata."""
+        """Lengths of the samples, (B,) int64: positions along the sequence; 1 if dense; bytes if text or metadata."""
         if self.offsets is None:
             return torch.ones(len(self), dtype=torch.int64)
         return self.offsets.diff()
@@ -130,21 +139,21 @@ class Column:
         return text if self.kind == "text" else json.loads(text)
 
     def rows(self, start: int, stop: int) -> Column:
-        """Samples start to stop - 1, as a view of this column."""
+        """Return samples start to stop - 1 as a view."""
         if self.offsets is None:
             return replace(self, buffer=self.buffer[start:stop])
         offsets = self.offsets[start : stop + 1]
         return replace(self, buffer=self.buffer[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
 
     def take(self, rows: Sequence[int]) -> Column:
-        """The samples `rows`, in that order: a view if they are consecutive, else one copy."""
+        """Select samples in this order: a view if they are consecutive, else one copy."""
         runs = row_runs(rows) or [(0, 0)]
         views = [self.rows(start, stop) for start, stop in runs]
         return views[0] if len(views) == 1 else Column.concat(views)
 
     @staticmethod
     def concat(columns: Sequence[Column]) -> Column:
-        """Samples of one column after those of another, each byte copied once; all of one layout."""
+        """Concatenate columns of one layout; each byte is copied once."""
         assert len({column.layout for column in columns}) == 1, f"layouts differ: {[c.layout for c in columns]}"
         buffer = torch.cat([column.buffer for column in columns])
         if columns[0].offsets is None:
@@ -153,7 +162,7 @@ class Column:
 
 
 def row_runs(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """Consecutive rows merged: [3, 4, 5, 1] -> [(3, 6), (1, 2)]."""
+    """Merge consecutive rows: [3, 4, 5, 1] -> [(3, 6), (1, 2)]."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         if runs and runs[-1][1] == row:
@@ -173,7 +182,7 @@ def _cpu_tensor(value: Any, name: str, id: str | None = None) -> Tensor:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not isinstance(value, Tensor):
-        raise ValueError(f"{where}: {type(value).__name__}; expected a tensor, or str or dict for every sample")
+        raise ValueError(f"{where}: {type(value).__name__}; expected a tensor, or a str or dict per sample")
     if value.device.type != "cpu":
         raise ValueError(f"{where}: a tensor on {value.device}; expected one on the CPU")
     if value.dim() == 0 and id is None:
@@ -185,4 +194,4 @@ def _json_bytes(value: dict[str, Any], name: str, id: str) -> bytes:
     try:
         return json.dumps(value).encode()
     except TypeError as error:
-        raise ValueError(f"column {name!r}, sample {id!r}: metadata must be JSON; {error}") from error
+        raise ValueError(f"column {name!r}, sample {id!r}: metadata must be JSON-serializable; {error}") from error

@@ -1,4 +1,4 @@
-"""What survives a power loss: the content of a file once it was synced, its name once its folder was."""
+"""Writes that survive a power loss: a file's content is durable once synced, its name once its folder is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: str | Path) -> None:
-    """Returns when a file's content, or the names in a folder, are on disk."""
+    """Wait until a file's content, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -16,10 +16,10 @@ def sync(path: str | Path) -> None:
 
 
 def make_folder(folder: str | Path) -> Path:
-    """Returns when the folder is there and its name, with those of the parents that were made for it, on disk."""
+    """Create a folder and its parents; returns when the names of all of them are on disk."""
     folder = Path(folder).absolute()
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in dict.fromkeys([*made, folder]):  # its own also if it was there: who made it may have died before
+    for path in dict.fromkeys([*created, folder]):  # also if it existed: its creator may have died before the sync
         sync(path.parent)
     return folder

@@ -1,15 +1,15 @@
-"""Metadata as it travels and as it is journalled: one `bytes` of a JSON header and bare arrays. No pickle.
+"""The format of metadata on the wire and in the journal: a JSON header and bare arrays in one `bytes`. No pickle.
 
     | bytes of the header, uint32 | header | array | array | …     each array at a multiple of 8
 
-`Put` is what a writer says of a batch before it writes the payload; `Delivery` is what a reader is told of samples that
-it gets: who they are, and where they lie.
+`Put` describes a batch that a writer stores, without its payload; `Delivery` tells a reader which samples it receives
+and where their payload lies.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ ALIGN = 8
 
 
 def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """`fields` is JSON; `arrays` are of plain numpy dtypes."""
+    """Serialize JSON-able fields and arrays of plain numpy dtypes."""
     described = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
     header = json.dumps({"fields": fields, "arrays": described}, separators=(",", ":")).encode()
     pieces = [len(header).to_bytes(4, "little"), header]
@@ -35,7 +35,7 @@ def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The arrays are read-only views of the message."""
+    """Parse what `pack` serialized; the arrays are read-only views of the message."""
     length = int.from_bytes(message[:4], "little")
     header = json.loads(message[4 : 4 + length])
     at, arrays = 4 + length, {}
@@ -48,7 +48,7 @@ def unpack(message: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def names_to_array(names: Sequence[str]) -> np.ndarray:
-    """(bytes,) uint8: the names in UTF-8, each but the last followed by a NUL."""
+    """Encode names as (bytes,) uint8: UTF-8, separated by NULs. ValueError: a name that contains a NUL."""
     joined = "\0".join(names)
     if joined.count("\0") != max(len(names) - 1, 0):
         wrong = next(name for name in names if "\0" in name)
@@ -57,27 +57,28 @@ def names_to_array(names: Sequence[str]) -> np.ndarray:
 
 
 def array_to_names(array: np.ndarray, count: int) -> tuple[str, ...]:
+    """Decode `names_to_array`; `count` tells no name from one empty name."""
     return tuple(array.tobytes().decode().split("\0")) if count else ()
 
 
 def smallest(values: np.ndarray) -> np.ndarray:
-    """The same non-negative integers in the smallest unsigned dtype that holds them."""
-    top = int(values.max()) if values.size else 0
-    return values.astype(np.min_scalar_type(top), copy=False)
+    """Cast non-negative integers to the smallest unsigned dtype that holds them."""
+    largest = int(values.max()) if values.size else 0
+    return values.astype(np.min_scalar_type(largest), copy=False)
 
 
-def runs_of(segments: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """(K, 3) int64 rows (segment, start, stop): neighbours in one segment merged, in the order given."""
+def runs_of(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Merge neighbours: (K, 3) int64 rows (segment, start, stop), in the order given."""
     if not len(segments):
         return np.empty((0, 3), np.int64)
-    breaks = np.flatnonzero((np.diff(segments) != 0) | (np.diff(places) != 1)) + 1
+    breaks = np.flatnonzero((np.diff(segments) != 0) | (np.diff(positions) != 1)) + 1
     starts = np.concatenate([[0], breaks])
     stops = np.concatenate([breaks, [len(segments)]])
-    return np.stack([segments[starts], places[starts], places[stops - 1] + 1], axis=1).astype(np.int64)
+    return np.stack([segments[starts], positions[starts], positions[stops - 1] + 1], axis=1).astype(np.int64)
 
 
 class ColumnInfo(NamedTuple):
-    """A column of a put: its layout, the tokens of each sample if it is ragged, its bytes without offsets."""
+    """A column of a put: its layout, the length of each sample if it is ragged, its bytes without offsets."""
 
     layout: Layout
     lengths: np.ndarray | None
@@ -86,37 +87,38 @@ class ColumnInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Put:
-    """A batch without its payload."""
+    """The metadata of a batch that is put."""
 
     ids: tuple[str, ...]
     groups: tuple[str, ...]
     versions: np.ndarray | None
-    """(B, 2) int32: policy versions of the oldest and the newest token; None where not said"""
+    """(B, 2) int32: policy versions of the oldest and the newest token; None: not given"""
     columns: dict[str, ColumnInfo]
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Put:
+        """Describe a batch."""
         columns = {}
         for name, column in batch.columns.items():
             lengths = None if column.offsets is None else column.lengths().numpy()
             columns[name] = ColumnInfo(column.layout, lengths, column.buffer.nbytes)
         versions = np.array(batch.versions, np.int32).reshape(-1, 2) if batch.versions else None
-        return cls(batch.ids, batch.groups, versions, columns)
+        return cls(ids=batch.ids, groups=batch.groups, versions=versions, columns=columns)
 
     @property
     def tokens(self) -> dict[str, np.ndarray | None]:
-        """Tokens a sample by column; None where each counts as one: dense columns, text and metadata."""
+        """Tokens per sample by column; None: each sample counts as one (dense columns, text and metadata)."""
         return {
             name: info.lengths if info.lengths is not None and info.layout.kind == "tensor" else None
             for name, info in self.columns.items()
         }
 
     def to_bytes(self) -> bytes:
-        """Lengths that several columns share are sent once."""
+        """Serialize; lengths that several columns share are sent once."""
         distinct: list[np.ndarray] = []
         columns = []
         for name, (layout, lengths, nbytes) in self.columns.items():
-            columns.append((name, *layout_fields(layout), nbytes, _index_of(lengths, distinct)))
+            columns.append((name, *layout_fields(layout), nbytes, index_of_lengths(lengths, distinct)))
         unique, group_of = labels(self.groups)
         fields = {"count": len(self.ids), "groups": unique, "columns": columns}
         arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
@@ -131,16 +133,16 @@ class Put:
         fields, arrays = unpack(message)
         count = fields["count"]
         columns = {}
-        for name, kind, dtype, trailing, ragged, nbytes, shared in fields["columns"]:
+        for name, *layout, nbytes, shared in fields["columns"]:
             lengths = None if shared is None else arrays[f"lengths{shared}"].astype(np.int64)
-            columns[name] = ColumnInfo(layout_of(kind, dtype, trailing, ragged), lengths, nbytes)
+            columns[name] = ColumnInfo(layout_of(layout), lengths, nbytes)
         versions = np.broadcast_to(arrays["versions"], (count, 2)) if "versions" in arrays else None
         groups = labelled(fields["groups"], arrays["group_of"])
-        return cls(array_to_names(arrays["ids"], count), groups, versions, columns)
+        return cls(ids=array_to_names(arrays["ids"], count), groups=groups, versions=versions, columns=columns)
 
 
 class File(NamedTuple):
-    """A file that a writer may write."""
+    """A file reserved for or granted to a writer."""
 
     number: int
     path: str
@@ -148,16 +150,16 @@ class File(NamedTuple):
     shard: str
     node: str
     durable: bool
-    """Whether it is to be on disk before it is committed"""
+    """Whether it must be on disk before it is committed"""
     lease_s: float
 
     def fits(self, nbytes: int) -> bool:
-        """Whether it is large enough and would not waste more than it holds."""
+        """Whether a put of `nbytes` fits and fills at least half of the file."""
         return nbytes <= self.size <= 2 * max(nbytes, 4096)
 
 
 class Place(NamedTuple):
-    """Where a segment lies."""
+    """The shard and file in which a segment lies."""
 
     number: int
     shard: str
@@ -165,7 +167,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Columns whose samples lie at the same places: runs (K, 3) of (index into `Delivery.places`, start, stop)."""
+    """Columns whose samples lie at the same positions: runs (K, 3) of (index into `Delivery.places`, start, stop)."""
 
     columns: tuple[str, ...]
     runs: np.ndarray
@@ -173,15 +175,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivery:
-    """Samples that a reader gets, their payload still where it lies."""
+    """Samples that a reader receives, and where their payload lies."""
 
-    ids: tuple[str, ...]
-    groups: tuple[str, ...]
-    versions: tuple[tuple[int, int], ...]
-    places: tuple[Place, ...]
-    parts: tuple[Part, ...]
+    ids: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
+    places: tuple[Place, ...] = ()
+    parts: tuple[Part, ...] = ()
     too_old: tuple[str, ...] = ()
-    """Samples that were passed over, older than the bound that was asked for"""
+    """Samples passed over because they are older than `min_version`"""
 
     def to_bytes(self) -> bytes:
         unique, group_of = labels(self.groups)
@@ -219,26 +221,30 @@ class Delivery:
 
 
 def layout_fields(layout: Layout) -> tuple[str, str, tuple[int, ...], bool]:
-    """A layout as JSON can say it."""
+    """Serialize a layout as JSON-able fields."""
     return layout.kind, str(layout.dtype).removeprefix("torch."), layout.trailing, layout.ragged
 
 
-def layout_of(kind: str, dtype: str, trailing: Iterable[int], ragged: bool) -> Layout:
-    return Layout(kind, getattr(torch, dtype), tuple(trailing), ragged)
+def layout_of(fields: Sequence[Any]) -> Layout:
+    """Restore the layout that `layout_fields` serialized."""
+    kind, dtype, trailing, ragged = fields
+    return Layout(kind, dtype=getattr(torch, dtype), trailing=tuple(trailing), ragged=ragged)
 
 
 def labels(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """(distinct names in order, index of each): groups are said once."""
+    """Deduplicate names: (distinct names in order of appearance, index of each name's)."""
     index: dict[str, int] = {}
-    found = np.fromiter((index.setdefault(name, len(index)) for name in names), np.int64, len(names))
-    return list(index), smallest(found)
+    indices = np.fromiter((index.setdefault(name, len(index)) for name in names), np.int64, len(names))
+    return list(index), smallest(indices)
 
 
-def labelled(unique: Sequence[str], found: np.ndarray) -> tuple[str, ...]:
-    return tuple(unique[i] for i in found.tolist())
+def labelled(unique: Sequence[str], indices: np.ndarray) -> tuple[str, ...]:
+    """Undo `labels`."""
+    return tuple(unique[i] for i in indices.tolist())
 
 
-def _index_of(lengths: np.ndarray | None, distinct: list[np.ndarray]) -> int | None:
+def index_of_lengths(lengths: np.ndarray | None, distinct: list[np.ndarray]) -> int | None:
+    """Index of equal lengths in `distinct`, to which they are added if they are new; None: no lengths."""
     if lengths is None:
         return None
     for i, known in enumerate(distinct):

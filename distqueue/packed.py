@@ -1,4 +1,4 @@
-"""Packed batches: samples by id, their fields packed in columns (see `column.py`)."""
+"""Packed batches: samples by id, their fields packed into columns (see `column.py`)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from distqueue.column import Column
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """B samples and their columns; with what the queue knows of them where it came from one."""
+    """B samples and their columns; groups and versions where they are known."""
 
     ids: tuple[str, ...]
     columns: dict[str, Column]
     groups: tuple[str, ...] = ()
-    """group id per sample; () where unknown"""
+    """group id per sample; (): unknown"""
     versions: tuple[tuple[int, int], ...] = ()
-    """policy versions of each sample's (oldest, newest) token; () where unknown"""
+    """policy versions of each sample's (oldest, newest) token; (): unknown"""
     too_old: tuple[str, ...] = ()
-    """what a get with `min_version` passed over and left in the queue: up to 1,000 ids of samples older than that"""
+    """samples that a get with `min_version` passed over as too old and left in the queue; up to 1,000 ids"""
 
     def __post_init__(self) -> None:
         if len(set(self.ids)) != len(self.ids):
-            raise ValueError("ids of a batch must differ; twice here: " + Counter(self.ids).most_common(1)[0][0])
+            raise ValueError("ids of a batch must be distinct; repeated: " + Counter(self.ids).most_common(1)[0][0])
         counts = {f"column {name!r}": len(column) for name, column in self.columns.items()}
         counts |= {"groups": len(self.groups) or len(self), "versions": len(self.versions) or len(self)}
         for what, count in counts.items():
@@ -42,27 +42,29 @@ class PackedBatch:
         groups: Iterable[str] = (),
         versions: Iterable[tuple[int, int]] = (),
     ) -> PackedBatch:
-        """Packs per-sample values: `{"tokens": [ids_L, ...], "reward": reward_B, "answer": ["42", ...]}`.
+        """Pack per-sample values: `{"tokens": [ids_L, ...], "reward": reward_B, "answer": ["42", ...]}`.
 
         A tensor (B, *row) is a dense column, a list of tensors (L_i, *trailing) a ragged one, lists of `str` or `dict`
-        are text and metadata (as JSON). ValueError names the column and the sample that do not fit.
+        are text and metadata (as JSON). ValueError names the column and the sample that are invalid.
         """
         ids = tuple(ids)
         packed = {name: Column.pack(values, ids, name) for name, values in columns.items()}
-        return cls(ids, packed, tuple(groups), tuple(versions))
+        return cls(ids, packed, groups=tuple(groups), versions=tuple(versions))
 
     @staticmethod
     def concat(batches: Sequence[PackedBatch]) -> PackedBatch:
-        """All samples of all batches, which must have the same columns in the same layouts."""
+        """Concatenate batches that have the same columns in the same layouts."""
         if not batches:
-            raise ValueError("concat of no batch: its columns are unknown")
+            raise ValueError("expected at least one batch to concatenate")
         first = batches[0]
         for batch in batches[1:]:
             for name in (*first.columns, *batch.columns):
                 first.require(name)
                 batch.require(name)
                 if batch[name].layout != first[name].layout:
-                    raise ValueError(f"column {name!r}: {batch[name].layout} does not join {first[name].layout}")
+                    raise ValueError(
+                        f"column {name!r}: {batch[name].layout} cannot be concatenated to {first[name].layout}"
+                    )
         known = [field for field in ("groups", "versions") if all(getattr(b, field) or not b.ids for b in batches)]
         return PackedBatch(
             ids=sum((batch.ids for batch in batches), ()),
@@ -71,7 +73,7 @@ class PackedBatch:
         )
 
     def select(self, rows: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> PackedBatch:
-        """The samples `rows` and the named columns; None keeps all. Views where the rows are consecutive."""
+        """Select samples by row and columns by name; None keeps all. Views if the rows are consecutive."""
         names = self.columns if columns is None else columns
         for name in names:
             self.require(name)
@@ -86,8 +88,8 @@ class PackedBatch:
         )
 
     def to_padded(self, fill: float | bool = 0) -> dict[str, Any]:
-        """What `from_padded` takes: (padded (B, L, *trailing), lengths (B,)) per ragged column, (B, *row) per dense
-        one, text and metadata as they are."""
+        """Pad every ragged column: (padded (B, L, *trailing), lengths (B,)) each; dense columns (B, *row), text and
+        metadata stay as they are. `from_padded` is the inverse."""
 
         def pad(column: Column) -> Any:
             if column.kind != "tensor":
@@ -98,12 +100,16 @@ class PackedBatch:
 
     @classmethod
     def from_padded(cls, ids: Iterable[str], columns: Mapping[str, Any]) -> PackedBatch:
-        """`from_samples`, where a pair (padded (B, L, *trailing), lengths (B,)) is a ragged column."""
-        pairs = {name: Column.from_padded(*value) for name, value in columns.items() if isinstance(value, tuple)}
+        """Pack as `from_samples`, where a pair (padded (B, L, *trailing), lengths (B,)) is a ragged column."""
+        pairs = {
+            name: Column.from_padded(padded_BL=value[0], lengths_B=value[1])
+            for name, value in columns.items()
+            if isinstance(value, tuple)
+        }
         return cls.from_samples(ids, {**columns, **pairs})
 
     def labelled(self, groups: Sequence[str] = (), versions: Sequence[int | tuple[int, int]] = ()) -> PackedBatch:
-        """This batch with group ids and policy versions (one, or the oldest and the newest token's) where given."""
+        """Replace group ids and policy versions (one per sample, or those of its oldest and newest token) if given."""
         spans = tuple((version, version) if isinstance(version, int) else version for version in versions)
         for id, (oldest, newest) in zip(self.ids, spans, strict=False):
             if oldest > newest:
@@ -116,7 +122,7 @@ class PackedBatch:
         return sum(column.nbytes for column in self.columns.values())
 
     def require(self, name: str) -> None:
-        """ValueError, naming sample and column, if the batch lacks the column."""
+        """ValueError, naming sample and column: the batch lacks the column."""
         if name not in self.columns:
             sample = f"sample {self.ids[0]!r}" if self.ids else "the empty batch"
             raise ValueError(f"column {name!r}: {sample} lacks it; it has {sorted(self.columns)}")

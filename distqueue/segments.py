@@ -1,40 +1,41 @@
-"""Which segment lies in which file of which shard: what may be written where, what is free, what goes to disk. Pure.
+"""The segment ledger: which segment lies in which file of which shard, which files are free, which to spill. Pure.
 
-    reserve ──► reserved ──commit──► live ──free──► its file is free: written again, or discarded
+    reserve ──► reserved ──commit──► live ──free──► its file is free: reused, or discarded
                     └── cancel / expired ───────────────▲
 
 A shard is a folder of one node's shared memory (or, with a journal, of its disk) with a bound on its bytes. Nothing
-here touches a file: what is to be unlinked is left in `discards` for the shard to do.
+here touches a file: files to unlink are listed in `discards`, for the shard.
 
 Invariants (property-tested in tests/distqueue/test_segments.py):
 1. A file belongs to at most one segment, and is free, live or reserved, never two of them.
-2. `held` of a shard is the bytes of its files in memory, free ones included; no reservation brings it above
-   `max_bytes` but one that may go beyond.
-3. A pinned segment's file is neither written again nor discarded until it is let go.
-4. Numbers are never given twice.
-5. The file of a reservation that was not committed is not written again: its writer may be slow rather than dead.
+2. `held` of a shard is the bytes of its files in memory, free ones included; no reservation raises it above
+   `max_bytes`, except one with `exceed`.
+3. A pinned segment's file is neither reused nor discarded until it is unpinned.
+4. Numbers are never reused.
+5. The file of a reservation that was not committed is not reused: its writer may be slow rather than dead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 
 GRAIN = 1 << 12
-"""Files are made in multiples of this, a page"""
+"""Bytes of a page: the sizes of files are multiples of it"""
 
 FREE_BYTES = 256 << 20
-"""Bytes of free files a shard keeps warm beyond what is live"""
+"""Bytes of free files a shard keeps for reuse; or as many as are live, if that is more"""
 
 
 @dataclass
 class Shard:
-    """`node`: whose writers write here. `recycles`: whether files are written again (in memory) or only once (journal).
-    `spill`: a folder on disk for segments that memory has no room for, or None."""
+    """`node`: the node whose writers write here. `recycles`: files are reused (memory) or written only once (journal).
+    `spill`: a folder on disk for segments that do not fit in memory, or None."""
 
     name: str
+    _: KW_ONLY
     node: str
     folder: str
     max_bytes: int
@@ -48,16 +49,19 @@ class Shard:
 
 @dataclass
 class Segment:
+    """The payload of one put, in one file."""
+
     number: int
+    _: KW_ONLY
     shard: str
     path: str
     nbytes: int
-    """Bytes of its contents"""
+    """Bytes of the contents"""
     size: int
-    """Bytes of its file"""
+    """Bytes of the file"""
     live: bool = False
     expires_s: float = float("inf")
-    """When a reservation is given up"""
+    """When a reservation expires"""
     spilled: bool = False
     pins: int = 0
     dead: bool = False
@@ -66,13 +70,13 @@ class Segment:
 
 class SegmentLedger:
     def __init__(self, epoch: str, first: int = 1) -> None:
-        """`epoch` makes the names of files differ from those of any ledger before."""
+        """`epoch`: part of file names, so that they differ from those of any earlier ledger."""
         self.shards: dict[str, Shard] = {}
         self.segments: dict[int, Segment] = {}
         self._reserved: dict[int, Segment] = {}
-        """Those of them that are being written"""
+        """The segments being written"""
         self.discards: list[tuple[str, str]] = []
-        """(shard, path) to be unlinked"""
+        """(shard, path) of files to unlink"""
         self._epoch = epoch
         self._numbers = count(first)
         self._files = count()
@@ -82,18 +86,18 @@ class SegmentLedger:
         self.shards[shard.name] = shard
 
     def shard_for(self, node: str) -> Shard | None:
-        """The shard that a writer of this node writes to: its own, or the emptiest; None if all are leaving."""
+        """Choose the shard for a writer of this node: the node's own, or the emptiest; None if all are leaving."""
         staying = [shard for shard in self.shards.values() if not shard.leaving]
         return min(staying, key=lambda shard: (shard.node != node, shard.held, shard.name), default=None)
 
-    def reserve(self, name: str, nbytes: int, expires_s: float, beyond: bool = False) -> Segment | None:
-        """A file for `nbytes`, or None: no room. `beyond`: the bound does not hold for this one.
+    def reserve(self, name: str, nbytes: int, expires_s: float, *, exceed: bool = False) -> Segment | None:
+        """Reserve a file for `nbytes`, or return None: no room. `exceed`: ignore the shard's bound.
 
-        ValueError if the shard could never hold it.
+        ValueError: the shard could never hold it.
         """
         shard = self.shards[name]
         size = max(nbytes + -nbytes % GRAIN, GRAIN)
-        if size > shard.max_bytes and not beyond:
+        if size > shard.max_bytes and not exceed:
             raise ValueError(f"a put of {nbytes:,} bytes; a shard of this queue holds max_bytes={shard.max_bytes:,}")
         fitting = [(free, path) for path, free in shard.free.items() if size <= free <= 2 * size]
         if fitting:
@@ -101,11 +105,11 @@ class SegmentLedger:
             del shard.free[path]
         else:
             self._make_room(shard, size)
-            if shard.held + size > shard.max_bytes and not beyond:
+            if shard.held + size > shard.max_bytes and not exceed:
                 return None
             shard.held += size
             path = f"{shard.folder}/{self._epoch}-{next(self._files)}"
-        segment = Segment(next(self._numbers), name, path, nbytes, size, expires_s=expires_s)
+        segment = Segment(next(self._numbers), shard=name, path=path, nbytes=nbytes, size=size, expires_s=expires_s)
         self.segments[segment.number] = self._reserved[segment.number] = segment
         return segment
 
@@ -115,7 +119,7 @@ class SegmentLedger:
         self._reserved.pop(number, None)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Nobody wants these any more."""
+        """Free segments without live samples, or cancelled reservations; a pinned segment once it is unpinned."""
         for number in numbers:
             segment = self.segments[number]
             if segment.pins:
@@ -123,36 +127,36 @@ class SegmentLedger:
                 continue
             del self.segments[number]
             self._reserved.pop(number, None)
-            self._let_go(segment)
+            self._release_file(segment)
 
     def adopt(self, segment: Segment) -> None:
-        """A live segment of a journal, in a file that is there already."""
+        """Add a live segment that was recovered, whose file exists already."""
         self.segments[segment.number] = segment
         self._numbers = count(max(segment.number + 1, next(self._numbers)))
         if segment.shard in self.shards and not segment.spilled:
             self.shards[segment.shard].held += segment.size
 
-    def adopted_by(self, number: int, name: str) -> None:
-        """A shard of this queue's new life sees the file of an adopted segment."""
+    def assign(self, number: int, name: str) -> None:
+        """Assign an adopted segment to a shard that sees its file."""
         segment = self.segments[number]
         segment.shard = name
         self.shards[name].held += segment.size
 
     def remove_shard(self, name: str) -> None:
-        assert not self.of_shard(name), "a shard leaves when its segments have left"
+        assert not self.of_shard(name), "a shard is removed before its segments have moved"
         del self.shards[name]
 
     def next_expiry_s(self) -> float | None:
-        """When the next reservation is given up."""
+        """When the next reservation expires; None: nothing is reserved."""
         return min((segment.expires_s for segment in self._reserved.values()), default=None)
 
     def expired(self, now_s: float) -> list[int]:
-        """Reservations to give up: their writers are gone."""
+        """Numbers of the reservations that have expired."""
         return [segment.number for segment in self._reserved.values() if segment.expires_s <= now_s]
 
     @contextmanager
     def pinned(self, *numbers: int) -> Iterator[None]:
-        """Inside, the files of these segments stay what they are, even if nobody wants them any more."""
+        """Keep the files of these segments unchanged inside the block, even if their samples end."""
         for number in numbers:
             self.segments[number].pins += 1
         try:
@@ -164,16 +168,16 @@ class SegmentLedger:
                 if segment.dead and not segment.pins:
                     self.free([number])
 
-    def moved(self, number: int, name: str, path: str, spilled: bool = False) -> None:
-        """Segment `number` lies in another file now, of its own; the old one is let go."""
+    def moved(self, number: int, name: str, path: str, *, spilled: bool = False) -> None:
+        """Record that a segment lies in another file of its own now; the old file is released."""
         segment = self.segments[number]
-        self._let_go(segment)
+        self._release_file(segment)
         segment.shard, segment.path, segment.spilled = name, path, spilled
-        if name in self.shards and not spilled:  # a journal tells of moves before there are shards
+        if name in self.shards and not spilled:  # a journal is replayed before any shard exists
             self.shards[name].held += segment.size
 
     def to_spill(self, name: str, nbytes: int) -> list[int]:
-        """Segments to bring to disk for a put of `nbytes`: the youngest, as they are read last. []: it does not do."""
+        """Choose segments to spill for a put of `nbytes`: the youngest, which are read last. []: not possible."""
         shard, chosen = self.shards[name], []
         held = shard.held - sum(shard.free.values()) + nbytes + -nbytes % GRAIN
         for segment in reversed(self.segments.values()):
@@ -189,7 +193,7 @@ class SegmentLedger:
 
     @property
     def live(self) -> list[Segment]:
-        """Segments with samples that somebody wants."""
+        """Segments that hold live samples."""
         return [segment for segment in self.segments.values() if segment.live and not segment.dead]
 
     @property
@@ -197,10 +201,10 @@ class SegmentLedger:
         """Bytes of all live segments."""
         return sum(segment.nbytes for segment in self.segments.values() if segment.live)
 
-    def _let_go(self, segment: Segment) -> None:
+    def _release_file(self, segment: Segment) -> None:
         shard = self.shards.get(segment.shard)
         if shard is None:
-            return  # it left, and its folder with it
+            return  # the shard was removed, with its folder
         if segment.spilled or not segment.live or not shard.recycles or shard.leaving:
             self.discards.append((segment.shard, segment.path))
             shard.held -= 0 if segment.spilled else segment.size
@@ -212,11 +216,11 @@ class SegmentLedger:
     def _make_room(self, shard: Shard, size: int) -> None:
         self._trim(shard, max(0, sum(shard.free.values()) - max(0, shard.held + size - shard.max_bytes)))
 
-    def _trim(self, shard: Shard, most: int) -> None:
-        """Discards free files, oldest first, until at most `most` bytes of them are kept."""
+    def _trim(self, shard: Shard, max_bytes: int) -> None:
+        """Discard free files, oldest first, until at most `max_bytes` of them are kept."""
         kept = sum(shard.free.values())
         for path in list(shard.free):
-            if kept <= most:
+            if kept <= max_bytes:
                 return
             size = shard.free.pop(path)
             kept -= size

@@ -1,11 +1,11 @@
-"""A queue as the data loader of any trainer: batches one after the other, each acknowledged when the next is asked for.
+"""A queue as a data loader for any trainer: one batch after the other, each acknowledged when the next is requested.
 
     for batch in stream(queue, "train", ["tokens", "reward"], count=512): ...
     loader = torch.utils.data.DataLoader(QueueDataset(queue, "train", ["tokens"], token_budget=65536), batch_size=None)
 
-The next batch is fetched while the present one is worked on. A batch counts as worked on when the next is asked for: a
-loop that is left before gives its last batch back, and what was fetched ahead, at once; one that dies does when the
-leases end. So a lease must outlast `ahead` + 1 steps.
+The next batch is fetched while the current one is being processed. Requesting the next batch acknowledges the current
+one; a loop that is left before that returns its last batch, and what was prefetched, to the queue at once; that of a
+process that dies returns when the leases expire. So a lease must outlast `ahead` + 1 steps.
 """
 
 from __future__ import annotations
@@ -21,23 +21,66 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from distqueue.core import QueueClosed, QueueDrained
+from distqueue.interface import SampleQueue
 from distqueue.packed import PackedBatch
+from distqueue.request import GetRequest
 
 
 def stream(
-    queue: Any, task: str, columns: Sequence[str], *, ahead: int = 1, **want: Any
+    queue: SampleQueue, task: str, columns: Sequence[str], *, ahead: int = 1, **options: Any
 ) -> Generator[PackedBatch, None, None]:
-    """Yields leased batches of a `DistQueue` or `LocalQueue` until it is sealed and drained.
+    """Iterate over leased batches until the queue is sealed and drained.
 
-    `want`: as for `get`. `ahead`: batches fetched beyond the present one; 0: none. QueueClosed if the queue is closed
-    before it was drained; TimeoutError as `get` says.
+    `options`: the other fields of `GetRequest`. `ahead`: batches prefetched beyond the current one; 0: none.
+
+    QueueClosed: the queue was closed before it was drained. TimeoutError: as `get`. ValueError: a request that can
+    never be served.
+
+    >>> import torch
+    >>> from distqueue import LocalQueue, PackedBatch, stream
+    >>> queue = LocalQueue(["train"])
+    >>> queue.put(PackedBatch.from_samples(["a", "b", "c"], {"reward": torch.tensor([1.0, 0.0, 0.5])}))
+    ()
+    >>> queue.seal()
+    >>> [batch["reward"].buffer.tolist() for batch in stream(queue, "train", ["reward"], count=2)]
+    [[1.0, 0.0], [0.5]]
+    >>> queue.stats()["distqueue/ended/done"]
+    3
     """
+    return _batches(queue, GetRequest(task, columns, **options), ahead)
+
+
+class QueueDataset(IterableDataset):
+    """`stream` for `torch.utils.data.DataLoader(..., batch_size=None)`; arguments as for `stream`.
+
+    >>> import torch
+    >>> from distqueue import LocalQueue, PackedBatch, QueueDataset
+    >>> queue = LocalQueue(["train"])
+    >>> queue.put(PackedBatch.from_samples(["a", "b"], {"reward": torch.tensor([1.0, 0.0])}))
+    ()
+    >>> queue.seal()
+    >>> loader = torch.utils.data.DataLoader(QueueDataset(queue, "train", ["reward"], count=1), batch_size=None)
+    >>> [batch.ids for batch in loader]
+    [('a',), ('b',)]
+    """
+
+    def __init__(
+        self, queue: SampleQueue, task: str, columns: Sequence[str], *, ahead: int = 1, **options: Any
+    ) -> None:
+        self._queue, self._ahead = queue, ahead
+        self._request = GetRequest(task, columns, **options)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return _batches(self._queue, self._request, self._ahead)
+
+
+def _batches(queue: SampleQueue, request: GetRequest, ahead: int) -> Generator[PackedBatch, None, None]:
     fetched: deque[Future[PackedBatch]] = deque()
     held: list[PackedBatch] = []
-    """What was got and is not acknowledged"""
+    """Leased and not acknowledged"""
 
     async def fetch() -> PackedBatch:
-        batch = await queue.get_async(task, columns, **want)
+        batch = await queue.get_async(**request.arguments())
         held.append(batch)
         return batch
 
@@ -47,39 +90,29 @@ def stream(
                 while len(fetched) < max(1, ahead):
                     fetched.append(asyncio.run_coroutine_threadsafe(fetch(), loop))
                 try:
-                    present = fetched.popleft().result()
+                    current = fetched.popleft().result()
                 except QueueDrained:
                     return
                 if ahead:
                     fetched.append(asyncio.run_coroutine_threadsafe(fetch(), loop))
-                yield present
-                queue.ack(task, present.ids)
-                held.remove(present)
+                yield current
+                queue.ack(request.task, current.ids)
+                held.remove(current)
     finally:
-        _give_back(queue, task, held)
+        _give_back(queue, request.task, held)
 
 
-class QueueDataset(IterableDataset):
-    """`stream` for `torch.utils.data.DataLoader(..., batch_size=None)`; arguments as for `stream`."""
-
-    def __init__(self, queue: Any, task: str, columns: Sequence[str], **want: Any) -> None:
-        self._arguments, self._want = (queue, task, tuple(columns)), want
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        return stream(*self._arguments, **self._want)
-
-
-def _give_back(queue: Any, task: str, held: list[PackedBatch]) -> None:
+def _give_back(queue: SampleQueue, task: str, held: list[PackedBatch]) -> None:
     try:
         for batch in held:
             queue.give_back(task, batch.ids)
-    except QueueClosed:  # and with it the leases
+    except QueueClosed:  # its leases have ended with it
         pass
 
 
 @contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop in a thread of its own. What still waits in it is cancelled at the end."""
+    """Run an event loop in a thread of its own; on exit, cancel what still waits in it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="stream", daemon=True)
     thread.start()
@@ -93,7 +126,7 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 async def _cancel_others() -> None:
-    """Returns when all else in this loop has ended."""
+    """Cancel all other tasks of this loop and wait until they have ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,4 +1,4 @@
-"""Where samples lie, as a reader is told: places, and per set of columns that lie alike the runs of rows in them."""
+"""Deliveries: which samples a reader receives, and the places and runs of rows where their columns lie."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from distqueue.segments import SegmentLedger
 def deliver(
     table: SampleTable,
     ledger: SegmentLedger,
+    *,
     ids: tuple[str, ...],
     groups: tuple[str, ...],
     versions: np.ndarray,
@@ -21,10 +22,12 @@ def deliver(
     columns: Sequence[str],
     too_old: tuple[str, ...] = (),
 ) -> Delivery:
-    """Of live samples that hold the columns: `rows` are their numbers, `groups` ("" for none) and `versions` (B, 2; -1:
-    not known) what is known of them."""
+    """Describe live samples that hold the columns.
+
+    `rows` (B,) int64 are their row numbers, `groups` "" where a sample has none, `versions` (B, 2) -1 where unknown.
+    """
     if not ids:
-        return Delivery((), (), (), (), (), too_old)
+        return Delivery(too_old=too_old)
     parts = table.parts(rows, columns)
     numbers = np.unique(np.concatenate([segments for _, segments, _ in parts]))
     return Delivery(
@@ -35,7 +38,8 @@ def deliver(
             Place(number, ledger.segments[number].shard, ledger.segments[number].path) for number in numbers.tolist()
         ),
         parts=tuple(
-            Part(tuple(names), runs_of(np.searchsorted(numbers, segments), inside)) for names, segments, inside in parts
+            Part(tuple(names), runs_of(np.searchsorted(numbers, segments), positions))
+            for names, segments, positions in parts
         ),
         too_old=too_old,
     )

@@ -1,8 +1,8 @@
-"""The core of a queue: table, ledger, readers and writers, and every change told to a journal.
+"""The core of a queue: sample table, segment ledger, readers and writers; every durable change is recorded.
 
-Invariants (tests/distqueue/test_recovery.py): what changes the state durably is told to `record` in the order in which
-it happened, and `recover` from that makes the same state but for leases (nobody holds any) and reservations; a call
-that raises has changed nothing.
+Invariants (tests/distqueue/test_recovery.py): every durable change is passed to `record`, in the order in which it
+happened; `recover` from those events makes the same state, without leases and reservations; a call that raises has
+changed nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 from distqueue.column import Layout
 from distqueue.config import LEASE_S
-from distqueue.core import history, report
+from distqueue.core import recovery, report
 from distqueue.core.delivery import deliver
 from distqueue.core.errors import QueueClosed
 from distqueue.core.readers import Readers, Share, Waiter
 from distqueue.core.writers import Writer, Writers
 from distqueue.messages import Delivery, Put, names_to_array, pack
-from distqueue.samples import Ended, SampleTable, Taken, Want
+from distqueue.samples import Ended, SampleTable, Selection, Taken
 from distqueue.segments import Segment, SegmentLedger
 
 REMEMBERED_PUTS = 4096
-"""Committed puts that are recognised when their writer, who did not hear of it, commits again"""
+"""Committed puts that are recognised when their writer, who missed the answer, commits again"""
 
 
 class QueueCore:
@@ -38,19 +38,24 @@ class QueueCore:
         epoch: str = "",
         record: Callable[[str, bytes], None] | None = None,
     ) -> None:
-        """`epoch`: makes this life's file names its own. `record`: is told every durable change, kind and body."""
+        """`epoch`: part of file names, so that they differ between restarts. `record`: called with the kind and body of
+        every durable change."""
         self.table = table
         self.ledger = SegmentLedger(epoch)
-        self.writers = Writers(table, self.ledger, max_rows, self._check_put)
-        self.readers = Readers(table, self._delivered, lambda: self.sealed and not self.writers.bring_new_rows)
+        self.writers = Writers(table, self.ledger, max_rows=max_rows, check=self._check_put)
+        self.readers = Readers(
+            table, deliver=self._deliver, is_complete=lambda: self.sealed and not self.writers.bring_new_rows
+        )
         self.layouts: dict[str, Layout] = {}
         self.record = record
         self.closed = False
         self.recovered = False
-        """Who held what before is not known: an ack of a sample that was never handed out here counts"""
+        """Leases from before are unknown: an ack of a sample that was never handed out here is accepted"""
         self.late = 0
+        """samples put to after they had been dropped"""
         self._numbers = count()
         self.committed: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()
+        """(segment, path) of the last puts: the ids that were late"""
 
     @property
     def sealed(self) -> bool:
@@ -58,7 +63,7 @@ class QueueCore:
 
     @property
     def awaited(self) -> bool:
-        """Whether anybody waits for anything."""
+        """Whether any reader or writer is waiting."""
         return bool(self.readers.waiting or self.writers.waiting)
 
     # ---- putting
@@ -66,87 +71,92 @@ class QueueCore:
     def ask_room(
         self,
         put: Put,
+        *,
         node: str,
         nbytes: int,
         now_s: float,
         answer: Callable[[Segment | Exception], None],
         number: int | None = None,
     ) -> Writer:
-        """A file for the payload of a put, now or once there is room. `number`: of a writer that asks again. What is
-        answered may be ValueError: the put is wrong, or larger than a shard."""
+        """Reserve a file for the payload of a put, now or once there is room. `number`: that of a writer that asks
+        again. The answer may be a ValueError: the put is invalid, or larger than a shard."""
         self._check_open()
-        writer = Writer(put, node, nbytes, next(self._numbers) if number is None else number, answer)
+        writer = Writer(
+            put, node=node, nbytes=nbytes, number=next(self._numbers) if number is None else number, answer=answer
+        )
         self.writers.join(writer)
         self.writers.serve(now_s)
         return writer
 
     def commit(self, number: int, path: str, now_s: float) -> tuple[str, ...]:
-        """The payload is written: its samples are there from now on. Returns the ids that came too late. To repeat it
-        does no harm. LookupError: no such reservation (any more); reserve again. ValueError: another put has come
-        between that this one does not go with; its reservation is given back."""
+        """Commit a put whose payload is written: its samples exist from now on. Returns the ids that were dropped
+        before. Idempotent. LookupError: no such reservation, or it expired; reserve again. ValueError: a put that was
+        committed meanwhile conflicts with this one, whose reservation is cancelled."""
         self._check_open()
         if (number, path) in self.committed:
             return self.committed[number, path]
         reservation, segment = self.writers.find(number, path), self.ledger.segments[number]
         put = reservation.put
         try:
-            late = self.apply_put(put, number, path, now_s)
+            late = self.apply_put(put, number=number, path=path, now_s=now_s)
         except ValueError:
             self.cancel(number, now_s)
             raise
         del self.writers.reserved[number]
         if self.record:
-            self.record("put", history.put_event(segment, put, now_s))
+            self.record("put", recovery.put_event(segment, put, now_s))
         self.readers.serve(now_s)
         return late
 
-    def put(self, put: Put, nbytes: int, number: int, path: str, now_s: float) -> tuple[str, ...]:
-        """A put whose payload is written already, into a file that was granted: see `commit`."""
+    def put(self, put: Put, *, nbytes: int, number: int, path: str, now_s: float) -> tuple[str, ...]:
+        """Commit a put whose payload is written to a granted file: see `commit`."""
         self._check_open()
         if (number, path) not in self.committed:
-            self.writers.declare(number, path, put, nbytes, now_s)
+            self.writers.declare(put, nbytes=nbytes, number=number, path=path, now_s=now_s)
         return self.commit(number, path, now_s)
 
     def grant(self, node: str, nbytes: int, now_s: float) -> Segment | None:
-        """A file of so many bytes for what a writer of this node puts next, or None: let it ask for room then. It is
-        taken back where its room is wanted, and after the lease."""
+        """Grant a file of `nbytes` for the next put of a writer on this node, or None: it must ask for room then.
+        A grant is revoked when its room is needed, and expires after the lease."""
         return None if self.closed else self.writers.grant(node, nbytes, now_s)
 
     def cancel(self, number: int, now_s: float) -> None:
-        """A writer that cannot write gives its reservation back."""
+        """Cancel the reservation or grant of a writer that will not write."""
         if self.writers.cancel(number):
             self.writers.serve(now_s)
-            if self.sealed:  # it may have been all that was to come
+            if self.sealed:  # it may have been the last put to come
                 self.readers.serve(now_s)
 
     # ---- getting
 
     def ask(
         self,
-        want: Want,
+        selection: Selection,
+        *,
         share: Share | None,
         now_s: float,
         answer: Callable[[Delivery | Exception], None],
         place: tuple[int, float] | None = None,
     ) -> Waiter:
-        """Serves `want` now or later, through `answer`. `place`: number and time of a waiter that asks again.
+        """Serve `selection` now or later, through `answer`. `place`: (number, since_s) of a waiter that asks again.
 
-        ValueError: a want that this queue can never serve.
+        ValueError: a selection that this queue can never serve.
         """
-        self._check_open(want)
-        self.table.check(want)
-        waiter = Waiter(want, share, *(place or (next(self._numbers), now_s)), answer)
+        self._check_open(selection)
+        self.table.check(selection)
+        number, since_s = place or (next(self._numbers), now_s)
+        waiter = Waiter(selection, share=share, number=number, since_s=since_s, answer=answer)
         self.readers.join(waiter)
         self.tick(now_s)
         return waiter
 
-    def explain(self, want: Want) -> str:
-        """Why `want` is not served."""
-        return self.table.explain(want)
+    def explain(self, selection: Selection) -> str:
+        """Say why `selection` is not served yet."""
+        return self.table.explain(selection)
 
     def locate(self, ids: Sequence[str], columns: Sequence[str], skip_ended: bool = False) -> Delivery:
-        """Where columns of live samples lie, without a lease. ValueError names the sample and the column it lacks.
-        `skip_ended` leaves out samples that have ended."""
+        """Find where columns of live samples lie, without a lease. `skip_ended`: leave out samples that have ended.
+        ValueError names the sample and the column it lacks."""
         self._check_open()
         if not ids or not columns:
             raise ValueError(f"read of {len(ids)} ids and columns={columns}: expected at least one of each")
@@ -154,14 +164,23 @@ class QueueCore:
             ids = [id for id, live in zip(ids, self.table.are_live(ids).tolist(), strict=True) if live]
         self.table.check_columns(ids, columns)
         if not ids:
-            return Delivery((), (), (), (), ())
+            return Delivery()
         rows = self.table.find(ids)
-        return deliver(self.table, self.ledger, tuple(ids), *self.table.describe(rows), rows, columns)
+        groups, versions = self.table.describe(rows)
+        return deliver(
+            self.table,
+            self.ledger,
+            ids=tuple(ids),
+            groups=groups,
+            versions=versions,
+            rows=rows,
+            columns=columns,
+        )
 
     def tick(self, now_s: float) -> float | None:
-        """Ends leases and reservations that have run out, and serves; returns when to come again."""
+        """Expire leases and reservations, and serve those waiting. Returns when to call again; None: after a change."""
         self.table.expire(now_s)
-        reservations = bool(self.writers.waiting) or self.sealed  # their end gives room, or is the end
+        reservations = bool(self.writers.waiting) or self.sealed  # their expiry makes room, or drains the queue
         if reservations:
             self.writers.serve(now_s)
         self.readers.serve(now_s)
@@ -173,25 +192,25 @@ class QueueCore:
     def ack(self, task: str, ids: Sequence[str], now_s: float) -> None:
         self._check_open()
         ended = self.table.ack(task, ids, replayed=self.recovered)
-        self._tell("ack", {"task": task, "count": len(ids)}, ids)
+        self._record("ack", {"task": task, "count": len(ids)}, ids)
         self.end(ended, now_s)
 
     def drop(self, ids: Sequence[str], reason: str, now_s: float) -> None:
         self._check_open()
         ended = self.table.drop(ids, reason)
-        self._tell("drop", {"reason": reason, "count": len(ids)}, ids)
+        self._record("drop", {"reason": reason, "count": len(ids)}, ids)
         self.end(ended, now_s)
 
     def lose(self, numbers: Sequence[int], reason: str, now_s: float) -> tuple[str, ...]:
-        """Segments are gone: their samples end as `lost:<reason>`, and who was writing one writes it again. Returns
-        the samples."""
+        """End the samples of lost segments as `lost:<reason>` and cancel reservations of them, whose writers write
+        again. Returns the samples' ids."""
         for number in numbers:
             self.cancel(number, now_s)
-        self._tell("lose", {"numbers": list(numbers), "reason": reason})
+        self._record("lose", {"numbers": list(numbers), "reason": reason})
         return self.apply_lose(numbers, reason, now_s)
 
     def claim(self, task: str, ids: Sequence[str], now_s: float) -> None:
-        """Leases named samples to a task, whatever columns they hold. ValueError: see `SampleTable.claim`."""
+        """Lease named samples to a task, whatever columns they hold. ValueError: see `SampleTable.claim`."""
         self._check_open()
         self.tick(now_s)
         self.table.claim(task, ids, now_s)
@@ -207,35 +226,36 @@ class QueueCore:
         self.table.renew(task, ids, now_s)
 
     def give_back(self, task: str, ids: Sequence[str], now_s: float) -> None:
-        """What a reader got and will not use is open again at once."""
+        """Release the leases of samples that a reader will not use: they are open again at once."""
         self._check_open()
         self.table.check_task(task)
         self.table.release_lease(task, ids)
         self.readers.serve(now_s)
 
     def seal(self, now_s: float) -> None:
-        """No new sample comes but those that are being written: gets are served what is left, then QueueDrained."""
+        """Accept no new samples but those being written: gets are served what remains, then QueueDrained."""
         self._check_open()
         if not self.sealed:
-            self._tell("seal", {})
+            self._record("seal", {})
             self.writers.sealed = True
             self.writers.serve(now_s)
             self.readers.serve(now_s)
 
     def close(self) -> None:
-        """Whoever waits, and every later call, gets QueueClosed."""
+        """Close the queue: every waiting and every later call raises QueueClosed."""
         self.closed = True
-        readers, writers = self.readers.everybody(), self.writers.waiting
+        readers, writers = self.readers.all_waiting(), self.writers.waiting
         self.readers.waiting, self.writers.waiting = {}, []
         for waiter in readers:
-            waiter.answer(self._closed(waiter.want))
+            waiter.answer(self._closed(waiter.selection))
         for writer in writers:
             writer.answer(self._closed())
 
-    def moved(self, number: int, shard: str, path: str, spilled: bool = False) -> None:
-        if not self.ledger.segments[number].dead:  # a journal has heard of its end
-            self._tell("move", {"number": number, "shard": shard, "path": path, "spilled": spilled})
-        self.ledger.moved(number, shard, path, spilled)
+    def moved(self, number: int, shard: str, path: str, *, spilled: bool = False) -> None:
+        """Record that a segment lies in another file now."""
+        if not self.ledger.segments[number].dead:  # its end is in the journal
+            self._record("move", {"number": number, "shard": shard, "path": path, "spilled": spilled})
+        self.ledger.moved(number, shard, path, spilled=spilled)
 
     def stats(self, now_s: float) -> dict[str, float]:
         return report.stats(self, now_s)
@@ -243,30 +263,32 @@ class QueueCore:
     def state(self, now_s: float) -> dict[str, Any]:
         return report.state(self, now_s)
 
-    # ---- going on
+    # ---- recovery
 
     def snapshot(self, copied_to: Callable[[int], str] | None = None) -> bytes:
-        """All that is durable; leases and reservations are not. `copied_to`: path of a segment's copy, by number."""
-        return history.snapshot(self, copied_to)
+        """Serialize the durable state: all but leases and reservations. `copied_to`: paths of segments' copies."""
+        return recovery.snapshot(self, copied_to)
 
     @classmethod
     def recover(
         cls, snapshot: bytes, events: Iterable[tuple[str, bytes]], lease_s: float = LEASE_S, **options: Any
     ) -> QueueCore:
-        """The core that made the snapshot, after the events; `options` as for a new one."""
-        core = history.restore(cls, snapshot, lease_s, options)
+        """Rebuild the core that made the snapshot and recorded the events since; `options` as for a new core."""
+        core = recovery.restore(cls, snapshot, lease_s, options)
         record, core.record = core.record, None
         for kind, body in events:
-            history.replay(core, kind, body)
+            recovery.replay(core, kind, body)
         core.ledger.discards.clear()
         core.record = record
         return core
 
     # ---- parts of the above
 
-    def apply_put(self, put: Put, number: int, path: str, now_s: float) -> tuple[str, ...]:
+    def apply_put(self, put: Put, *, number: int, path: str, now_s: float) -> tuple[str, ...]:
         self._check_layouts(put)
-        late = self.table.put(put.ids, put.tokens, number, put.groups, put.versions, now_s)
+        late = self.table.put(
+            put.ids, put.tokens, segment=number, groups=put.groups, versions=put.versions, now_s=now_s
+        )
         self.ledger.commit(number)
         for name, info in put.columns.items():
             self.layouts.setdefault(name, info.layout)
@@ -289,24 +311,32 @@ class QueueCore:
         if self.writers.waiting:
             self.writers.serve(now_s)
 
-    def _delivered(self, taken: Taken, columns: Sequence[str]) -> Delivery:
-        about = taken.ids, taken.groups, taken.versions, taken.rows
-        return deliver(self.table, self.ledger, *about, columns, taken.too_old)
+    def _deliver(self, taken: Taken, columns: Sequence[str]) -> Delivery:
+        return deliver(
+            self.table,
+            self.ledger,
+            ids=taken.ids,
+            groups=taken.groups,
+            versions=taken.versions,
+            rows=taken.rows,
+            columns=columns,
+            too_old=taken.too_old,
+        )
 
-    def _tell(self, kind: str, fields: dict[str, Any], ids: Sequence[str] | None = None) -> None:
+    def _record(self, kind: str, fields: dict[str, Any], ids: Sequence[str] | None = None) -> None:
         if self.record:
             self.record(kind, pack(fields, {} if ids is None else {"ids": names_to_array(ids)}))
 
-    def _check_open(self, want: Want | None = None) -> None:
+    def _check_open(self, selection: Selection | None = None) -> None:
         if self.closed:
-            raise self._closed(want)
+            raise self._closed(selection)
 
-    def _closed(self, want: Want | None = None) -> QueueClosed:
-        waited = f"; task {want.task!r} gets no {list(want.columns)} any more" if want else ""
-        return QueueClosed(f"the queue is closed{waited}")
+    def _closed(self, selection: Selection | None = None) -> QueueClosed:
+        waiting = f"; task {selection.task!r} cannot get {list(selection.columns)}" if selection else ""
+        return QueueClosed(f"the queue is closed{waiting}")
 
     def _check_put(self, put: Put) -> int:
-        """How many samples of it are new."""
+        """Validate a put. Returns how many of its samples are new."""
         self._check_layouts(put)
         return self.table.check_put(put.ids, put.columns, put.groups)
 

@@ -1,11 +1,11 @@
-"""Gets that wait, and who is served when.
+"""Waiting gets, and the order in which they are served.
 
-Waiting costs nothing: a waiter is an entry under what it wants, looked at when something changed that could serve it,
-once for all who want the same. Whoever can be served is served, the longest waiting first.
+Waiting costs nothing: waiters are grouped by their selection, and a group is checked once when a change could serve it.
+Every waiter that can be served is served, the longest waiting first.
 
 Invariants (tests/distqueue/core/test_readers.py): a waiter is answered once, or leaves; of a batch that is dealt out
-among readers every sample goes to exactly one, who gets it when it comes, or to whoever asks after its lease has run
-out.
+to several readers every sample goes to exactly one of them, who receives it when it asks, or, after the lease has
+expired, to any reader.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 
 from distqueue.balance import split_by_tokens
 from distqueue.core.errors import QueueDrained
 from distqueue.messages import Delivery
-from distqueue.samples import SampleTable, Taken, Want
+from distqueue.samples import SampleTable, Selection, Taken
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of `readers` who get parts of the same batch, balanced by tokens."""
+    """The part of one of `readers` readers in the same batch, which is balanced by tokens."""
 
     rank: int
     readers: int
@@ -39,7 +39,8 @@ class Share:
 class Waiter:
     """A get that is not served yet. `answer` is called once, with a Delivery or an exception."""
 
-    want: Want
+    selection: Selection
+    _: KW_ONLY
     share: Share | None
     number: int
     since_s: float
@@ -47,103 +48,108 @@ class Waiter:
 
     @property
     def key(self) -> Key:
-        return self.want, None if self.share is None else self.share.readers
+        return self.selection, None if self.share is None else self.share.readers
 
 
-Key = tuple[Want, int | None]
-"""What waiters have in common: the want, and among how many readers a batch is dealt out"""
+Key = tuple[Selection, int | None]
+"""Equal for waiters that can be served by the same batch: the selection, and how many readers share a batch"""
 
 
 class Readers:
-    """`deliver` says where samples lie; `all_has_come`: no new sample will be put any more."""
+    """`deliver` locates the payload of leased samples; `is_complete`: whether no new sample can be put any more."""
 
     def __init__(
         self,
         table: SampleTable,
+        *,
         deliver: Callable[[Taken, Sequence[str]], Delivery],
-        all_has_come: Callable[[], bool],
+        is_complete: Callable[[], bool],
     ) -> None:
-        self._table, self._deliver, self._all_has_come = table, deliver, all_has_come
+        self._table, self._deliver, self._is_complete = table, deliver, is_complete
         self.waiting: dict[Key, list[Waiter]] = {}
         self.shares: dict[Key, list[deque[tuple[float, Taken]]]] = {}
-        """What was taken for readers who have not come for it yet, each until its lease runs out"""
+        """Per rank, samples leased for readers that have not asked for them yet, each with the end of its lease"""
 
     def join(self, waiter: Waiter) -> None:
         insort(self.waiting.setdefault(waiter.key, []), waiter, key=lambda other: other.number)
 
     def leave(self, waiter: Waiter) -> None:
-        """Nobody waits there any more."""
+        """Remove a waiter, answered or not."""
         waiters = self.waiting.get(waiter.key)
         if waiters and waiter in waiters:
             waiters.remove(waiter)
             if not waiters:
                 del self.waiting[waiter.key]
 
-    def everybody(self) -> list[Waiter]:
+    def all_waiting(self) -> list[Waiter]:
         return [waiter for waiters in self.waiting.values() for waiter in waiters]
 
     def serve(self, now_s: float) -> None:
-        """Answers every waiter that can be answered."""
+        """Answer every waiter that can be answered."""
         for key in sorted(self.waiting, key=lambda key: self.waiting[key][0].number):
             serve = self._serve_first if key[1] is None else self._serve_shares
             while key in self.waiting and (serve(key, now_s) or self._drain_first(key)):
                 pass
 
     def _serve_first(self, key: Key, now_s: float) -> bool:
-        """Answers the longest waiting of those who want the same, if it can be answered."""
-        want = key[0]
-        if (taken := self._take(want, now_s)) is None:
+        """Answer the longest waiting reader of a selection. Returns whether it could be answered."""
+        selection = key[0]
+        if (taken := self._take(selection, now_s)) is None:
             return False
-        self._answer(self.waiting[key][0], self._deliver(taken, want.columns))
+        self._answer(self.waiting[key][0], self._deliver(taken, selection.columns))
         return True
 
     def _serve_shares(self, key: Key, now_s: float) -> bool:
-        """Answers one for whom there is a share; if there is for none, takes a batch and deals it out."""
-        want, readers = key
+        """Answer one waiter whose share exists; if no share exists, take a batch and deal it out."""
+        selection, readers = key
         assert readers is not None
         shares = self.shares.get(key, [])
         for waiter in self.waiting[key] if shares else ():
             assert waiter.share is not None
-            mine = _still_leased(shares[waiter.share.rank], now_s)
-            if mine:
-                part = mine.popleft()[1]
+            own = _still_leased(shares[waiter.share.rank], now_s)
+            if own:
+                part = own.popleft()[1]
                 live = np.flatnonzero(self._table.are_live(part.ids))  # some may have been dropped meanwhile
-                self._answer(waiter, self._deliver(part.select(live), want.columns))
+                self._answer(waiter, self._deliver(part.select(live), selection.columns))
                 return True
-        if (taken := self._take(want, now_s)) is None:
+        if (taken := self._take(selection, now_s)) is None:
             return False
         self._forget_shares(now_s)
         shares = self.shares.setdefault(key, [deque() for _ in range(readers)])
-        units = taken.groups if want.whole_groups else ()
+        units = taken.groups if selection.whole_groups else ()
         for rank, rows in enumerate(split_by_tokens(taken.tokens.tolist(), readers, units)):
             shares[rank].append((now_s + self._table.lease_s, taken.select(rows)))
         return True
 
     def _forget_shares(self, now_s: float) -> None:
-        """Lets go of what nobody came for in time: wants change, with `min_version` at every step."""
+        """Discard shares that were not fetched in time: selections change, with `min_version` at every step."""
         for key, shares in list(self.shares.items()):
             if not any([_still_leased(waiting, now_s) for waiting in shares]):
                 del self.shares[key]
 
     def _drain_first(self, key: Key) -> bool:
-        """Tells one of those who want the same that nothing will come any more, if so."""
-        want = key[0]
-        if not self._is_last(want) or self._table.leased(want.task):
+        """Answer one waiter of a selection with QueueDrained if nothing more will come. Returns whether it did."""
+        selection = key[0]
+        if not self._is_last(selection) or self._table.leased(selection.task):
             return False
-        left = f"; {left:,} samples that it may not have are left" if (left := self._table.open(want.task)) else ""
-        drained = QueueDrained(f"the queue is sealed and task {want.task!r} has had everything{left}")
+        left = (
+            f"; {left:,} samples remain that its selection excludes"
+            if (left := self._table.open(selection.task))
+            else ""
+        )
+        drained = QueueDrained(f"the queue is sealed and task {selection.task!r} has received everything{left}")
         self._answer(self.waiting[key][0], drained)
         return True
 
-    def _take(self, want: Want, now_s: float) -> Taken | None:
-        """Once nothing more comes, the rest, even if it is less."""
-        if self._is_last(want):
-            want = replace(want, partial=True)
-        return self._table.take(want, now_s) if self._table.can_serve(want) else None
+    def _take(self, selection: Selection, now_s: float) -> Taken | None:
+        """Lease a batch for the selection; once nothing more comes, the rest, even if it is smaller."""
+        if self._is_last(selection):
+            selection = replace(selection, partial=True)
+        return self._table.take(selection, now_s) if self._table.can_serve(selection) else None
 
-    def _is_last(self, want: Want) -> bool:
-        """Whether all that `want` will ever find is there: no sample is to come, and no open one lacks a column."""
-        return self._all_has_come() and self._table.is_settled(want)
+    def _is_last(self, selection: Selection) -> bool:
+        """Whether no further sample can become ready: none can be put, and no open one lacks a column."""
+        return self._is_complete() and self._table.is_settled(selection)
 
     def _answer(self, waiter: Waiter, answer: Delivery | Exception) -> None:
         self.leave(waiter)
@@ -151,7 +157,7 @@ class Readers:
 
 
 def _still_leased(shares: deque[tuple[float, Taken]], now_s: float) -> deque[tuple[float, Taken]]:
-    """Without those whose leases have run out: others have them by now."""
+    """Remove shares whose leases have expired: their samples may have been handed to others."""
     while shares and shares[0][0] <= now_s:
         shares.popleft()
     return shares

@@ -1,4 +1,4 @@
-"""What a queue says of itself: figures as metrics, and who waits for what."""
+"""Reports on a queue: metrics, and which readers and writers wait for what."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ if TYPE_CHECKING:
 
 
 def stats(core: QueueCore, now_s: float) -> dict[str, float]:
-    """Metrics; `LocalQueue.stats` says which."""
+    """Metrics by name, listed at `SampleQueue.stats`."""
     table = core.table.stats(now_s)
     waiters = dict.fromkeys(core.table.tasks, 0)
-    for waiter in core.readers.everybody():
-        waiters[waiter.want.task] += 1
-    found: dict[str, float] = {
+    for waiter in core.readers.all_waiting():
+        waiters[waiter.selection.task] += 1
+    metrics: dict[str, float] = {
         "distqueue/rows": len(core.table),
         "distqueue/bytes": core.ledger.nbytes,
         "distqueue/spilled_bytes": sum(s.nbytes for s in core.ledger.segments.values() if s.spilled),
         "distqueue/late": core.late,
     }
-    found |= {f"distqueue/ended/{name}": ended for name, ended in table["ended"].items()}
+    metrics |= {f"distqueue/ended/{name}": ended for name, ended in table["ended"].items()}
     for task, figures in table["tasks"].items():
-        found |= {
+        metrics |= {
             f"distqueue/{task}/depth": figures["open"],
             f"distqueue/{task}/leased": figures["leased"],
             f"distqueue/{task}/waiters": waiters[task],
             f"distqueue/{task}/redelivered": figures["redelivered"],
             f"distqueue/{task}/age_s": figures["age_s"],
         }
-    return found
+    return metrics
 
 
 def state(core: QueueCore, now_s: float) -> dict[str, Any]:
-    """What `python -m distqueue` prints: stats, shards, and who waits for what, for how long, and why."""
+    """The state that `python -m distqueue` prints: stats, shards, and who waits for what, for how long, and why."""
     waiting = [
         {
-            "task": want.task,
-            "columns": want.columns,
+            "task": selection.task,
+            "columns": selection.columns,
             "waiters": len(waiters),
             "longest_s": now_s - waiters[0].since_s,
-            "why": core.explain(want),
+            "why": core.explain(selection),
         }
-        for (want, _), waiters in core.readers.waiting.items()
+        for (selection, _), waiters in core.readers.waiting.items()
     ]
     shards = [
         {

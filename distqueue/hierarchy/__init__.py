@@ -1,12 +1,12 @@
-"""Ranks that need the same samples read once: the leader asks the queue, and a tree of ranks passes on what it got.
+"""One read for all ranks that need the same samples: the leader requests a batch and a tree of ranks forwards it.
 
-    queue ◄─ one request ─ leader ─► metadata: 1 message │ payload: 1 message a dtype ─► children ─► theirs …
+    queue ◄─ one request ─ leader ─► metadata: 1 message │ payload: 1 message per dtype ─► children ─► theirs …
 
 The leader is rank 0 of the group.
 
-    reader.py      GroupReader, a queue's face for the ranks of a group; Received, what each of them gets
-    exchange.py    the messages of a rank along the tree, counted
-    tree.py        who passes on what to whom, and what that saves: pure
+    reader.py      GroupReader, the queue's interface for the ranks of a group; Received, what each rank gets
+    exchange.py    a rank's messages along the tree
+    tree.py        plans which rank forwards which columns to which others: pure
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
-"""The face of a group that reads once: `GroupReader` is to its ranks what a queue is to a process.
+"""The interface of a group that reads once: `GroupReader` is to its ranks what a queue is to a process.
 
-Invariants: one request to the queue for a batch, however many ranks; every rank gets its own columns, bitwise as the
-queue handed them out, and the lengths of all; what the leader's request raises all ranks raise, with its message. A
-rank that dies ends the others by their group's timeout, at the latest.
+Invariants: one request to the queue per batch, for any number of ranks; every rank gets its own columns, bitwise as the
+queue handed them out, and the lengths of all; an error of the leader's request is raised on all ranks, with its type
+and message. If a rank dies, the others fail by their group's timeout at the latest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,60 +25,74 @@ from distqueue.core import QueueClosed, QueueDrained
 from distqueue.hierarchy.exchange import Exchange
 from distqueue.messages import ColumnInfo, Put, pack, unpack
 from distqueue.packed import PackedBatch
+from distqueue.request import GetRequest
 
-BEAT_S = 60.0
-"""While the leader waits for samples the other ranks hear from it this often: their group's timeout is about ranks that
-have died, not about how long samples take."""
+MAX_SILENCE_S = 60.0
+"""While the leader waits for samples, it messages the other ranks this often: their group's timeout is meant to detect
+dead ranks, not slow samples."""
 
 RAISED = (QueueDrained, QueueClosed, TimeoutError, ValueError)
-"""What all ranks raise as the leader does; anything else is a RuntimeError on those that did not ask."""
+"""Errors that all ranks raise as the leader does; any other error is a RuntimeError on the other ranks."""
 
 
 class Readable(Protocol):
-    """The part of a queue's face that `GroupReader.read` uses."""
+    """The part of a queue that `GroupReader.read` uses."""
 
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch: ...
 
 
 @runtime_checkable
 class Leasing(Protocol):
-    """The part that `GroupReader.get` and `GroupReader.ack` use."""
+    """The part of a queue that `GroupReader.get` and `GroupReader.ack` use."""
 
-    def get(self, task: str, columns: Sequence[str], count: int | None = None, **options: Any) -> PackedBatch: ...
+    get: Callable[..., PackedBatch]
+    """called with the fields of `GetRequest` as keyword arguments"""
 
     def ack(self, task: str, ids: Iterable[str]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """B samples as a rank of a group gets them: ``batch`` with the columns that it needs, and ``lengths`` (int64 [B],
-    see `Column.lengths`) of every column that any rank of its group needs."""
+    """B samples as one rank of a group receives them: ``batch`` with the columns it needs, and ``lengths`` (int64 [B],
+    see `Column.lengths`) of every column that any rank of the group needs."""
 
     batch: PackedBatch
     lengths: dict[str, Tensor]
 
     @classmethod
     def of(cls, batch: PackedBatch, columns: Sequence[str] | None = None) -> Received:
-        """What a rank that needs ``columns`` (None: all) gets of ``batch``."""
+        """Select the ``columns`` (None: all) that a rank needs of ``batch``, and the lengths of all."""
         return cls(batch.select(columns=columns), {name: column.lengths() for name, column in batch.columns.items()})
 
 
 class GroupReader:
-    """Reads for a group of ranks. Made once, by all of them together.
+    """Reads a queue for a group of ranks. Created once, by all of them together.
 
     Args:
-        queue: only the leader, rank 0 of the group, uses it.
+        queue: used by the leader, rank 0 of the group, only.
         group: None: this process alone.
-        columns: what this rank needs. It may differ from rank to rank, and be nothing where lengths are enough.
-        place: the machine by name; ranks of one place are near one another. Default: that of the running kernel.
-        device: where messages lie when they are sent and received; batches are on the CPU in any case. None: the CPU,
-            which the group needs a backend for; one of nccl or hccl alone takes its card.
+        columns: the columns this rank needs. They may differ between ranks, and be empty if lengths are enough.
+        place: name of the machine; ranks of one place are close to each other. Default: the running kernel's.
+        device: where messages lie while they are sent and received; batches are on the CPU in any case. None: the CPU,
+            for which the group needs a backend; a group of nccl or hccl alone needs its card here.
 
     Attributes:
-        tree: who passes on what to whom.
-        union: what the leader asks the queue for.
-        requests: that this rank made to the queue.
-        sent_bytes, sent_messages: that this rank sent in the group, messages by the rank they went to.
+        tree: the edges along which batches are forwarded.
+        union: the columns that the leader requests.
+        requests: made by this rank to the queue.
+        sent_bytes, sent_messages: sent by this rank in the group; messages by destination rank.
+
+    >>> import torch
+    >>> from distqueue import LocalQueue, PackedBatch
+    >>> from distqueue.hierarchy import GroupReader
+    >>> queue = LocalQueue(["train"])
+    >>> queue.put(PackedBatch.from_samples(["a"], {"prompt": [torch.tensor([1, 2])], "reward": torch.tensor([0.5])}))
+    ()
+    >>> reader = GroupReader(queue, group=None, columns=["reward"])  # in a group: on every rank, with its own columns
+    >>> received = reader.get("train", count=1)
+    >>> received.batch["reward"].buffer.tolist(), received.lengths["reward"].tolist()
+    ([0.5], [1])
+    >>> reader.ack("train", received.batch.ids)
     """
 
     def __init__(
@@ -86,12 +100,13 @@ class GroupReader:
         queue: Readable,
         group: dist.ProcessGroup | None,
         columns: Sequence[str],
+        *,
         place: str | None = None,
         device: torch.device | None = None,
     ):
         self.queue, self.group, self.columns = queue, group, tuple(columns)
         self.requests = 0
-        self._exchange = Exchange(group, self.columns, place, device)
+        self._exchange = Exchange(group, self.columns, place=place, device=device)
         self.rank, self.tree, self.union = self._exchange.rank, self._exchange.tree, self._exchange.union
 
     @property
@@ -103,93 +118,92 @@ class GroupReader:
         return self._exchange.sent_messages
 
     def read(self, ids: Sequence[str]) -> Received:
-        """`queue.read` for every rank. Collective over the group; the leader's ids count, and its errors are raised by
-        all."""
-        delivery = self._share(lambda: self.queue.read(ids, self.union))
-        assert delivery is not None
-        return delivery
+        """Call `queue.read` for all ranks. Collective over the group; the leader's ids are used, and its errors are
+        raised on all ranks."""
+        received = self._broadcast(lambda: self.queue.read(ids, self.union))
+        assert received is not None
+        return received
 
-    def get(
-        self,
-        task: str,
-        count: int | None = None,
-        *,
-        token_budget: int | None = None,
-        whole_groups: bool = False,
-        min_version: int | None = None,
-        share: tuple[int, int] | None = None,
-        timeout_s: float | None = None,
-    ) -> Received:
-        """`queue.get` for every rank: samples that have the columns of all of them, leased once. Collective over the
-        group; the leader's arguments count, and its errors are raised by all. Of a wait, every `BEAT_S` seconds are a
-        request."""
-        options: dict[str, Any] = {"token_budget": token_budget, "whole_groups": whole_groups}
-        options |= {
-            name: given for name, given in {"min_version": min_version, "share": share}.items() if given is not None
-        }
-        patience_s = math.inf if self.group is None else BEAT_S
+    def get(self, task: str, count: int | None = None, **options: Any) -> Received:
+        """Call `queue.get` for all ranks: lease, once, samples that hold the columns of all of them.
+
+        ``options``: the other fields of `GetRequest`. Collective over the group; the leader's arguments are used, and
+        its errors are raised on all ranks. A wait takes one request per `MAX_SILENCE_S` seconds."""
+        max_wait_s = math.inf if self.group is None else MAX_SILENCE_S
+        timeout_s = options.get("timeout_s")
         left_s = math.inf if timeout_s is None else timeout_s
         end_s = time.monotonic() + left_s
         while True:
-            wait_s = min(left_s, patience_s)
-            options["timeout_s"] = None if math.isinf(wait_s) else wait_s
-            delivery = self._share(lambda: self._leasing.get(task, self.union, count, **options), left_s > wait_s)
-            if delivery is not None:
-                return delivery
+            wait_s = min(left_s, max_wait_s)
+
+            def lease(wait_s: float = wait_s) -> PackedBatch:
+                request = GetRequest(task, self.union, count, **options)
+                request = replace(request, timeout_s=None if math.isinf(wait_s) else wait_s)
+                return self._leasing.get(**request.arguments())
+
+            received = self._broadcast(lease, again=left_s > wait_s)
+            if received is not None:
+                return received
             left_s = max(0.0, end_s - time.monotonic())
 
     def ack(self, task: str, ids: Iterable[str]) -> None:
-        """`queue.ack` by the leader; nothing on other ranks."""
+        """Call `queue.ack` on the leader; does nothing on other ranks."""
         if self.rank == 0:
             self.requests += 1
             self._leasing.ack(task, ids)
 
     @property
     def _leasing(self) -> Leasing:
-        assert isinstance(self.queue, Leasing), f"a {type(self.queue).__name__} leases no samples"
+        assert isinstance(self.queue, Leasing), (
+            f"a {type(self.queue).__name__} cannot lease samples: it has no get and ack"
+        )
         return self.queue
 
-    def _share(self, ask: Callable[[], PackedBatch], again: bool = False) -> Received | None:
-        """What the leader gets by ``ask``, on every rank. With ``again``, None where it is still waiting."""
-        batch, failure, news = None, None, b""
+    def _broadcast(self, request: Callable[[], PackedBatch], *, again: bool = False) -> Received | None:
+        """Broadcast what the leader's ``request`` returns. ``again``: return None if it timed out, to repeat it."""
+        batch, failure, message = None, None, b""
         if self.rank == 0:
             self.requests += 1
             try:
-                batch = ask()
+                batch = request()
                 samples = np.frombuffer(Put.of(batch).to_bytes(), np.uint8)
-                news = pack({"too_old": batch.too_old}, {"samples": samples})
+                message = pack({"too_old": batch.too_old}, {"samples": samples})
             except Exception as error:
                 failure, waits = error, again and isinstance(error, TimeoutError)
-                news = pack({"waits": True} if waits else {"error": _described(error)}, {})
+                message = pack({"waits": True} if waits else {"error": _describe(error)}, {})
         try:
-            return self._spread(news, batch, failure)
+            return self._distribute(message, batch, failure)
         finally:
             self._exchange.finish()
 
-    def _spread(self, news: bytes, batch: PackedBatch | None, failure: Exception | None) -> Received | None:
-        fields, arrays = unpack(self._exchange.pass_on_metadata(news))
+    def _distribute(self, message: bytes, batch: PackedBatch | None, failure: Exception | None) -> Received | None:
+        fields, arrays = unpack(self._exchange.broadcast_metadata(message))
         if "waits" in fields:
             return None
         if "error" in fields:
-            raise failure or _error_of(*fields["error"])
+            kind, text = fields["error"]
+            raise failure or _error_of(kind, text)
         manifest = Put.from_bytes(arrays["samples"].tobytes())
         if batch is None:
-            return self._delivery(manifest, self._exchange.pass_on_payload(manifest), fields["too_old"])
+            return self._received(manifest, self._exchange.forward_payload(manifest), fields["too_old"])
         self._exchange.send_payload(manifest, batch)
         return Received.of(batch, self.columns)
 
-    def _delivery(self, manifest: Put, held: dict[str, Tensor], too_old: Iterable[str]) -> Received:
+    def _received(self, manifest: Put, buffers: dict[str, Tensor], too_old: Iterable[str]) -> Received:
         lengths = {
             name: torch.ones(len(manifest.ids), dtype=torch.int64) if info.lengths is None else _owned(info.lengths)
             for name, info in manifest.columns.items()
         }
-        columns = {name: _column(manifest.columns[name], held[name], lengths[name]) for name in self.columns}
+        columns = {name: _column(manifest.columns[name], buffers[name], lengths[name]) for name in self.columns}
         spans = () if manifest.versions is None else manifest.versions.tolist()
         versions = tuple((oldest, newest) for oldest, newest in spans)
-        return Received(PackedBatch(manifest.ids, columns, manifest.groups, versions, tuple(too_old)), lengths)
+        batch = PackedBatch(
+            ids=manifest.ids, columns=columns, groups=manifest.groups, versions=versions, too_old=tuple(too_old)
+        )
+        return Received(batch, lengths)
 
 
-def _described(failure: Exception) -> tuple[str, str]:
+def _describe(failure: Exception) -> tuple[str, str]:
     kind = next((kind for kind in RAISED if isinstance(failure, kind)), None)
     if kind is None:
         return "", f"the leader of the group: {type(failure).__name__}: {failure}"

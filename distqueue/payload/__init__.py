@@ -1,12 +1,12 @@
-"""Payload: where the bytes of samples lie, and how a reader gets them into memory of its own.
+"""Payload: stores the bytes of samples in shared memory or on disk, and copies them into a reader's memory.
 
-A put is one segment; what a reader asks for is runs of many segments, and each byte of it is copied once.
+A put is one segment; a batch is runs of rows of many segments, and each of its bytes is copied once.
 
     put    columns ──► segment_file.py    a segment: bare, aligned buffers in one file of shared memory or disk
-                            │ mapped.py   files as a process has them mapped
-                            │ shard.py    one a node: serves readers and writers of other nodes, moves files
-    get    columns ◄── gather.py          many segments into one of buffers.py, on some threads (copying.py)
+                            │ mapped.py   the files a process has mapped
+                            │ shard.py    one per node: serves readers and writers of other nodes, moves files
+    get    columns ◄── gather.py          many segments into one buffer (buffers.py), on several threads (copying.py)
 
-    reach.py    a client's way there: files of its own node directly, all others through their shards
-    wire.py     columns as they cross machines: a small header and bare bytes
+    access.py   a client's reads and writes: files of its own node directly, others through their shards
+    wire.py     columns between machines: a small header and bare bytes
 """

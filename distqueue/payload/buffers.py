@@ -1,7 +1,7 @@
-"""Memory of a reader's own, kept warm: what a batch lay in serves a later one once nothing looks at it any more.
+"""A pool of a reader's buffers: the memory of a batch is reused once nothing references it.
 
-Fresh memory costs a page fault every 4 KB, more than the copy into it. So the buffers of batches that were let go are
-kept, up to what the two largest batches of late needed, and handed out again.
+Fresh memory costs a page fault every 4 KB, more than the copy into it. So the buffers of released batches are kept, up
+to what the two largest of the last batches needed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KEPT = 2
-"""Buffers kept, each at most as large as the largest of the last few batches"""
+MAX_BUFFERS = 2
+"""Buffers kept, each at most as large as the largest of the last few batches needs"""
 
-SMALLEST = 1 << 16
-"""Below this many bytes memory comes from numpy"""
+MIN_POOLED_BYTES = 1 << 16
+"""Smaller requests are not served from the pool"""
 
 
-class WarmBuffers:
-    """Thread-safe. `take(nbytes)` is a writable uint8 tensor, aligned to 64; its memory comes back by itself once no
-    tensor or array looks at it."""
+class BufferPool:
+    """A pool of buffers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +31,9 @@ class WarmBuffers:
         self._wanted: deque[int] = deque(maxlen=8)
 
     def take(self, nbytes: int) -> Tensor:
-        if nbytes < SMALLEST:
+        """Allocate a writable uint8 tensor, aligned to 64 bytes, whose memory returns to the pool by itself once no
+        tensor or array references it."""
+        if nbytes < MIN_POOLED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         with self._lock:
             self._wanted.append(nbytes)
@@ -42,25 +43,25 @@ class WarmBuffers:
                 self._free = [other for other in self._free if other is not buffer]
         if buffer is None:
             buffer = _map(_room(nbytes))
-        lent = buffer[:nbytes]  # an object of this loan's own, held by the storage of the tensors, and by nothing else
+        lent = buffer[:nbytes]  # an array of its own, referenced by the storage of the tensors and by nothing else
         weakref.finalize(lent, self._give_back, buffer).atexit = False
         return torch.from_numpy(lent)
 
     def _give_back(self, buffer: np.ndarray) -> None:
         with self._lock:
             self._free.append(buffer)
-            most = 2 * _room(max(self._wanted, default=0))
-            self._free = [kept for kept in self._free if kept.size <= most][-KEPT:]
+            max_bytes = 2 * _room(max(self._wanted, default=0))
+            self._free = [kept for kept in self._free if kept.size <= max_bytes][-MAX_BUFFERS:]
 
 
 def _room(nbytes: int) -> int:
-    """A little more than asked, so that batches of about one size share buffers, in huge pages."""
+    """Round up by an eighth, so that batches of similar size share buffers, and to whole huge pages."""
     nbytes += nbytes // 8
     return nbytes + -nbytes % (1 << 21)
 
 
 def _map(nbytes: int) -> np.ndarray:
-    """Anonymous memory, in huge pages where the system gives them."""
+    """Map anonymous memory, in huge pages if the system provides them."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

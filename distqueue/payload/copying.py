@@ -1,4 +1,4 @@
-"""Copies of many bytes, on as many threads as pay off: one thread does not fill a memory bus."""
+"""Copies large arrays on several threads: one thread does not saturate the memory bus."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from functools import cache
 
 import numpy as np
 
-ALONE_BYTES = 1 << 21
-"""What a thread is worth waking for"""
+MIN_BYTES_PER_THREAD = 1 << 21
+"""Fewer bytes are not worth waking a thread for"""
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 
 
 def copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copies each (target, source), uint8 arrays of equal length that do not overlap."""
+    """Copy each pair (target, source) of uint8 arrays, which have equal lengths and do not overlap."""
     total = sum(target.nbytes for target, _ in pairs)
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), total // ALONE_BYTES)
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), total // MIN_BYTES_PER_THREAD)
     if threads < 2:
         _copy(pairs)
         return
@@ -29,16 +29,18 @@ def copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         future.result()
 
 
-def _shares(pairs: Sequence[tuple[np.ndarray, np.ndarray]], most: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """The same copies in shares of `most` bytes, cut where they are full."""
+def _shares(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], max_bytes: int
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Split the copies into shares of `max_bytes` each."""
     shares: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]
-    room = most
+    room = max_bytes
     for target, source in pairs:
         at = 0
         while at < len(target):
             if not room:
                 shares.append([])
-                room = most
+                room = max_bytes
             size = min(room, len(target) - at)
             shares[-1].append((target[at : at + size], source[at : at + size]))
             at, room = at + size, room - size
@@ -52,4 +54,4 @@ def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="copy")
+    return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="copy")

@@ -1,7 +1,7 @@
-"""From where samples lie to one batch: every byte copied once, straight into memory of the reader's own.
+"""Gathers samples from many segments into one batch: every byte is copied once, directly into the reader's buffer.
 
-Long runs of neighbours are copied run by run. Where samples are short and lie in another order, a run a sample would
-cost more in Python than in bytes; then elements are gathered by index, the index shared by columns of equal lengths.
+Long runs of neighbouring samples are copied run by run. If samples are short and in another order, runs of one sample
+would cost more in Python than in bytes; then elements are gathered by index, which columns of equal lengths share.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 from distqueue.column import Column
 from distqueue.messages import Part
-from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.buffers import BufferPool
 from distqueue.payload.copying import copy_all
 from distqueue.payload.segment_file import ALIGN, Stretch
 
-BY_RUN = 16
-"""Mean elements of a run from which on it is copied by itself"""
+MIN_RUN_ELEMENTS = 16
+"""Mean length of the runs from which they are copied run by run"""
 
-LONG_RUN = 1 << 14
-"""Mean bytes of a run from which on the copy outweighs all else"""
+LONG_RUN_BYTES = 1 << 14
+"""Mean bytes of the runs from which their copies are shared among threads"""
 
 
 def gather_columns(
-    parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: WarmBuffers
+    parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
 ) -> dict[str, Column]:
-    """All columns of all parts in one buffer; the runs of a part are of `sources`."""
+    """Gather all columns of all parts into one buffer; the runs of a part index `sources`."""
     plans = {}
     for part in parts:
         indices: dict[tuple[int, ...], Indices] = {}
@@ -52,13 +52,15 @@ def gather_columns(
 
 @dataclass(eq=False)
 class Indices:
-    """Elements to fetch and where they go, by segment; made at first use and shared by columns of equal lengths."""
+    """Elements to fetch and their destinations, by segment; made at first use, shared by columns of equal lengths."""
 
     by_segment: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class ColumnPlan:
+    """How one column is gathered."""
+
     sources: Sequence[Stretch | None]
     runs: np.ndarray
     """(K, 3) int64: (segment, first sample, last sample + 1)"""
@@ -79,21 +81,24 @@ class ColumnPlan:
         indices = shared.setdefault(key, Indices())
         if first.offsets is None:
             elements = int((part.runs[:, 2] - part.runs[:, 1]).sum())
-            return cls(sources, part.runs, None, elements, first, indices)
-        offsets = np.concatenate([[0], np.cumsum(_lengths(sources, part.runs))])
-        return cls(sources, part.runs, offsets, int(offsets[-1]), first, indices)
+            offsets: np.ndarray | None = None
+        else:
+            lengths = _lengths(sources, part.runs)
+            elements = int(lengths.sum())
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return cls(sources, runs=part.runs, offsets=offsets, elements=elements, first=first, indices=indices)
 
     @property
     def nbytes(self) -> int:
         return self.elements * self.first.element_bytes
 
     def copy_into(self, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Fills the target, but for copies that are worth sharing among threads: those are returned."""
+        """Fill the target, except for copies worth sharing among threads, which are returned."""
         if not self.nbytes:
             return []
-        if self.nbytes >= LONG_RUN * len(self.runs):
+        if self.nbytes >= LONG_RUN_BYTES * len(self.runs):
             return self._long_runs(target)
-        if self.elements >= BY_RUN * len(self.runs):
+        if self.elements >= MIN_RUN_ELEMENTS * len(self.runs):
             self._copy_runs(target)
         else:
             self._copy_elements(target)
@@ -103,7 +108,8 @@ class ColumnPlan:
         layout = self.first.layout
         shape = (self.elements, *layout.trailing)
         buffer = memory.view(layout.dtype).reshape(shape) if self.nbytes else torch.empty(shape, dtype=layout.dtype)
-        return Column(buffer, None if self.offsets is None else torch.from_numpy(self.offsets), layout.kind)
+        offsets = None if self.offsets is None else torch.from_numpy(self.offsets)
+        return Column(buffer, offsets, layout.kind)
 
     def _long_runs(self, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         pairs, at = [], 0
@@ -123,7 +129,7 @@ class ColumnPlan:
             at += size
 
     def _byte_runs(self) -> list[list[int]]:
-        """(segment, first byte, last byte + 1) a run."""
+        """(segment, first byte, last byte + 1) of each run."""
         segments, bounds = self.runs[:, 0], self.runs[:, 1:].copy()
         for segment in np.unique(segments).tolist():
             source = self.sources[segment]

@@ -1,4 +1,4 @@
-"""Segment files mapped into a process: a shard, or whoever reads and writes the files of its own node."""
+"""Segment files mapped into a process: a shard, or a client that reads and writes the files of its own node."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from collections.abc import Iterable
 from distqueue.messages import Place
 from distqueue.payload.segment_file import SegmentFile, Stretch
 
-MAPPED = 256
+MAX_MAPPED = 256
 """Files a process keeps mapped"""
 
 
 class Mapped:
-    """Segment files as one process has them mapped, the latest used MAPPED of them. Thread-safe."""
+    """The MAX_MAPPED most recently used segment files of a process. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: dict[str, SegmentFile] = {}
         self._lock = threading.Lock()
 
     def columns(self, place: Place) -> dict[str, Stretch]:
-        """SegmentGone where the segment does not lie there any more."""
+        """Views of a segment's columns. SegmentGone: the file holds another segment now, or is gone."""
         return self._file(place).columns(place.number)
 
     def check(self, places: Iterable[Place]) -> None:
+        """SegmentGone: one of the segments was overwritten since it was mapped."""
         for place in places:
             self._file(place).check(place.number)
 
     def writable(self, path: str, size: int) -> SegmentFile:
-        """The file, made where it is not there."""
+        """Map a file for writing; create it if it does not exist."""
         file = self._files.get(path)
         if file is None or not file.writable or file.size < size:
             file = SegmentFile(path, size)
@@ -36,7 +37,7 @@ class Mapped:
 
     def _file(self, place: Place) -> SegmentFile:
         file = self._files.get(place.path)
-        if file is None or not file.holds(place.number):  # not mapped yet, or when it was smaller
+        if file is None or not file.holds(place.number):  # not mapped yet, or mapped when it was smaller
             file = SegmentFile(place.path)
         return self._keep(file)
 
@@ -44,6 +45,6 @@ class Mapped:
         with self._lock:
             self._files.pop(file.path, None)
             self._files[file.path] = file
-            while len(self._files) > MAPPED:
+            while len(self._files) > MAX_MAPPED:
                 del self._files[next(iter(self._files))]
         return file

@@ -1,11 +1,10 @@
-"""A segment: the columns of one put in one stretch of shared memory, each buffer bare and aligned. No pickle.
+"""The file format of a segment: the columns of one put, each buffer bare and aligned. No pickle.
 
     | stamp | table bytes | table (JSON) | lengths, buffer | lengths, buffer | …
 
-The file of a segment none of whose samples is wanted any more is written again, so a reader may find another segment
-in it than the one it was sent to. The stamp tells: the number of the segment that the file holds, 0 while one is being
-written. A reader looks at it before it copies and after; where it is not the number it was told, it asks anew where its
-samples lie.
+The file of a segment whose samples have all ended is reused, so a reader may find another segment in it than it was
+sent to. The stamp is the number of the segment that the file holds, 0 while one is being written. A reader checks it
+before and after it copies; if it is not the expected number, it asks the queue again where its samples lie.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from distqueue.column import Column, Layout
 from distqueue.durable import sync
-from distqueue.messages import layout_fields, layout_of, smallest
+from distqueue.messages import index_of_lengths, layout_fields, layout_of, smallest
 from distqueue.packed import PackedBatch
 from distqueue.payload.copying import copy_all
 
@@ -33,12 +32,12 @@ HEAD = 16
 
 
 class SegmentGone(LookupError):
-    """The file does not hold this segment (any more)."""
+    """The file does not hold this segment, or no longer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """A column as bytes where they lie: an element is a position along the sequence, or a row of a dense column."""
+    """A column's bytes in place: an element is a position along the sequence, or a row of a dense column."""
 
     layout: Layout
     data: np.ndarray
@@ -52,19 +51,20 @@ class Stretch:
 
     @classmethod
     def of(cls, column: Column) -> Stretch:
+        """View a column."""
         offsets = None if column.offsets is None else column.offsets.numpy()
         return cls(column.layout, bare_bytes(column), offsets)
 
 
 def bare_bytes(column: Column) -> np.ndarray:
-    """(bytes,) uint8: a view of the column's buffer."""
+    """View a column's buffer as (bytes,) uint8."""
     if not column.buffer.numel():
         return np.empty(0, np.uint8)
     return column.buffer.reshape(-1).view(torch.uint8).numpy()
 
 
 class SegmentFile:
-    """A file of segments, mapped. With `size` it is made, or grown to it, and may be written."""
+    """A mapped file that holds one segment. With `size` it is created or grown to it, and writable."""
 
     def __init__(self, path: str | Path, size: int | None = None) -> None:
         self.path, self.writable = str(path), size is not None
@@ -79,7 +79,7 @@ class SegmentFile:
             self.size = os.fstat(handle).st_size
             access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
             self.bytes = np.frombuffer(mmap.mmap(handle, self.size, prot=access), np.uint8)
-        except ValueError:  # empty: its writer has not come to its size yet
+        except ValueError:  # empty: its writer has not set its size yet
             raise SegmentGone(self.path) from None
         finally:
             os.close(handle)
@@ -87,7 +87,7 @@ class SegmentFile:
         self._parsed: tuple[int, dict[str, Stretch]] = (0, {})
 
     def write(self, number: int, contents: Contents) -> None:
-        """Makes this the segment `number`, with a copy of the contents."""
+        """Write the contents as segment `number`."""
         table = np.frombuffer(contents.table, np.uint8)
         self._words[0] = 0
         self._words[1] = len(table)
@@ -95,7 +95,7 @@ class SegmentFile:
         self._words[0] = number
 
     def copy_from(self, contents: np.ndarray) -> None:
-        """Makes this the segment that another file holds."""
+        """Write the segment that another file holds."""
         np.copyto(self.bytes[HEAD : len(contents)], contents[HEAD:])
         np.copyto(self.bytes[:HEAD], contents[:HEAD])
 
@@ -103,69 +103,67 @@ class SegmentFile:
         return bool(self._words[0] == number)
 
     def columns(self, number: int) -> dict[str, Stretch]:
-        """Views of segment `number`; `check` when done with them. SegmentGone if the file holds another."""
+        """Views of the columns of segment `number`; call `check` after use. SegmentGone: the file holds another."""
         self.check(number)
         if self._parsed[0] != number:
             self._parsed = number, self._parse()
         return self._parsed[1]
 
     def check(self, number: int) -> None:
-        """SegmentGone if the file was written again since it held `number`."""
+        """SegmentGone: the file was overwritten since it held `number`."""
         if not self.holds(number):
             raise SegmentGone(f"{self.path} holds segment {self._words[0]}, not {number}")
 
     def sync(self) -> None:
-        """Returns when the file is on disk, with its name."""
+        """Wait until the file and its name are on disk."""
         sync(self.path)
         sync(os.path.dirname(self.path))
 
     def _parse(self) -> dict[str, Stretch]:
         try:
             return self._stretches(json.loads(self.bytes[HEAD : HEAD + int(self._words[1])].tobytes()))
-        except (ValueError, IndexError):  # written again while it was read
+        except (ValueError, IndexError):  # overwritten while it was read
             raise SegmentGone(self.path) from None
 
     def _stretches(self, entries: list) -> dict[str, Stretch]:
         stretches = {}
         offsets_at: dict[int, np.ndarray] = {}
-        for name, kind, dtype, trailing, ragged, (at, nbytes), lengths in entries:
-            if ragged and lengths[0] not in offsets_at:
+        for name, *layout, (at, nbytes), lengths in entries:
+            if lengths is not None and lengths[0] not in offsets_at:
                 start, width, count = lengths
                 lengths_B = self.bytes[start : start + np.dtype(width).itemsize * count].view(width)
                 offsets_at[start] = np.concatenate([[0], np.cumsum(lengths_B, dtype=np.int64)])
-            offsets = offsets_at[lengths[0]] if ragged else None
-            stretches[name] = Stretch(layout_of(kind, dtype, trailing, ragged), self.bytes[at : at + nbytes], offsets)
+            offsets = None if lengths is None else offsets_at[lengths[0]]
+            stretches[name] = Stretch(layout_of(layout), self.bytes[at : at + nbytes], offsets)
         return stretches
 
 
 class Contents(NamedTuple):
-    """Columns laid out as a segment."""
+    """Columns laid out as a segment: its table, and where each buffer goes."""
 
     table: bytes
     pieces: list[tuple[int, np.ndarray]]
     """(position, uint8)"""
     nbytes: int
-    """Of it all, alignment included"""
+    """Bytes of the segment, alignment included"""
 
     @property
     def sent_bytes(self) -> int:
-        """What is really written."""
+        """Bytes written, alignment excluded."""
         return HEAD + len(self.table) + sum(piece.nbytes for _, piece in self.pieces)
 
 
 def lay_out(columns: Mapping[str, Stretch]) -> Contents:
-    """Columns of equal lengths share them."""
+    """Lay columns out as a segment; equal lengths of several columns are stored once."""
     distinct: list[np.ndarray] = []
     lengths_of: dict[str, int] = {}
     for name, column in columns.items():
         if column.offsets is not None:
-            lengths = smallest(np.diff(column.offsets))
-            same = [i for i, known in enumerate(distinct) if np.array_equal(known, lengths)]
-            lengths_of[name] = same[0] if same else len(distinct)
-            if not same:
-                distinct.append(lengths)
+            index = index_of_lengths(smallest(np.diff(column.offsets)), distinct)
+            assert index is not None
+            lengths_of[name] = index
     table = b""
-    while True:  # positions depend on the length of the table that tells them
+    while True:  # positions depend on the length of the table that lists them
         at = HEAD + len(table)
         pieces: list[tuple[int, np.ndarray]] = []
         for piece in (*distinct, *(column.data for column in columns.values())):
@@ -174,17 +172,17 @@ def lay_out(columns: Mapping[str, Stretch]) -> Contents:
             at += piece.nbytes
         entries = []
         for (name, column), (start, piece) in zip(columns.items(), pieces[len(distinct) :], strict=True):
-            told = None
+            where = None
             if name in lengths_of:
                 lengths = distinct[lengths_of[name]]
-                told = (pieces[lengths_of[name]][0], lengths.dtype.str, len(lengths))
-            entries.append((name, *layout_fields(column.layout), (start, piece.nbytes), told))
-        found = json.dumps(entries, separators=(",", ":")).encode()
-        if len(found) <= len(table):
-            return Contents(found.ljust(len(table)), pieces, at)
-        table = found.ljust(len(found) + 16)
+                where = (pieces[lengths_of[name]][0], lengths.dtype.str, len(lengths))
+            entries.append((name, *layout_fields(column.layout), (start, piece.nbytes), where))
+        encoded = json.dumps(entries, separators=(",", ":")).encode()
+        if len(encoded) <= len(table):
+            return Contents(encoded.ljust(len(table)), pieces, at)
+        table = encoded.ljust(len(encoded) + 16)
 
 
 def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
-    """The batch's columns where they lie."""
+    """View the batch's columns."""
     return {name: Stretch.of(column) for name, column in batch.columns.items()}

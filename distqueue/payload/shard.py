@@ -1,8 +1,8 @@
 """A shard: the segments of one node, as files in a folder of its shared memory or, with a journal, of its disk.
 
-Writers and readers of the node map the files themselves and never ask the shard. What is left for it: samples that a
-reader elsewhere asks for, gathered once, here; puts from elsewhere; files that come, go, and move to disk. It keeps no
-state that is not in its folder, so one that was killed goes on where it was.
+Writers and readers of the node map the files themselves, without the shard. It serves those of other nodes (samples
+are gathered once, here) and creates, removes, moves and spills files. All its state is in its folder, so a restarted
+shard resumes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from distqueue.durable import make_folder, sync
-from distqueue.messages import Part, Place
-from distqueue.payload.buffers import WarmBuffers
+from distqueue.messages import File, Part, Place
+from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import gather_columns
 from distqueue.payload.mapped import Mapped
 from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 PREFIX = "distqueue-"
 LOCK = "lock"
 ABANDONED_S = 60.0
-"""A folder in shared memory that nobody holds now and after this long is removed; to start a shard anew takes less"""
+"""A folder in shared memory that no process holds now and after this long is removed; restarting a shard takes less"""
 
 
 def memory_folder(queue: str, name: str) -> Path:
-    """Where a shard of a queue without a journal keeps its files."""
+    """The folder of a shard of a queue without a journal."""
     memory = Path("/dev/shm")
     return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}{queue}" / name
 
 
 class Shard:
-    """Runs inside Ray on its node; calls come from the queue's actor and from clients of other nodes."""
+    """Runs inside Ray on its node; called by the queue's actor and by clients of other nodes."""
 
     def __init__(self, folder: str, spill: str | None) -> None:
         self.folder, self.spill_folder = Path(folder), None if spill is None else Path(spill)
@@ -51,40 +51,40 @@ class Shard:
         self._lock = os.open(self.folder.parent / f"{self.folder.name}.{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self._mapped = Mapped()
-        self._buffers = WarmBuffers()
-        if self.folder.parent.name.startswith(PREFIX) and (left := self._abandoned()):
-            broom = threading.Timer(ABANDONED_S, self._sweep, (left,))
-            broom.daemon = True
-            broom.start()
+        self._buffers = BufferPool()
+        if self.folder.parent.name.startswith(PREFIX) and (abandoned := self._abandoned()):
+            timer = threading.Timer(ABANDONED_S, self._remove_abandoned, (abandoned,))
+            timer.daemon = True
+            timer.start()
 
-    def space(self) -> int:
-        """Bytes free where the files lie."""
+    def free_bytes(self) -> int:
+        """Free bytes of the file system that holds the files."""
         free = os.statvfs(self.folder)
         return free.f_bavail * free.f_frsize
 
     def read(self, places: Sequence[Place], parts: Sequence[Part]) -> list[tuple[bytes, Frames]]:
-        """The columns of each part, gathered. SegmentGone where a segment does not lie there any more."""
+        """Gather the columns of each part. SegmentGone: a segment has moved or ended."""
         sources = [self._mapped.columns(place) for place in places]
-        columns = [gather_columns([part], sources, self._buffers) for part in parts]
+        gathered = [gather_columns([part], sources, self._buffers) for part in parts]
         self._mapped.check(places)
-        return [to_wire(found) for found in columns]
+        return [to_wire(columns) for columns in gathered]
 
-    def write(self, number: int, path: str, size: int, durable: bool, header: bytes, *frames: np.ndarray) -> None:
-        """A put from another node, into the file that was reserved for it."""
-        stretches = from_wire(header, list(frames))
-        file = self._mapped.writable(path, size)
-        file.write(number, lay_out(stretches))
-        if durable:
-            file.sync()
+    def write(self, file: File, header: bytes, *frames: np.ndarray) -> None:
+        """Write a put from another node to the file reserved for it. `frames`: one argument each, so that Ray passes
+        every buffer on its own, without copying it into a pickle."""
+        mapped = self._mapped.writable(file.path, file.size)
+        mapped.write(file.number, lay_out(from_wire(header, list(frames))))
+        if file.durable:
+            mapped.sync()
 
-    def export(self, number: int, path: str) -> np.ndarray:
-        """A whole segment, for a shard that takes it over."""
+    def export_segment(self, number: int, path: str) -> np.ndarray:
+        """Read a whole segment, for another shard to import."""
         file = SegmentFile(path)
         file.check(number)
         return np.array(file.bytes)
 
-    def take_over(self, path: str, contents: np.ndarray, durable: bool) -> None:
-        """A segment that another shard exported, as a file here."""
+    def import_segment(self, path: str, contents: np.ndarray, durable: bool) -> None:
+        """Write a segment that another shard exported."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         file = SegmentFile(path, len(contents))
@@ -93,66 +93,67 @@ class Shard:
             file.sync()
 
     def spill(self, number: int, path: str, target: str) -> None:
-        """Copies a segment to disk; its file in memory is left to whoever asked."""
-        self.take_over(target, self.export(number, path), durable=False)
+        """Copy a segment to disk; the caller discards its file in memory."""
+        self.import_segment(target, self.export_segment(number, path), durable=False)
 
     def copy(self, segments: Sequence[tuple[int, str, str]]) -> list[int]:
-        """Copies segments (number, path, target), on disk by the end. Returns the numbers of those not found there."""
-        gone = [number for number, path, target in segments if not _copy(number, path, target)]
-        for target in [target for number, _, target in segments if number not in gone]:
+        """Copy segments (number, path, target) durably. Returns the numbers of those not found."""
+        missing = [number for number, path, target in segments if not _copy(number, path, target)]
+        for target in [target for number, _, target in segments if number not in missing]:
             sync(target)
         for folder in {os.path.dirname(target) for _, _, target in segments}:
             sync(folder)
-        return gone
+        return missing
 
     def holds(self, number: int, path: str) -> bool:
-        """Whether the segment lies there."""
+        """Whether the file holds the segment."""
         try:
             return SegmentFile(path).holds(number)
         except SegmentGone:
             return False
 
     def discard(self, paths: Sequence[str]) -> None:
+        """Unlink files."""
         for path in paths:
             Path(path).unlink(missing_ok=True)
 
     def missing(self, paths: Sequence[str]) -> list[str]:
-        """Those of `paths` at which there is no file."""
+        """The `paths` at which no file exists."""
         return [path for path in paths if not os.path.exists(path)]
 
     def keep_only(self, paths: Sequence[str], shards: Sequence[str]) -> None:
-        """Unlinks what no segment lies in: here, and in what folders lie beside this one but those of `shards`."""
-        wanted = set(paths)
-        strangers = [folder for folder in self.folder.parent.iterdir() if folder.is_dir() and folder.name not in shards]
-        for folder in (self.folder, *strangers):
+        """Unlink all files except `paths`: in this folder, and in sibling folders of shards that no longer exist."""
+        kept = set(paths)
+        orphans = [folder for folder in self.folder.parent.iterdir() if folder.is_dir() and folder.name not in shards]
+        for folder in (self.folder, *orphans):
             for file in folder.iterdir():
-                if str(file) not in wanted:
+                if str(file) not in kept:
                     file.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Removes the shard's folders."""
+        """Remove the shard's folders."""
         for folder in (self.folder, self.spill_folder):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
         (self.folder.parent / f"{self.folder.name}.{LOCK}").unlink(missing_ok=True)
         try:
             self.folder.parent.rmdir()
-        except OSError:  # another shard's is there
+        except OSError:  # another shard's folder is in it
             pass
 
     def _abandoned(self) -> set[Path]:
-        """Folders that nobody holds: of queues whose every process was killed, or is being started anew."""
+        """Find folders that no process holds: their queues' processes were all killed, or are restarting."""
         folders = set(self.folder.parent.parent.glob(f"{PREFIX}*")) - {self.folder.parent}
         return {folder for folder in folders if all(_is_free(lock) for lock in folder.glob(f"*.{LOCK}"))}
 
-    def _sweep(self, left: set[Path]) -> None:
-        for folder in left & self._abandoned():
-            log.warning("removing %s: the queue that left it is dead", folder)
+    def _remove_abandoned(self, candidates: set[Path]) -> None:
+        for folder in candidates & self._abandoned():
+            log.warning("removing %s: abandoned by a queue whose processes are dead", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _copy(number: int, path: str, target: str) -> bool:
-    """Whether the segment was there all the while."""
+    """Copy a segment's file. Returns whether it held the segment throughout."""
     try:
         file = SegmentFile(path)
         file.check(number)

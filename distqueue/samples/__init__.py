@@ -1,14 +1,15 @@
-"""The sample table: metadata of a million live samples, every call over a whole batch, no clock and no device.
+"""The sample table: metadata of millions of live samples, vectorized over batches; no clock, no device.
 
       put, ack, drop, lose         take                    find, places           snapshot
            │                        │                          │                     │
-puts.py, lookups.py: names in,   search.py: oldest first   reports.py: why a want  snapshots.py: flat
-refused or looked up at once     up to count or budget     waits, figures          arrays and back
-           │                        │ views.py: what is ready for (task, columns), kept at every event
+puts.py, lookups.py: names in,   search.py: oldest first   reports.py: why a get   snapshots.py: flat
+refused or looked up at once     up to count or budget     waits, metrics          arrays and back
+           │                        │ views.py: what is ready for (task, columns), updated at every event
 state.py ──┴─ a row is a slot of pages.py, and each table has its fields there:
    names.py      id ──► slot, a hash table in arrays       claims.py   per task open, leased, acked; leases
-   columns.py    which columns a row holds, their tokens   groups.py   who belongs together, in what order
+   columns.py    which columns a row holds, their tokens   groups.py   members of each group, in order
    segments.py   where the payload of a column lies        endings.py  how samples ended, the last ones by id
+types.py         Selection, Taken, Ended: what enters and leaves the table
 """
 
 import lazy_loader

@@ -1,5 +1,5 @@
-from .face import Ended as Ended
-from .face import Span as Span
-from .face import Taken as Taken
-from .face import Want as Want
 from .table import SampleTable as SampleTable
+from .types import Ended as Ended
+from .types import Selection as Selection
+from .types import Span as Span
+from .types import Taken as Taken

@@ -1,6 +1,6 @@
-"""Which columns a row holds, and how many tokens each of them counts.
+"""The columns that each row holds, and the tokens of each.
 
-Invariants: a column has the same bit of `held` for ever; only ragged columns have an array of tokens, and a sample of
+Invariants: a column keeps its bit of `held`; only ragged columns have an array of tokens, and a sample of
 any other column counts 1.
 """
 
@@ -27,21 +27,23 @@ class Columns:
         """uint32 per row, for every ragged column"""
 
     def check_room(self, names: Iterable[str]) -> None:
+        """ValueError: more than MAX_COLUMNS columns."""
         known = len(self.names)
         for name in names:
             known += name not in self.names
             if known > MAX_COLUMNS:
-                raise ValueError(f"column {name!r}: the queue has {MAX_COLUMNS} columns already; expected no more")
+                raise ValueError(f"column {name!r}: expected at most {MAX_COLUMNS} columns in a queue")
 
     def mask(self, names: Iterable[str]) -> np.uint64:
-        """The bits of those of these columns that were ever put."""
+        """The bits of these columns, without those that were never put."""
         return np.uint64(sum(1 << self.names.index(name) for name in set(names) if name in self.names))
 
     def known(self, names: Iterable[str]) -> bool:
+        """Whether all of these columns were ever put."""
         return all(name in self.names for name in names)
 
     def of(self, mask: int) -> list[str]:
-        """The columns of a mask, by name."""
+        """The names of a mask's columns, sorted."""
         return sorted(name for c, name in enumerate(self.names) if int(mask) >> c & 1)
 
     def holding(self, slots: np.ndarray | slice, mask: np.uint64) -> np.ndarray:
@@ -49,7 +51,7 @@ class Columns:
         return self.held.values[slots] & mask == mask
 
     def fill(self, slots: np.ndarray, positions: np.ndarray, columns: Mapping[str, np.ndarray | None]) -> None:
-        """The rows now hold these columns; sample positions[k] of each belongs to slots[k]."""
+        """Add columns to rows; sample positions[k] of each column belongs to slots[k]."""
         for name, tokens in columns.items():
             is_new = name not in self.names
             if is_new:
@@ -57,14 +59,14 @@ class Columns:
             c = self.names.index(name)
             if tokens is not None and c not in self.tokens:
                 self.tokens[c] = self._pages.field(np.uint32)
-                if not is_new:  # it was dense in some sample's put
+                if not is_new:  # an earlier put brought it as a dense column
                     self.tokens[c].values[self.holding(slice(None), np.uint64(1 << c))] = 1
             if c in self.tokens:
                 self.tokens[c].values[slots] = 1 if tokens is None else np.asarray(tokens)[positions]
         self.held.values[slots] |= self.mask(columns)
 
     def longest(self, slots: np.ndarray, columns: Sequence[int]) -> np.ndarray:
-        """(B,) int64: tokens of each row's longest of these columns, all of which it holds."""
+        """(B,) int64: tokens of each row's longest column among these, all of which it holds."""
         longest = np.full(len(slots), any(c not in self.tokens for c in columns), np.uint32)
         for c in columns:
             if c in self.tokens:
@@ -72,11 +74,11 @@ class Columns:
         return longest.astype(np.int64)
 
     def holders(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """(column, those of the rows that hold it) for every ragged column."""
+        """Yield (column, the rows that hold it) for every ragged column."""
         for c in sorted(self.tokens):
             yield c, slots[self.holding(slots, np.uint64(1 << c))]
 
     def load_tokens(self, c: int, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """The tokens of those of the rows that hold column c."""
+        """Restore the tokens of the rows that hold column c."""
         self.tokens[c] = self._pages.field(np.uint32)
         self.tokens[c].values[slots[self.holding(slots, np.uint64(1 << c))]] = tokens

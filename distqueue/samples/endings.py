@@ -1,6 +1,6 @@
-"""How samples ended: a count per name, and the last ids one by one, so that a straggler is recognised as late.
+"""How samples ended: a count per reason, and the last ids, so that late puts and acks for them are recognised.
 
-Invariants: `counts` loses nothing; exactly the last `remembered` ids that ended are found, each under how it ended.
+Invariants: `counts` is exact; exactly the last `remembered` ids that ended are found, each with its reason.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from distqueue.samples.names import NONE, NameIndex, Names
 
 DONE = "done"
 REMEMBERED = 100_000
-"""The last ids that ended, kept so that a straggler's put or ack for one of them is recognised as late"""
+"""Ended ids that are kept, so that a late put or ack for one of them is recognised"""
 
 
 class Endings:
+    """`remembered`: how many ended ids are kept."""
+
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self.remembered = remembered
         self.counts: Counter[str] = Counter()
         self._index = NameIndex()
         self._total = 0
-        """ids ever remembered: the next one lies in slot _total % remembered of a ring"""
+        """ids remembered so far: the next one goes to slot _total % remembered of a ring"""
         self._how = np.zeros(0, np.int32)
         self._reasons = {DONE: 0}
 
-    @property
-    def nbytes(self) -> int:
-        return self._index.nbytes + self._how.nbytes
-
     def find(self, names: Names) -> np.ndarray:
-        """(B,) int32: how each ended, a code for `reason`; NONE where it did not, or long ago."""
+        """(B,) int32: code of the `reason` each ended for; NONE where it did not end, or long ago."""
         slots = self._index.find(names)
         if not len(self._how):
             return np.full(len(slots), NONE, np.int32)
@@ -44,11 +42,12 @@ class Endings:
         return list(self._reasons)[code]
 
     def add(self, names: Names, reason: str) -> None:
-        """These ids, none of which is remembered, have ended just now, one after the other."""
+        """Add ids that have just ended, in this order, none of which is remembered."""
         self.counts[reason] += len(names)
         self.remember(names, np.full(len(names), self.code(reason), np.int32))
 
     def remember(self, names: Names, how: np.ndarray) -> None:
+        """Keep ended ids and the codes of their reasons, forgetting the oldest ones."""
         if len(names) > self.remembered:
             names, how = names.take(np.arange(len(names) - self.remembered, len(names))), how[-self.remembered :]
         slots = np.arange(self._total, self._total + len(names)) % self.remembered
@@ -63,7 +62,7 @@ class Endings:
         self._total += len(names)
 
     def recent(self) -> tuple[tuple[str, ...], list[str]]:
-        """The ids remembered and how each ended, in the order in which they did."""
+        """The remembered ids and their reasons, in the order in which they ended."""
         first = max(0, self._total - self.remembered)
         slots = np.arange(first, self._total) % self.remembered
         reasons = list(self._reasons)

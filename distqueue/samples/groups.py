@@ -1,6 +1,6 @@
-"""Which rows belong together, and how many members of a group have been put.
+"""Groups of rows: which rows belong to each group, and how many of its members have been put.
 
-Groups are numbered in the order in which their first member came, so oldest first is the order of numbers.
+Groups are numbered in the order of their first member's put, so the order of numbers is oldest first.
 
 Invariants: with a group size, `members` of a live group are its live rows in the order of their first put; a group ends
 with its last live row once all its members have been put (without a group size: with its last live row).
@@ -15,6 +15,8 @@ from distqueue.samples.pages import Pages
 
 
 class Groups:
+    """The groups of the rows in `rows`; `size`: members of every group, None: unknown."""
+
     def __init__(self, rows: Pages, size: int | None, page_rows: int) -> None:
         self.size = size
         self.pages = Pages(page_rows)
@@ -22,16 +24,13 @@ class Groups:
         self.next = 0
         """number of the next new group"""
         self.put = self.pages.field(np.int32)
-        """members put so far, and how many of them are still live"""
+        """members put so far"""
         self.live = self.pages.field(np.int32)
+        """members that are live"""
         self.members = self.pages.field(np.int32, (size or 0,))
         """slot + 1 of each live member; 0: not put yet, or ended"""
         self._of_row = rows.field(np.int32)
-        """group's slot + 1; 0: the row has none"""
-
-    @property
-    def nbytes(self) -> int:
-        return self.pages.nbytes + self.names.nbytes
+        """slot + 1 of the row's group; 0: none"""
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """Group slot of each row, NONE where it has none."""
@@ -46,12 +45,12 @@ class Groups:
         return tuple([texts[k] for k in which.tolist()])
 
     def among(self, rows: np.ndarray) -> np.ndarray:
-        """The groups that these rows belong to, each once."""
+        """The distinct groups of these rows."""
         groups = np.unique(self._of_row.values[rows]).astype(np.int64) - 1
         return groups[groups != NONE]
 
     def open(self, names: Names, numbers: np.ndarray) -> np.ndarray:
-        """New groups without members. Returns their slots."""
+        """Create groups without members. Returns their slots."""
         slots = self.pages.add(numbers)
         self.put.values[slots] = self.live.values[slots] = 0
         self.members.values[slots] = 0
@@ -59,7 +58,7 @@ class Groups:
         return slots
 
     def join(self, rows: np.ndarray, names: Names, of_row: np.ndarray) -> None:
-        """New rows join the groups names[of_row] (NONE: no group), which are opened where they are not there yet."""
+        """Add new rows to the groups names[of_row] (NONE: no group), which are created if they do not exist."""
         self._of_row.values[rows] = 0
         rows, of_row = rows[of_row != NONE], of_row[of_row != NONE]
         if not len(rows):
@@ -74,7 +73,7 @@ class Groups:
         self.add_members(rows, slots[of_row])
 
     def add_members(self, rows: np.ndarray, groups: np.ndarray) -> None:
-        """Puts each row into the live group beside it."""
+        """Add row i to the live group groups[i]."""
         if self.size:
             order = np.argsort(groups, kind="stable")
             ranked = groups[order]
@@ -87,7 +86,7 @@ class Groups:
         self._of_row.values[rows] = groups + 1
 
     def leave(self, rows: np.ndarray) -> None:
-        """The rows have ended; their groups go on without them until `end_empty`."""
+        """Remove ended rows from their groups, which continue without them until `end_empty`."""
         groups = self.of(rows)
         rows, groups = rows[groups != NONE], groups[groups != NONE]
         if self.size:
@@ -97,13 +96,13 @@ class Groups:
         self.live.values[distinct] -= counts.astype(np.int32)
 
     def end_empty(self, groups: np.ndarray) -> None:
-        """Ends those of these groups that have no live row and await none."""
+        """End groups that have no live row and expect no further member."""
         is_whole = self.put.values[groups] == self.size if self.size else True
         ended = groups[(self.live.values[groups] == 0) & is_whole]
         if len(ended):
             self.names.remove(self.names.names(self.names.texts(ended)), ended)
             self.pages.remove(ended)
 
-    def unfinished(self) -> int:
-        """Live groups of which a member has not been put."""
+    def num_incomplete(self) -> int:
+        """Count live groups of which a member has not been put."""
         return int(np.count_nonzero(self.put.values[self.pages.live_slots()] < (self.size or 0)))

@@ -1,4 +1,4 @@
-"""From the ids a caller names to slots, and the refusals that name a sample. They change nothing."""
+"""Translates a caller's ids to slots; the errors name the sample. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distqueue.samples.state import State
 
 
 def for_ack(state: State, ids: Iterable[str], task: tuple[int, str] | None = None) -> np.ndarray:
-    """Slots of those of the ids that are alive, each once. ValueError: one that is neither alive nor remembered, or
-    that the task (number, name) was never given."""
+    """Distinct slots of the ids that are alive. ValueError: an id that is neither alive nor remembered, or that was
+    never handed to the task (number, name)."""
     names = state.ids.names(list(dict.fromkeys(ids)))
     slots = state.ids.find(names)
     absent = np.flatnonzero(slots == NONE)
@@ -24,19 +24,19 @@ def for_ack(state: State, ids: Iterable[str], task: tuple[int, str] | None = Non
         never = (slots != NONE) & (state.claims.handed[task[0]].values[slots] == 0)
         if never.any():
             id = names.texts[int(never.argmax())]
-            raise ValueError(f"sample {id!r}: acknowledged by task {task[1]!r}, which never got it")
+            raise ValueError(f"sample {id!r}: acknowledged by task {task[1]!r}, which never received it")
     return slots[slots != NONE]
 
 
 def for_drop(state: State, ids: Iterable[str], reason: str) -> np.ndarray:
-    """Slots of those of the ids that are alive, each once. ValueError: one that is neither alive nor remembered."""
+    """Distinct slots of the ids that are alive. ValueError: an id that is neither alive nor remembered; no reason."""
     if not reason:
-        raise ValueError("drop: expected a reason; every sample ends under a name")
+        raise ValueError("drop: expected a reason; every sample ends with one")
     return for_ack(state, ids)
 
 
 def live(state: State, ids: Sequence[str]) -> np.ndarray:
-    """Slot per id. ValueError: a sample that is not alive."""
+    """Slot per id. ValueError: a sample that is not alive, with how it ended."""
     names = state.ids.names(ids)
     slots = state.ids.find(names)
     if (slots == NONE).any():
@@ -47,7 +47,7 @@ def live(state: State, ids: Sequence[str]) -> np.ndarray:
 
 
 def claimable(state: State, ids: Iterable[str], task: tuple[int, str]) -> np.ndarray:
-    """Slots of the ids, each once. ValueError: a sample that is not alive, or that the task (number, name) holds or has
+    """Distinct slots of the ids. ValueError: a sample that is not alive, or that the task (number, name) holds or has
     acknowledged."""
     distinct = list(dict.fromkeys(ids))
     slots = live(state, distinct)
@@ -69,7 +69,7 @@ def live_numbers(state: State, rows: np.ndarray) -> np.ndarray:
 
 
 def require_columns(state: State, slots: np.ndarray, columns: Iterable[str]) -> None:
-    """ValueError, naming sample and column, unless every row holds every column."""
+    """ValueError, naming sample and column: a row lacks a column."""
     columns, held = tuple(columns), state.columns
     lacks = ~held.holding(slots, held.mask(columns)) | (not held.known(columns))
     if lacks.any():

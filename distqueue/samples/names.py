@@ -1,16 +1,16 @@
-"""Names to slots: an open-addressing hash table in two numpy arrays, searched and changed by whole batches.
+"""Maps names to slots: an open-addressing hash table in two numpy arrays, searched and changed by whole batches.
 
     hash(name) ──low bits──► bucket of WIDTH entries, and the next one if it is full:
                              | 32 bits of hash | slot + 2 |     0: empty, 1: erased
                                                    └──► heads: the name's first bytes, by slot
 
-Names are kept as UTF-8: up to HEAD_BYTES in an array as wide as the longest needs, the rest of the few longer ones in a
-dict. No name holds a NUL, so zeros behind a name are padding.
+Names are stored as UTF-8: up to HEAD_BYTES in an array as wide as the longest one needs, the rest of the few longer
+ones in a dict. No name contains a NUL, so trailing zeros are padding.
 
-Invariants (property-tested against a dict): a name is found exactly while it is in, under the slot it was given, also
-where hashes collide, as equal hashes are only a reason to compare the bytes; at most MAX_FILL of the entries are used
-or erased, so that every search meets an empty one; a bucket with an empty entry was never full, so nothing that begins
-there lies beyond it.
+Invariants (property-tested against a dict): a name is found exactly while it is in the index, under its slot, also if
+hashes collide, as names of equal hashes are compared byte by byte; at most MAX_FILL of the entries are used or erased,
+so that every search meets an empty one; a bucket with an empty entry was never full, so no name that hashes to it is
+stored in a later one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 HEAD_BYTES = 64
 MAX_FILL = 0.65
 WIDTH = 8
-"""Entries of a bucket, a cache line: one look decides nearly every search"""
+"""Entries per bucket, one cache line: most searches read one bucket"""
 EMPTY, ERASED, FIRST_SLOT = 0, 1, 2
 NONE = -1
 LOW = np.uint64(0xFFFFFFFF)
@@ -39,33 +39,33 @@ class Names:
     heads: np.ndarray
     """(B,) bytes: the first HEAD_BYTES of each"""
     tails: dict[int, bytes]
-    """the rest of those that are longer, by position"""
+    """the rest of longer names, by position"""
 
     @classmethod
     def of(cls, texts: Sequence[str], hash_of: Callable[[str], int] = hash) -> Names:
-        """ValueError: a NUL in a name, or what UTF-8 cannot hold."""
+        """Encode and hash names. ValueError: a name with a NUL, or one that UTF-8 cannot encode."""
         if "\0" in "".join(texts):
-            bad = next(text for text in texts if "\0" in text)
-            raise ValueError(f"name {bad!r}: expected no NUL in a sample's or group's name")
+            invalid = next(text for text in texts if "\0" in text)
+            raise ValueError(f"name {invalid!r}: expected no NUL in the name of a sample or group")
         encoded = [text.encode() for text in texts]
         longest = max(map(len, encoded), default=1)
         heads = np.array(encoded, dtype=f"S{min(max(longest, 1), HEAD_BYTES)}")
         is_long = longest > HEAD_BYTES
         tails = {i: name[HEAD_BYTES:] for i, name in enumerate(encoded) if len(name) > HEAD_BYTES} if is_long else {}
         hashes = np.fromiter(map(hash_of, texts), np.int64, len(texts)).view(np.uint64) & np.uint64(0xFFFFFFFF)
-        return cls(texts, hashes, heads, tails)
+        return cls(texts, hashes=hashes, heads=heads, tails=tails)
 
     def take(self, positions: np.ndarray) -> Names:
         texts = [self.texts[i] for i in positions.tolist()]
         tails = {k: self.tails[i] for k, i in enumerate(positions.tolist()) if i in self.tails} if self.tails else {}
-        return Names(texts, self.hashes[positions], self.heads[positions], tails)
+        return Names(texts, hashes=self.hashes[positions], heads=self.heads[positions], tails=tails)
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
 class NameIndex:
-    """Which slot has which name. The slots are the caller's; `hash_of` must be the one its `Names` were made with."""
+    """The slots of names. The caller chooses the slots; `hash_of` must be the one that made its `Names`."""
 
     def __init__(self, hash_of: Callable[[str], int] = hash) -> None:
         self._hash_of = hash_of
@@ -80,13 +80,9 @@ class NameIndex:
     def __len__(self) -> int:
         return self._used
 
-    @property
-    def nbytes(self) -> int:
-        return self._buckets.nbytes + self._heads.nbytes
-
     def find(self, names: Names) -> np.ndarray:
-        """(B,) int64: slot per name, NONE where it is not in."""
-        found = np.full(len(names), NONE, np.int64)
+        """(B,) int64: slot per name; NONE: not in the index."""
+        slots_B = np.full(len(names), NONE, np.int64)
         pending, bucket = np.arange(len(names)), names.hashes & self._mask
         while pending.size:
             entries = self._buckets[bucket]
@@ -94,21 +90,21 @@ class NameIndex:
             row, k = np.nonzero(alike)
             slots = (entries[row, k] & LOW).astype(np.int64) - FIRST_SLOT
             equal = self._same(names, pending[row], slots)
-            found[pending[row[equal]]] = slots[equal]
-            going_on = (entries != EMPTY).all(1)
-            going_on[row[equal]] = False
-            pending, bucket = pending[going_on], bucket[going_on] + np.uint64(1) & self._mask
-        return found
+            slots_B[pending[row[equal]]] = slots[equal]
+            unresolved = (entries != EMPTY).all(1)
+            unresolved[row[equal]] = False
+            pending, bucket = pending[unresolved], bucket[unresolved] + np.uint64(1) & self._mask
+        return slots_B
 
     def insert(self, names: Names, slots: np.ndarray) -> None:
-        """Adds distinct names that are not in."""
+        """Add distinct names that are not in the index."""
         self._make_room(len(names))
         self._keep(names, slots)
         self._place(names.hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64))
         self._used += len(names)
 
     def remove(self, names: Names, slots: np.ndarray) -> None:
-        """Takes out distinct names that are in, each under its slot."""
+        """Remove distinct names that are in the index, each under its slot."""
         wanted = names.hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64)
         bucket = names.hashes & self._mask
         while wanted.size:
@@ -117,16 +113,16 @@ class NameIndex:
             never_full = (entries[row] == EMPTY).any(1)
             self._buckets[bucket[row], k] = np.where(never_full, EMPTY, ERASED)
             self._erased += int((~never_full).sum())
-            going_on = np.ones(len(wanted), np.bool_)
-            going_on[row] = False
-            wanted, bucket = wanted[going_on], bucket[going_on] + np.uint64(1) & self._mask
+            unresolved = np.ones(len(wanted), np.bool_)
+            unresolved[row] = False
+            wanted, bucket = wanted[unresolved], bucket[unresolved] + np.uint64(1) & self._mask
         self._used -= len(names)
         if self._tails:
             for slot in slots.tolist():
                 self._tails.pop(slot, None)
 
     def texts(self, slots: np.ndarray) -> tuple[str, ...]:
-        """The names under these slots."""
+        """The names of these slots."""
         if not len(slots):
             return ()
         encoded = self._heads[slots].tolist()
@@ -139,7 +135,7 @@ class NameIndex:
         return np.uint64(len(self._buckets) - 1)
 
     def _same(self, names: Names, positions: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Whether the name at each position is the one under the slot."""
+        """Whether the name at each position is that of the slot."""
         same = self._heads[slots] == names.heads[positions]
         if self._tails or names.tails:
             for k in np.flatnonzero(same).tolist():
@@ -147,7 +143,7 @@ class NameIndex:
         return same
 
     def _keep(self, names: Names, slots: np.ndarray) -> None:
-        """Stores the names by slot, making the array longer and wider as they need it."""
+        """Store names by slot, growing the array in length and width as needed."""
         size, width = len(self._heads), self._heads.dtype.itemsize
         needed = int(slots.max(initial=-1)) + 1
         if needed > size or names.heads.dtype.itemsize > width:
@@ -160,6 +156,7 @@ class NameIndex:
             self._tails[int(slots[position])] = tail
 
     def _make_room(self, count: int) -> None:
+        """Rehash into more buckets if `count` more names would exceed MAX_FILL."""
         if self._used + self._erased + count <= MAX_FILL * self._buckets.size:
             return
         entries = self._buckets[self._buckets >= FIRST_SLOT]
@@ -170,8 +167,8 @@ class NameIndex:
         self._place(entries)
 
     def _place(self, entries: np.ndarray) -> None:
-        """Every entry in the first bucket from its hash on with a free place; of those that want one place, one gets
-        it."""
+        """Place every entry in the first bucket, from its hash on, with a free place. Entries that compete for one
+        place are resolved one per pass."""
         bucket = entries >> np.uint64(32) & self._mask
         while entries.size:
             held = self._buckets[bucket]

@@ -1,12 +1,12 @@
-"""Where numbered things lie: pages of consecutive numbers over flat arrays, one array per field.
+"""Storage by number: pages of consecutive numbers over flat arrays, one array per field.
 
     number ──► page = number // page_rows ──table──► physical page ──► slot = physical * page_rows + number % page_rows
 
-Numbers (of rows, of groups, of segments) only grow, while what is alive is a window of them; so a physical page all of
-whose numbers have ended is used again, and memory follows what is alive.
+Numbers (of rows, groups, segments) only grow, and the live ones are a window of them; so a physical page whose numbers
+have all ended is reused, and memory follows the number of live ones.
 
-Invariants: a live number has one slot and keeps it; two live numbers never share one; `in_order` gives slots in the
-order of their numbers; arrays are made of untouched zeros, so that what was never used takes no memory.
+Invariants: a live number keeps its one slot; two live numbers never share one; `in_order` returns slots in the order of
+their numbers; arrays are allocated as untouched zeros, so unused parts take no memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ NONE = -1
 
 
 class Field:
-    """One value per slot (or per physical page). `values` is another array after growth: index it, do not keep it."""
+    """One value per slot (or per physical page). Growth replaces `values`: index it, do not keep a reference."""
 
     def __init__(self, size: int, dtype: DTypeLike, trailing: tuple[int, ...] = ()) -> None:
         self.values = np.zeros((size, *trailing), dtype)
 
-    def widen(self, most: int) -> None:
-        """To the smallest unsigned integers that hold `most`, if these do not."""
-        if most > np.iinfo(self.values.dtype).max:
-            self.values = self.values.astype(np.min_scalar_type(most))
+    def widen(self, largest: int) -> None:
+        """Cast to the smallest unsigned integers that hold `largest`, if the present ones do not."""
+        if largest > np.iinfo(self.values.dtype).max:
+            self.values = self.values.astype(np.min_scalar_type(largest))
 
     def grow(self, size: int) -> None:
         grown = np.zeros((size, *self.values.shape[1:]), self.values.dtype)
@@ -37,7 +37,7 @@ class Field:
 
 
 class Pages:
-    """Live numbers and their slots. `page_rows`: numbers of a page, a power of two."""
+    """Live numbers and their slots. `page_rows`: numbers per page, a power of two."""
 
     def __init__(self, page_rows: int = PAGE_ROWS) -> None:
         assert page_rows > 0 and page_rows & (page_rows - 1) == 0, f"page_rows={page_rows}: expected a power of two"
@@ -57,26 +57,22 @@ class Pages:
         self._live_in_page = self.page_field(np.int32)
 
     def field(self, dtype: DTypeLike, trailing: tuple[int, ...] = ()) -> Field:
-        """A new field of zeros, one per slot. A slot used again holds what it held: whoever adds a number sets it."""
+        """Add a field of zeros, one value per slot. A reused slot keeps its old value: initialize it after `add`."""
         self._fields.append(Field(self._pages * self.page_rows, dtype, trailing))
         return self._fields[-1]
 
     def page_field(self, dtype: DTypeLike) -> Field:
-        """A new field of zeros, one per physical page."""
+        """Add a field of zeros, one value per physical page."""
         self._page_fields.append(Field(self._pages, dtype))
         return self._page_fields[-1]
 
     def forget(self, *fields: Field) -> None:
+        """Remove fields."""
         self._fields = [field for field in self._fields if field not in fields]
         self._page_fields = [field for field in self._page_fields if field not in fields]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all fields, with those that were never touched."""
-        return sum(field.values.nbytes for field in (*self._fields, *self._page_fields)) + self._physical.nbytes
-
     def find(self, numbers: np.ndarray) -> np.ndarray:
-        """Slot per number; NONE where it is not alive."""
+        """Slot per number; NONE: not alive."""
         pages = (numbers >> self._shift) - self._first_page
         inside = (pages >= 0) & (pages < len(self._physical))
         physical = self._physical[np.where(inside, pages, 0)]
@@ -87,7 +83,7 @@ class Pages:
         return self._page.values[slots >> self._shift] << self._shift | slots & self._low_bits
 
     def add(self, numbers: np.ndarray) -> np.ndarray:
-        """Brings distinct numbers to life, none of which is alive. Returns their slots."""
+        """Add distinct numbers, none of which is alive. Returns their slots."""
         if not len(numbers):
             return np.zeros(0, np.int64)
         pages = numbers >> self._shift
@@ -96,14 +92,14 @@ class Pages:
             if self._physical[page] == NONE:
                 self._physical[page] = self._open(int(page) + self._first_page)
         slots = self._physical[pages - self._first_page] << self._shift | numbers & self._low_bits
-        assert not self.live.values[slots].any(), "a number came to life twice"
+        assert not self.live.values[slots].any(), "a number was added twice"
         self.live.values[slots] = True
         self._live_in_page.values += self.per_page(slots)
         self.count += len(slots)
         return slots
 
     def remove(self, slots: np.ndarray) -> None:
-        """Ends distinct live slots. Their fields can be read until the next `add`."""
+        """End distinct live slots. Their fields can be read until the next `add`."""
         self.live.values[slots] = False
         ended = self.per_page(slots)
         self._live_in_page.values -= ended
@@ -113,7 +109,7 @@ class Pages:
             self._free.append(int(physical))
 
     def per_page(self, slots: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """How many of the slots, or what sum of (integer) weights, falls in each physical page."""
+        """Count the slots in each physical page, or sum their (integer) weights."""
         return np.bincount(slots >> self._shift, weights, minlength=self._pages).astype(np.int32)
 
     def in_order(self) -> np.ndarray:
@@ -142,7 +138,7 @@ class Pages:
         return physical
 
     def _reach(self, low: int, high: int) -> None:
-        """Makes the page table span these pages; what it spans in vain in front is let go of when it must grow."""
+        """Extend the page table to span these pages; unused entries at its front are dropped when it grows."""
         if self._first_page <= low and high < self._first_page + len(self._physical):
             return
         used = np.flatnonzero(self._physical != NONE)

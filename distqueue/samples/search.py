@@ -1,8 +1,8 @@
-"""What a request gets: units (rows, or whole groups) that are ready, oldest first, up to its count or token budget.
+"""Plans what a selection takes: ready units (rows, or whole groups), oldest first, up to its count or token budget.
 
-Invariants (property-tested against a list searched from the front): the units chosen are the oldest that are ready and
-new enough; they fill the count, or the budget as far as whole units do (one larger than it is served alone), or are all
-there are of a `partial` want, or there is no plan. Planning changes nothing.
+Invariants (property-tested against a list searched from the front): the chosen units are the oldest that are ready and
+new enough; they fill the count, or the budget as far as whole units do (a larger one is served alone), or are all that
+are ready for a `partial` selection; otherwise there is no plan. Planning changes nothing.
 """
 
 from __future__ import annotations
@@ -11,97 +11,100 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distqueue.samples.face import Want
 from distqueue.samples.groups import Groups
 from distqueue.samples.pages import Field, Pages
-from distqueue.samples.views import View
+from distqueue.samples.types import Selection
+from distqueue.samples.views import Ready, View
 
 TOO_OLD = 1000
-"""Samples passed over for their age that are named at most"""
+"""At most this many samples that were passed over as too old are named"""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Rows to hand out, and rows that were passed over on the way to them; slots, oldest first."""
+    """Rows to lease, and older rows passed over before them; slots, oldest first."""
 
     rows: np.ndarray
     too_old: np.ndarray
 
 
-def can_serve(view: View, want: Want, group_size: int | None) -> bool:
-    """Whether there is a plan; where versions matter, whether there was one if all were new enough."""
-    ready = view.groups if want.whole_groups else view.rows
-    unit = _slots_of_unit(want, group_size)
+def can_serve(view: View, selection: Selection, group_size: int | None) -> bool:
+    """Whether there is a plan; with min_version, whether there would be one if all units were new enough."""
+    ready = view.groups if selection.whole_groups else view.rows
+    unit = _slots_of_unit(selection, group_size)
     return (
-        (want.count is not None and ready.count * unit >= want.count)
-        or (want.token_budget is not None and ready.tokens >= want.token_budget)
-        or (want.partial and ready.count > 0)
+        (selection.count is not None and ready.count * unit >= selection.count)
+        or (selection.token_budget is not None and ready.tokens >= selection.token_budget)
+        or (selection.partial and ready.count > 0)
     )
 
 
-def plan(view: View, want: Want, pages: Pages, groups: Groups, oldest_version: Field) -> Plan | None:
-    """`pages` are those of the rows, `oldest_version` (slots, 2) their versions."""
-    if not can_serve(view, want, groups.size):
+def plan(view: View, selection: Selection, *, pages: Pages, groups: Groups, versions: Field) -> Plan | None:
+    """Plan a selection. `pages` are those of the rows, `versions` (slots, 2) their oldest and newest ones."""
+    if not can_serve(view, selection, groups.size):
         return None
-    ready = view.groups if want.whole_groups else view.rows
-    limit = want.count // _slots_of_unit(want, groups.size) if want.count else None
+    ready = view.groups if selection.whole_groups else view.rows
+    limit = selection.count // _slots_of_unit(selection, groups.size) if selection.count else None
     chosen = np.zeros(0, np.int64)
     passed = np.zeros(0, np.int64)
     stop = None
-    for units in ready.oldest(_needed(want, limit, ready.count, ready.tokens)):
-        old = _too_old(view, units, want, oldest_version)
+    for units in ready.oldest(_num_needed(selection, limit, ready)):
+        old = _too_old(view, units, selection=selection, versions=versions)
         chosen, passed = np.concatenate([chosen, units[~old]]), np.concatenate([passed, units[old]])
-        if (stop := _filled(view, chosen, want, limit)) is not None:
+        if (stop := _num_filling(view, chosen, selection=selection, limit=limit)) is not None:
             break
-    if stop is None and not (want.partial and len(chosen)):
+    if stop is None and not (selection.partial and len(chosen)):
         return None
     chosen = chosen[:stop]
-    numbers = (groups.pages if want.whole_groups else pages).numbers
+    numbers = (groups.pages if selection.whole_groups else pages).numbers
     passed = passed[numbers(passed) < numbers(chosen[-1:])]
-    return Plan(_rows_of(view, chosen, want), _old_rows_of(view, passed, want, oldest_version)[:TOO_OLD])
+    return Plan(
+        _rows_of(view, chosen, selection), _old_rows_of(view, passed, selection=selection, versions=versions)[:TOO_OLD]
+    )
 
 
-def _slots_of_unit(want: Want, group_size: int | None) -> int:
-    """What a unit counts towards `count`: a group all its members, also where some were dropped."""
-    return group_size or 1 if want.whole_groups else 1
+def _slots_of_unit(selection: Selection, group_size: int | None) -> int:
+    """Samples that a unit counts towards `count`: a group counts all its members, dropped ones included."""
+    return group_size or 1 if selection.whole_groups else 1
 
 
-def _needed(want: Want, limit: int | None, count: int, tokens: int) -> int:
-    """How many units the first look should bring: as many as will do if units are of the mean length."""
+def _num_needed(selection: Selection, limit: int | None, ready: Ready) -> int:
+    """Estimate how many units are needed, from their mean length."""
     needed = [] if limit is None else [limit]
-    if want.token_budget is not None and tokens:
-        needed.append(want.token_budget * count // tokens + 2)
-    return min(needed, default=count)
+    if selection.token_budget is not None and ready.tokens:
+        needed.append(selection.token_budget * ready.count // ready.tokens + 2)
+    return min(needed, default=ready.count)
 
 
-def _filled(view: View, units: np.ndarray, want: Want, limit: int | None) -> int | None:
+def _num_filling(view: View, units: np.ndarray, *, selection: Selection, limit: int | None) -> int | None:
     """How many of the units reach the count or the budget, whichever comes first; None: all of them do not."""
     stops = [limit] if limit is not None and len(units) >= limit else []
-    if want.token_budget is not None:
-        tokens = np.cumsum(view.group_tokens(units) if want.whole_groups else view.row_tokens(units))
-        k = int(np.searchsorted(tokens, want.token_budget))
+    if selection.token_budget is not None:
+        tokens = np.cumsum(view.group_tokens(units) if selection.whole_groups else view.row_tokens(units))
+        k = int(np.searchsorted(tokens, selection.token_budget))
         if k < len(units):
-            stops.append(k if k and tokens[k] > want.token_budget else k + 1)
+            stops.append(k if k and tokens[k] > selection.token_budget else k + 1)
     return min(stops, default=None)
 
 
-def _too_old(view: View, units: np.ndarray, want: Want, versions: Field) -> np.ndarray:
-    if want.min_version is None:
+def _too_old(view: View, units: np.ndarray, *, selection: Selection, versions: Field) -> np.ndarray:
+    """(U,) bool: units with a row older than min_version."""
+    if selection.min_version is None:
         return np.zeros(len(units), np.bool_)
-    if not want.whole_groups:
-        return versions.values[units, 0] < want.min_version
+    if not selection.whole_groups:
+        return versions.values[units, 0] < selection.min_version
     members, counts = view.members(units)
-    return (counts & (versions.values[members, 0] < want.min_version)).any(1)
+    return (counts & (versions.values[members, 0] < selection.min_version)).any(1)
 
 
-def _rows_of(view: View, units: np.ndarray, want: Want) -> np.ndarray:
-    if not want.whole_groups:
+def _rows_of(view: View, units: np.ndarray, selection: Selection) -> np.ndarray:
+    if not selection.whole_groups:
         return units
     members, counts = view.members(units)
     return members[counts]
 
 
-def _old_rows_of(view: View, units: np.ndarray, want: Want, versions: Field) -> np.ndarray:
-    """Of units that were passed over, the rows that are too old themselves."""
-    rows = _rows_of(view, units, want)
-    return rows[versions.values[rows, 0] < want.min_version] if len(rows) else rows
+def _old_rows_of(view: View, units: np.ndarray, *, selection: Selection, versions: Field) -> np.ndarray:
+    """Of units that were passed over, the rows that are themselves too old."""
+    rows = _rows_of(view, units, selection)
+    return rows[versions.values[rows, 0] < selection.min_version] if len(rows) else rows

@@ -1,11 +1,11 @@
-"""Where the payload of a row lies: the puts it came in (segments of the store) and its position in each.
+"""Where the payload of a row lies: the segments of the puts that brought its columns, and its position in each.
 
     part k of a row: | slot of the segment | position in it |     one part per put that brought the row a column
 
-both in the narrowest integers that hold all there are: two bytes each with puts of up to 65,536 samples.
-Which part has a column follows from what its segment has, so a row says nothing per column.
+both in the narrowest integers that hold all values: two bytes each with puts of up to 65,536 samples.
+Which part has a column follows from the columns of its segment, so a row stores nothing per column.
 
-Invariants: a segment is alive exactly while a live row has a part in it; `release` names each segment once, when its
+Invariants: a segment is alive exactly while a live row has a part in it; `release` returns each segment once, when its
 last row ended.
 """
 
@@ -21,13 +21,13 @@ MAX_SEGMENT = (1 << 31) - 1
 
 
 class Segments:
-    """Parts of the rows in `rows`, and the live segments they lie in."""
+    """The parts of the rows in `rows`, and the live segments in which they lie."""
 
     def __init__(self, rows: Pages, page_rows: int) -> None:
         self._rows = rows
         self.pages = Pages(page_rows)
         self.mask = self.pages.field(np.uint64)
-        """columns that a segment has"""
+        """columns of the segment"""
         self.live = self.pages.field(np.int32)
         """live rows that have a part in it"""
         self.parts: list[tuple[Field, Field]] = []
@@ -38,11 +38,12 @@ class Segments:
         return int(self.pages.find(np.array([segment]))[0]) != NONE
 
     def open(self, segments: np.ndarray, masks: np.ndarray) -> None:
+        """Add segments with these columns."""
         slots = self.pages.add(segments)
         self.mask.values[slots], self.live.values[slots] = masks, 0
 
     def append(self, slots: np.ndarray, segments: np.ndarray, positions: np.ndarray) -> None:
-        """Gives every row one more part; the segments are open."""
+        """Add one part to every row; its segment is open."""
         where, counts = self.pages.find(segments), self.part_count.values[slots]
         for k in np.unique(counts).tolist():
             while k >= len(self.parts):
@@ -55,24 +56,24 @@ class Segments:
         self._count(where, 1)
 
     def find(self, slots: np.ndarray, columns: Sequence[int]) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
-        """(columns, segment of each row, position in it), columns that lie alike together; all rows hold them."""
+        """Locate columns that all rows hold: (columns, segment per row, position in it), grouped by equal places."""
         parts = [(inside, where, at, self.mask.values[where]) for _, inside, where, at in self._parts_of(slots)]
         masks = set[int]().union(*(np.unique(mask).tolist() for *_, mask in parts))
         alike: dict[tuple[int, ...], list[int]] = {}
         for c in columns:
             alike.setdefault(tuple(mask for mask in masks if mask >> c & 1), []).append(c)
-        found = []
+        located = []
         for together in alike.values():
             segments, positions = np.full(len(slots), NONE, np.int64), np.empty(len(slots), np.int64)
             for inside, where, at, mask in parts:
                 has = mask & np.uint64(1 << together[0]) != 0
                 segments[inside[has]], positions[inside[has]] = where[has], at[has]
             assert (segments != NONE).all(), "a row holds a column that none of its segments has"
-            found.append((together, self.pages.numbers(segments), positions))
-        return found
+            located.append((together, self.pages.numbers(segments), positions))
+        return located
 
     def release(self, slots: np.ndarray) -> tuple[int, ...]:
-        """The rows have ended. Returns the segments that have no live row left."""
+        """Remove ended rows. Returns the segments that have no live row left, ascending."""
         segments = [where for _, _, where, _ in self._parts_of(slots)]
         if not segments:
             return ()
@@ -83,7 +84,7 @@ class Segments:
         return tuple(numbers.tolist())
 
     def touching(self, slots: np.ndarray, segments: Sequence[int]) -> np.ndarray:
-        """Those of the rows that have a part in one of the segments."""
+        """Filter the rows that have a part in one of the segments."""
         touched, wanted = np.zeros(len(slots), np.bool_), self.pages.find(np.asarray(segments, np.int64))
         for _, inside, where, _ in self._parts_of(slots):
             touched[inside] |= np.isin(where, wanted)
@@ -98,17 +99,17 @@ class Segments:
         return flat
 
     def _parts_of(self, slots: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(k, which of the slots have a part k, its segment's slot, position) for every k that one of them has."""
+        """(k, indices of the rows with a part k, slots of its segments, positions) for every k that occurs."""
         counts = self.part_count.values[slots]
-        found = []
+        parts = []
         for k in range(int(counts.max(initial=0))):
             inside = np.flatnonzero(counts > k)
             where, at = (field.values[slots[inside]].astype(np.int64) for field in self.parts[k])
-            found.append((k, inside, where, at))
-        return found
+            parts.append((k, inside, where, at))
+        return parts
 
     def _count(self, where: np.ndarray, by: int) -> np.ndarray:
-        """Counts one row more or less for every mention of a segment's slot. Returns those mentioned, each once."""
+        """Add `by` live rows for every occurrence of a segment's slot. Returns the distinct slots."""
         slots, times = np.unique(where, return_counts=True)
         self.live.values[slots] += (by * times).astype(np.int32)
         return slots

@@ -1,7 +1,7 @@
-"""The table as a few flat arrays and a JSON string, and back. Only what is alive or remembered is in it.
+"""Serializes the table to a few flat arrays and a JSON string, and back: live rows and remembered endings.
 
-Rows and groups come in the order of their numbers, and keep them; slots do not matter and are given anew. What is
-leased is open in the copy, as whoever held it answers to another table now.
+Rows and groups are stored in the order of their numbers and keep them; slots are assigned again. Leased rows are open
+in the copy: their readers hold leases of another table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ Snapshot = Mapping[str, "np.ndarray | str"]
 
 
 def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
+    """Serialize a state."""
     slots, groups = state.pages.live_slots(), state.groups.pages.live_slots()
     segments, claims = state.segments.pages.live_slots(), state.claims
     place_of_group = np.full(int(groups.max(initial=-1)) + 2, NONE, np.int32)
@@ -61,13 +62,13 @@ def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
 
 
 def options(snapshot: Snapshot) -> dict[str, Any]:
-    """What the table was created with."""
+    """The arguments with which the table was created."""
     about = json.loads(str(snapshot["about"]))
     return {name: about[name] for name in ("tasks", "group_size", "page_rows", "remembered")}
 
 
 def load(state: State, snapshot: Snapshot) -> None:
-    """Fills an empty state."""
+    """Restore a snapshot into an empty state."""
     about = json.loads(str(snapshot["about"]))
     array = {name: np.asarray(value) for name, value in snapshot.items() if name != "about"}
     slots = state.create(state.ids.names(_unpacked(array["id"], len(array["row"]))), array["row"], array["born_s"])
@@ -115,7 +116,7 @@ def _load_groups(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray
 
 
 def _packed(texts: Sequence[str]) -> np.ndarray:
-    """UTF-8, with a NUL between two names: no name holds one."""
+    """UTF-8, separated by NULs: no name contains one."""
     return np.frombuffer("\0".join(texts).encode(), np.uint8)
 
 

@@ -1,7 +1,7 @@
-"""All tables of a sample table, and the events that touch more than one of them.
+"""The state of a sample table: all its parts, and the events that change more than one of them.
 
-Rows are numbered in the order of their first put, and a number is never given twice. A row lives in a slot of `pages`;
-everything about it is in fields of that slot, kept by the table whose idea it is.
+Rows are numbered in the order of their first put, and numbers are never reused. A row occupies a slot of `pages`; its
+data is in fields of that slot, each owned by the part it belongs to.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import numpy as np
 from distqueue.samples.claims import Claims
 from distqueue.samples.columns import Columns
 from distqueue.samples.endings import Endings
-from distqueue.samples.face import Ended
 from distqueue.samples.groups import Groups
 from distqueue.samples.names import NameIndex, Names
 from distqueue.samples.pages import Pages
 from distqueue.samples.segments import Segments
+from distqueue.samples.types import Ended
 from distqueue.samples.views import Views
 
 UNKNOWN = -1
-"""No policy version is known"""
+"""The policy version is unknown"""
 
 
 class State:
-    def __init__(self, tasks: int, lease_s: float, group_size: int | None, page_rows: int, remembered: int) -> None:
+    def __init__(self, *, tasks: int, lease_s: float, group_size: int | None, page_rows: int, remembered: int) -> None:
         self.page_rows = page_rows
         self.pages = Pages(page_rows)
         self.ids = NameIndex()
@@ -35,15 +35,10 @@ class State:
         self.claims = Claims(self.pages, tasks, lease_s)
         self.groups = Groups(self.pages, group_size, page_rows)
         self.endings = Endings(remembered)
-        self.views = Views(self.pages, self.columns, self.claims, self.groups)
-
-    @property
-    def nbytes(self) -> int:
-        parts = (self.pages, self.ids, self.segments.pages, self.groups, self.endings)
-        return sum(part.nbytes for part in parts)
+        self.views = Views(self.pages, columns=self.columns, claims=self.claims, groups=self.groups)
 
     def create(self, names: Names, numbers: np.ndarray, born_s: np.ndarray | float) -> np.ndarray:
-        """New rows that hold nothing yet. Returns their slots."""
+        """Create rows without columns. Returns their slots."""
         slots = self.pages.add(numbers)
         self.born_s.values[slots] = born_s
         self.versions.values[slots] = UNKNOWN
@@ -54,15 +49,15 @@ class State:
         return slots
 
     def widen_versions(self, slots: np.ndarray, versions: np.ndarray) -> None:
-        """A row's versions span what they did and what came with a put; unknown ones say nothing."""
+        """Extend the rows' spans of versions by those of a put; unknown versions change nothing."""
         oldest, newest = self.versions.values[slots].T
-        came_first, came_last = np.asarray(versions, np.int32).T
-        first = np.where(came_first == UNKNOWN, oldest, np.minimum(oldest, came_first))
-        self.versions.values[slots, 0] = np.where(oldest == UNKNOWN, came_first, first)
-        self.versions.values[slots, 1] = np.maximum(newest, came_last)
+        put_oldest, put_newest = np.asarray(versions, np.int32).T
+        merged = np.where(put_oldest == UNKNOWN, oldest, np.minimum(oldest, put_oldest))
+        self.versions.values[slots, 0] = np.where(oldest == UNKNOWN, put_oldest, merged)
+        self.versions.values[slots, 1] = np.maximum(newest, put_newest)
 
     def end(self, slots: np.ndarray, reason: str) -> Ended:
-        """Ends distinct live rows under a name."""
+        """End distinct live rows for a reason."""
         if not len(slots):
             return Ended()
         texts = self.ids.texts(slots)

@@ -27,7 +27,7 @@ import ray
 import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed, QueueDrained
-from distqueue.steps import run
+from distqueue.actor_calls import run
 from tests.machine import Deadline, patience
 
 TASKS = ("reward", "train")

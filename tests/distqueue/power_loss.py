@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from distqueue import PackedBatch, QueueOptions, journal
+from distqueue.actor import QueueActor, Turn
 from distqueue.core import QueueCore
-from distqueue.fleet import Home
-from distqueue.host import QueueActor, Turn
+from distqueue.fleet import ShardHandle
 from distqueue.messages import Delivery, Put
-from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import gather_columns
 from distqueue.payload.segment_file import SegmentFile, lay_out, stretches_of
 from distqueue.payload.shard import Shard
-from distqueue.samples import SampleTable, Want
+from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Shard as ShardEntry
 from tests.distqueue.faults import TASKS, make_batch
 
@@ -66,12 +66,13 @@ class PlainActor(QueueActor):
     """The queue's actor with one shard, and no Ray."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__("", TASKS, QueueOptions(durability="journal", journal=str(folder), lease_s=LEASE_S), HERE)
+        options = QueueOptions(durability="journal", journal=str(folder), lease_s=LEASE_S)
+        super().__init__(name="", tasks=TASKS, options=options, node=HERE)
 
     async def _start_shards(self) -> None:
         folder = str(Path(str(self.options.journal)) / "segments" / HERE)
-        self.fleet.shards[HERE] = Home(HERE, Direct(Shard(folder, None)))
-        self.core.ledger.add_shard(ShardEntry(HERE, HERE, folder, 1 << 40, recycles=False))
+        self.fleet.shards[HERE] = ShardHandle(HERE, Direct(Shard(folder, None)))
+        self.core.ledger.add_shard(ShardEntry(HERE, node=HERE, folder=folder, max_bytes=1 << 40, recycles=False))
 
 
 # ---- the process that is killed
@@ -106,8 +107,8 @@ class Party:
 
     async def read(self, task: str) -> None:
         while True:
-            want = Want(task, COLUMNS, self.rng.randint(1, 8))
-            found = await self.actor.get(want, None, 1.0, None)
+            selection = Selection(task, COLUMNS, self.rng.randint(1, 8))
+            found = await self.actor.get(selection=selection, share=None, wait_s=1.0, turn=None)
             if isinstance(found, Turn):
                 continue
             ids = Delivery.from_bytes(found).ids
@@ -123,11 +124,11 @@ class Party:
 async def put(actor: QueueActor, batch: PackedBatch) -> None:
     """As a client does."""
     contents = lay_out(stretches_of(batch))
-    reserved = await actor.reserve(Put.of(batch).to_bytes(), HERE, contents.nbytes, None)
+    reserved = await actor.reserve(message=Put.of(batch).to_bytes(), node=HERE, nbytes=contents.nbytes, number=None)
     assert not isinstance(reserved, Turn)
     assert reserved.durable
     await asyncio.to_thread(_write, reserved.number, reserved.path, reserved.size, contents)
-    await actor.commit(reserved.number, reserved.path, HERE, contents.nbytes)
+    await actor.commit(number=reserved.number, path=reserved.path, node=HERE, nbytes=contents.nbytes, message=None)
 
 
 def _write(number: int, path: str, size: int, contents: Any) -> None:
@@ -146,7 +147,7 @@ def fork_party(folder: Path, life: str) -> tuple[int, int]:
     try:
         os.close(reading)
         os.environ |= {"POWER_LOSS_DIR": str(folder / "disk"), "POWER_LOSS_SHADOW": str(folder / "shadow")}
-        journal.LEAST_COMPACTED = 1 << 13  # snapshots too, in so short a life
+        journal.MIN_COMPACTED_BYTES = 1 << 13  # snapshots too, in so short a life
         asyncio.run(Party(folder / "disk" / "run" / "queue", writing, life).live())
     except BaseException:
         traceback.print_exc()
@@ -248,7 +249,7 @@ class Claims:
         lost = [id for id in self.put if not core.table.are_live([id])[0] and not has_ended(core, id)]
         assert not lost, f"{len(lost)} samples were put and are not there: {lost[:3]}"
         for task in TASKS:
-            taken = core.table.take(Want(task, COLUMNS[:1], partial=True), 0.0)
+            taken = core.table.take(Selection(task, COLUMNS[:1], partial=True), 0.0)
             undone = self.acked[task] & set(taken.ids if taken else ())
             assert not undone, f"acks of {task} are undone: {sorted(undone)[:3]}"
         self.passed += len(self.put)
@@ -288,7 +289,7 @@ def check_bits(core: QueueCore, ids: list[str], column: str) -> None:
     if ids:
         found = core.locate(ids, [column])
         sources = [SegmentFile(place.path).columns(place.number) for place in found.places]
-        got, wanted = gather_columns(found.parts, sources, WarmBuffers())[column], make_batch(ids)[column]
+        got, wanted = gather_columns(found.parts, sources, BufferPool())[column], make_batch(ids)[column]
         assert got.buffer.equal(wanted.buffer) and got.lengths().equal(wanted.lengths()), f"{column} of {ids}"
 
 

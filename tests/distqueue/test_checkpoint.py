@@ -18,12 +18,12 @@ import ray
 from distqueue import DistQueue, PackedBatch, QueueDrained
 from distqueue.checkpoint import CUT, Unfinished, load
 from distqueue.core import QueueCore
-from distqueue.fleet import Home
-from distqueue.payload.buffers import WarmBuffers
+from distqueue.fleet import ShardHandle
+from distqueue.inspection import journal_state
+from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import gather_columns
 from distqueue.payload.segment_file import SegmentFile
-from distqueue.samples import Want
-from distqueue.show import journal_state
+from distqueue.samples import Selection
 from tests.distqueue.faults import make_batch, same
 from tests.distqueue.power_loss import HERE, Direct, PlainActor, put
 from tests.machine import patience
@@ -202,7 +202,7 @@ def test_what_ends_or_moves_before_it_is_copied_is_in_the_checkpoint(tmp_path: P
         for id in ("stays", "ends", "moves"):
             await put(actor, make_batch([id]))
         shard = Gated(actor.fleet.shards[HERE].actor)
-        actor.fleet.shards[HERE] = Home(HERE, shard)
+        actor.fleet.shards[HERE] = ShardHandle(HERE, shard)
         writing = asyncio.create_task(actor.checkpoint(str(tmp_path / "checkpoint"), "cut"))
         await shard.asked.wait()
         ends, moves = actor.core.locate(["ends", "moves"], COLUMNS).places
@@ -223,23 +223,23 @@ def test_what_ends_or_moves_before_it_is_copied_is_in_the_checkpoint(tmp_path: P
 def everything(folder: Path) -> PackedBatch:
     """What can be read in a checkpoint, without a queue."""
     core = QueueCore.recover(load(str(folder)), ())
-    taken = core.table.take(Want("train", tuple(COLUMNS), partial=True), 0.0)
+    taken = core.table.take(Selection("train", tuple(COLUMNS), partial=True), 0.0)
     assert taken is not None
     found = core.locate(taken.ids, COLUMNS)
     sources = [SegmentFile(folder / place.path).columns(place.number) for place in found.places]
-    return PackedBatch(found.ids, gather_columns(found.parts, sources, WarmBuffers()))
+    return PackedBatch(found.ids, gather_columns(found.parts, sources, BufferPool()))
 
 
 def test_a_checkpoint_is_written_once_and_whole(in_journal: Before, tmp_path: Path) -> None:
     queue, other = in_journal.queue, tmp_path / "other"
-    with pytest.raises(ValueError, match="checkpoint='.*/checkpoint': it is there already; expected a new folder"):
+    with pytest.raises(ValueError, match="checkpoint='.*/checkpoint': it exists already; expected a new folder"):
         queue.checkpoint(in_journal.folder)
     with pytest.raises(ValueError, match="checkpoint='here': expected an absolute path"):
         queue.checkpoint("here")
     unfinished = Unfinished(str(other), "cut")
     with pytest.raises(ValueError, match="other.partial: another queue has it open"):
         queue.checkpoint(str(other))
-    unfinished.give_up()
+    unfinished.abort()
     assert not list(tmp_path.iterdir())
     (tmp_path / "other.partial" / "segments").mkdir(parents=True)
     (tmp_path / "other.partial" / "segments" / "left").touch()
@@ -261,9 +261,9 @@ def test_what_does_not_go_on_from_a_checkpoint_is_refused_by_name(in_journal: Be
     refused("journal='.*/journal': it holds a queue; expected a new one", durability="journal", journal=journal)
     refused(r"tasks=\('train',\): checkpoint .* has tasks=\('reward', 'train'\)", "train")
     refused("group_size=4: checkpoint .* has group_size=2", group_size=4)
-    refused("expected a folder that DistQueue.checkpoint has written", checkpoint=str(tmp_path / "nothing"))
-    refused("expected a folder that DistQueue.checkpoint has written", checkpoint=journal)
+    refused("expected a folder written by DistQueue.checkpoint", checkpoint=str(tmp_path / "nothing"))
+    refused("expected a folder written by DistQueue.checkpoint", checkpoint=journal)
     refused("checkpoint='checkpoint': expected an absolute path", checkpoint="checkpoint")
     shutil.copytree(folder, tmp_path / "half")
     next((tmp_path / "half" / "segments").iterdir()).unlink()
-    refused(r"1 of its files are not there, such as segments/\d+", checkpoint=str(tmp_path / "half"))
+    refused(r"1 of its files are missing, such as segments/\d+", checkpoint=str(tmp_path / "half"))

@@ -90,7 +90,7 @@ def test_a_put_is_one_request_after_the_first_and_sizes_that_change_keep_no_file
         assert batch.ids == tuple(ids) and bool((batch["tokens"].buffer == k).all())
         queue.ack("train", batch.ids)
     queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.ones(1)[:0].long()]}))
-    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' exists already"):
         queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.ones(1)[:0].long()]}))
     assert queue.put(PackedBatch.from_samples(["b"], {"tokens": [torch.ones(1)[:0].long()]})) == ()
     assert queue.state()["granted"] == 1
@@ -103,7 +103,7 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
     assert queue.lengths(["a"], ["tokens"]) == {"tokens": [3]}
     with pytest.raises(ValueError, match="^sample 'b': never put$"):
         queue.claim("train", ["a", "b"])
-    with pytest.raises(ValueError, match="^sample 'a': column 'tokens' is there already$"):
+    with pytest.raises(ValueError, match="^sample 'a': column 'tokens' exists already$"):
         queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
     with pytest.raises(TimeoutError, match="column 'reward' missing for 1"):
         queue.get("train", ["reward"], 1, timeout_s=0.05)

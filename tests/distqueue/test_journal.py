@@ -14,7 +14,7 @@ from distqueue.journal import Journal, read_folder
 def test_events_come_back_in_order_and_a_snapshot_takes_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distqueue.journal.LEAST_COMPACTED", 3000)
+    monkeypatch.setattr("distqueue.journal.MIN_COMPACTED_BYTES", 3000)
     told: list[bytes] = []
     journal = Journal(tmp_path, lambda: b"|".join(told))
     assert read_folder(tmp_path) == (None, [])

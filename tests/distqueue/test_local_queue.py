@@ -66,7 +66,7 @@ def test_a_refused_put_changes_nothing() -> None:
     queue = LocalQueue(["train"])
     queue.put(batch_of("a"))
     before = queue.stats() | {"distqueue/train/age_s": 0}
-    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' exists already"):
         queue.put(batch_of("b", "a"))
     with pytest.raises(ValueError, match="column 'tokens': put as Layout.*this queue holds it as Layout"):
         queue.put(PackedBatch.from_samples(["c"], {"tokens": torch.ones(1)}))
@@ -214,7 +214,7 @@ def test_close_wakes_all_waiters() -> None:
         wait_for_waiters(queue, "train", 3)
         queue.close()
         for future in waiting:
-            with pytest.raises(QueueClosed, match=r"the queue is closed; task 'train' gets no \['tokens'\]"):
+            with pytest.raises(QueueClosed, match=r"the queue is closed; task 'train' cannot get \['tokens'\]"):
                 future.result(timeout=patience(10))
     with pytest.raises(QueueClosed):
         queue.put(batch_of("a"))

@@ -128,9 +128,9 @@ def test_a_missing_column_names_sample_and_column() -> None:
             {"x": [torch.ones(2, 3), torch.ones(2, 4)]},
             r"sample 'b': .*\(L, \(4,\)\) beside .*\(L, \(3,\)\) of sample 'a'",
         ),
-        ({"x": [torch.tensor(1.0)] * 2}, "sample 'a': a scalar; stack"),
+        ({"x": [torch.tensor(1.0)] * 2}, "sample 'a': a scalar; pass"),
         ({"x": [[1, 2], [3]]}, "sample 'a': list; expected a tensor"),
-        ({"x": ["text", 3]}, "sample 'a': str; expected a tensor, or str or dict for every sample"),
+        ({"x": ["text", 3]}, "sample 'a': str; expected a tensor, or a str or dict per sample"),
         ({"x": [{"f": 1}, {"f": torch.ones(1)}]}, "sample 'b': metadata must be JSON"),
         ({"x": torch.ones(3)}, "column 'x': 3 samples for 2 ids"),
         ({"x": [torch.ones(1, device="meta")] * 2}, "a tensor on meta; expected one on the CPU"),
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_named(columns: dict, message: str) -> None:
 
 
 def test_ids_groups_and_versions_fit_the_samples() -> None:
-    with pytest.raises(ValueError, match="twice here: a"):
+    with pytest.raises(ValueError, match="repeated: a"):
         PackedBatch.from_samples(["a", "b", "a"], {})
     with pytest.raises(ValueError, match="groups: 1 samples for 2 ids"):
         PackedBatch.from_samples(["a", "b"], {}, groups=["g"])

@@ -13,17 +13,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from distqueue.core import QueueCore
 from distqueue.messages import Put, unpack
-from distqueue.samples import SampleTable, Want
+from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment, Shard
 from tests.distqueue.core.cores import LEASE_S, ask, put_of
 
 TASKS, COLUMNS, GROUP_SIZE = ("reward", "train"), ("x", "y"), 2
-WANTS = [
-    Want("reward", ("x",), 2),
-    Want("train", ("x", "y"), 4),
-    Want("train", ("y",), token_budget=7),
-    Want("train", ("x",), 2, whole_groups=True),
-    Want("reward", ("y",), 1, min_version=3),
+SELECTIONS = [
+    Selection("reward", ("x",), 2),
+    Selection("train", ("x", "y"), 4),
+    Selection("train", ("y",), token_budget=7),
+    Selection("train", ("x",), 2, whole_groups=True),
+    Selection("reward", ("y",), 1, min_version=3),
 ]
 SHARDS = ("one", "two")
 
@@ -46,7 +46,7 @@ class Recovery(RuleBasedStateMachine):
 
     def with_shards(self, core: QueueCore) -> QueueCore:
         for name in SHARDS:
-            core.ledger.add_shard(Shard(name, name, f"/{name}", 1 << 40))
+            core.ledger.add_shard(Shard(name, node=name, folder=f"/{name}", max_bytes=1 << 40))
         return core
 
     @property
@@ -111,11 +111,11 @@ class Recovery(RuleBasedStateMachine):
         put = put_of({f"s{n}": 1 + n % 4 for n in numbers}, column, [f"g{n // GROUP_SIZE}" for n in numbers], 3)
         before = self.core.snapshot()
         try:
-            late = self.core.put(put, 100, file.number, file.path, self.now_s)
+            late = self.core.put(put, nbytes=100, number=file.number, path=file.path, now_s=self.now_s)
         except ValueError:
             assert self.core.snapshot() == before and file.number not in self.core.ledger.segments
             return
-        assert not twice or self.core.put(put, 100, file.number, file.path, self.now_s) == late
+        assert not twice or self.core.put(put, nbytes=100, number=file.number, path=file.path, now_s=self.now_s) == late
 
     @precondition(lambda self: self.writing)
     @rule()
@@ -124,13 +124,13 @@ class Recovery(RuleBasedStateMachine):
 
     @rule()
     def get(self) -> None:
-        for want in WANTS:
+        for selection in SELECTIONS:
             answers: list[Any] = []
-            waiter = self.core.ask(want, None, self.now_s, answers.append)
+            waiter = self.core.ask(selection, share=None, now_s=self.now_s, answer=answers.append)
             self.core.readers.leave(waiter)
             for found in answers:
                 if not isinstance(found, Exception):
-                    self.handed[want.task] += found.ids
+                    self.handed[selection.task] += found.ids
 
     @rule(data=st.data(), task=st.sampled_from(TASKS))
     def ack(self, data: st.DataObject, task: str) -> None:
@@ -162,7 +162,7 @@ class Recovery(RuleBasedStateMachine):
                 self.core.lose([number], "two", self.now_s)
             if compacted:
                 self.compact()
-            self.core.moved(number, name, f"/{name}/moved-{self.moves}", spilled)
+            self.core.moved(number, name, f"/{name}/moved-{self.moves}", spilled=spilled)
 
     @rule(seconds=st.sampled_from([1.0, LEASE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -209,18 +209,18 @@ class Recovery(RuleBasedStateMachine):
         self.now_s += 2 * LEASE_S
         self.core.writers.serve(self.now_s)
         self.core.tick(self.now_s)
-        for want in WANTS * 2:
-            one, other = ask(self.core, want, now_s=self.now_s), ask(again, want, now_s=self.now_s)
+        for selection in SELECTIONS * 2:
+            one, other = ask(self.core, selection, now_s=self.now_s), ask(again, selection, now_s=self.now_s)
             assert [str(found) for found in one] == [str(found) for found in other]
             for found in one:
                 if not isinstance(found, Exception):
-                    self.core.ack(want.task, found.ids, self.now_s)
-                    again.ack(want.task, found.ids, self.now_s)
+                    self.core.ack(selection.task, found.ids, self.now_s)
+                    again.ack(selection.task, found.ids, self.now_s)
 
 
 def ask_room(core: QueueCore, put: Put, now_s: float) -> list[Any]:
     answers: list[Any] = []
-    core.ask_room(put, "one", 100, now_s, answers.append)
+    core.ask_room(put, node="one", nbytes=100, now_s=now_s, answer=answers.append)
     return answers
 
 
@@ -232,12 +232,14 @@ def assert_same(live: QueueCore, again: QueueCore, now_s: float) -> None:
     for name in arrays:
         assert np.array_equal(arrays[name], other_arrays[name]), name
     assert figures(live, now_s) == figures(again, now_s)
-    for want in WANTS:
-        opened, reopened = (core.table.open(want.task) + core.table.leased(want.task) for core in (live, again))
+    for selection in SELECTIONS:
+        opened, reopened = (
+            core.table.open(selection.task) + core.table.leased(selection.task) for core in (live, again)
+        )
         assert opened == reopened
-        if not live.table.leased(want.task):
-            assert live.table.can_serve(want) == again.table.can_serve(want)
-            assert live.explain(want) == again.explain(want)
+        if not live.table.leased(selection.task):
+            assert live.table.can_serve(selection) == again.table.can_serve(selection)
+            assert live.explain(selection) == again.explain(selection)
 
 
 def durable(core: QueueCore) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -23,22 +23,24 @@ class Ledger(RuleBasedStateMachine):
     def create(self, recycles: bool, pages: int) -> None:
         self.ledger = SegmentLedger("e")
         for name in ("a", "b"):
-            self.ledger.add_shard(Shard(name, name, f"/{name}", pages * GRAIN, recycles, spill="/disk"))
+            self.ledger.add_shard(
+                Shard(name, node=name, folder=f"/{name}", max_bytes=pages * GRAIN, recycles=recycles, spill="/disk")
+            )
 
     def numbers_of(self, live: bool) -> list[int]:
         return [s.number for s in self.ledger.segments.values() if s.live == live and not s.dead]
 
-    @rule(node=st.sampled_from("abc"), pages=st.integers(1, 5), beyond=st.booleans())
-    def reserve(self, node: str, pages: int, beyond: bool) -> None:
+    @rule(node=st.sampled_from("abc"), pages=st.integers(1, 5), exceed=st.booleans())
+    def reserve(self, node: str, pages: int, exceed: bool) -> None:
         shard = self.ledger.shard_for(node)
         assert node == "c" or shard.name == node, "a node's writers write to its own shard"
         held = shard.held
-        segment = self.ledger.reserve(shard.name, pages * GRAIN - 7, self.now_s + LEASE_S, beyond)
+        segment = self.ledger.reserve(shard.name, pages * GRAIN - 7, self.now_s + LEASE_S, exceed=exceed)
         if segment is None:
             live = shard.held - sum(shard.free.values())
-            assert not beyond and live + pages * GRAIN > shard.max_bytes, "refused only where there is no room"
+            assert not exceed and live + pages * GRAIN > shard.max_bytes, "refused only where there is no room"
             return
-        assert beyond or shard.held <= max(shard.max_bytes, held)
+        assert exceed or shard.held <= max(shard.max_bytes, held)
         assert segment.size >= pages * GRAIN - 7 and segment.number not in self.numbers
         assert segment.path not in self.gone, "a discarded file's name comes back"
         self.numbers.append(segment.number)
@@ -71,7 +73,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from("ab"), spilled=st.booleans())
     def move(self, data: st.DataObject, name: str, spilled: bool) -> None:
         number = data.draw(st.sampled_from(self.numbers_of(live=True)))
-        self.ledger.moved(number, name, f"/{name}/moved-{len(self.numbers)}-{number}-{self.now_s}", spilled)
+        self.ledger.moved(number, name, f"/{name}/moved-{len(self.numbers)}-{number}-{self.now_s}", spilled=spilled)
         self.now_s += 0.001
 
     @rule(name=st.sampled_from("ab"), pages=st.integers(1, 5))
@@ -115,14 +117,14 @@ test_ledger = Ledger.TestCase
 
 def test_a_put_that_no_shard_could_ever_hold_is_refused() -> None:
     ledger = SegmentLedger("e")
-    ledger.add_shard(Shard("a", "a", "/a", GRAIN))
+    ledger.add_shard(Shard("a", node="a", folder="/a", max_bytes=GRAIN))
     with pytest.raises(ValueError, match="a put of 4,097 bytes; a shard of this queue holds max_bytes=4,096"):
         ledger.reserve("a", GRAIN + 1, 0.0)
 
 
 def test_a_freed_file_is_written_again_before_a_new_one_is_made() -> None:
     ledger = SegmentLedger("e")
-    ledger.add_shard(Shard("a", "a", "/a", 100 * GRAIN))
+    ledger.add_shard(Shard("a", node="a", folder="/a", max_bytes=100 * GRAIN))
     first = ledger.reserve("a", 3 * GRAIN, 1.0)
     ledger.commit(first.number)
     ledger.free([first.number])

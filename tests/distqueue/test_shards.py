@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue, PackedBatch
-from distqueue.steps import run
+from distqueue.actor_calls import run
 from tests.machine import patience, wait_for
 
 

@@ -102,8 +102,8 @@ class Reluctant:
         self.queue, self.over = queue, threading.Event()
         self.ack, self.give_back = queue.ack, queue.give_back
 
-    async def get_async(self, task: str, columns: list[str], count: int) -> PackedBatch:
-        batch = await self.queue.get_async(task, columns, count)
+    async def get_async(self, **request: Any) -> PackedBatch:
+        batch = await self.queue.get_async(**request)
         if batch.ids != ("s0",):
             asyncio.get_running_loop().call_soon(self._hold)
         return batch
@@ -138,7 +138,7 @@ def test_a_loop_that_waits_hears_that_the_queue_is_closed() -> None:
     batches = stream(queue, "train", ["tokens"], count=2)
     closing = threading.Timer(0.1, queue.close)
     closing.start()
-    with pytest.raises(QueueClosed, match=r"task 'train' gets no \['tokens'\] any more"):
+    with pytest.raises(QueueClosed, match=r"task 'train' cannot get \['tokens'\]"):
         next(batches)
     closing.join()
 

@@ -10,7 +10,7 @@ import torch
 from distqueue import PackedBatch
 from distqueue.core import QueueCore, Share
 from distqueue.messages import Put
-from distqueue.samples import SampleTable, Want
+from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment, Shard
 
 LEASE_S = 10.0
@@ -20,7 +20,7 @@ def new_core(
     *tasks: str, group_size: int | None = None, max_bytes: int = 1 << 40, max_rows: int | None = None
 ) -> QueueCore:
     core = QueueCore(SampleTable(tasks or ("train",), LEASE_S, group_size), max_rows=max_rows, epoch="e")
-    core.ledger.add_shard(Shard("here", "here", "/here", max_bytes))
+    core.ledger.add_shard(Shard("here", node="here", folder="/here", max_bytes=max_bytes))
     return core
 
 
@@ -35,7 +35,7 @@ def put_of(lengths: dict[str, int], column: str = "tokens", groups: Sequence[str
 def ask_room(core: QueueCore, put: Put, nbytes: int = 100, now_s: float = 0.0) -> list[Any]:
     """What a writer is answered: [] as long as it waits."""
     answers: list[Any] = []
-    core.ask_room(put, "here", nbytes, now_s, answers.append)
+    core.ask_room(put, node="here", nbytes=nbytes, now_s=now_s, answer=answers.append)
     return answers
 
 
@@ -45,10 +45,10 @@ def store(core: QueueCore, put: Put, now_s: float = 0.0) -> Segment:
     return segment
 
 
-def ask(core: QueueCore, want: Want, share: tuple[int, int] | None = None, now_s: float = 0.0) -> list[Any]:
+def ask(core: QueueCore, selection: Selection, share: tuple[int, int] | None = None, now_s: float = 0.0) -> list[Any]:
     """What a reader is answered: [] as long as it waits."""
     answers: list[Any] = []
-    core.ask(want, None if share is None else Share(*share), now_s, answers.append)
+    core.ask(selection, share=None if share is None else Share(*share), now_s=now_s, answer=answers.append)
     return answers
 
 
@@ -57,5 +57,7 @@ def numbered(count: int, first: int = 0) -> dict[str, int]:
     return {f"s{n}": 1 + n * 7 % 23 for n in range(first, first + count)}
 
 
-def want(count: int | None = None, task: str = "train", columns: Sequence[str] = ("tokens",), **more: Any) -> Want:
-    return Want(task, tuple(columns), count, **more)
+def select(
+    count: int | None = None, task: str = "train", columns: Sequence[str] = ("tokens",), **more: Any
+) -> Selection:
+    return Selection(task, tuple(columns), count, **more)

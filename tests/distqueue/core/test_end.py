@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from distqueue import QueueClosed, QueueDrained
-from tests.distqueue.core.cores import LEASE_S, ask, ask_room, new_core, numbered, put_of, store, want
+from tests.distqueue.core.cores import LEASE_S, ask, ask_room, new_core, numbered, put_of, select, store
 
 
 def test_a_sealed_queue_serves_what_is_left_then_says_so() -> None:
     core = new_core()
     store(core, put_of(numbered(3)))
-    first, second = ask(core, want(2)), ask(core, want(2))
+    first, second = ask(core, select(2)), ask(core, select(2))
     assert len(first[0].ids) == 2 and second == []
     core.seal(0.0)
     core.seal(0.0)
     assert second[0].ids == ("s2",), "the rest, although it is less"
-    third = ask(core, want(2))
+    third = ask(core, select(2))
     assert third == [], "what is leased may come back"
     core.ack("train", [*first[0].ids, *second[0].ids], 0.0)
     assert isinstance(third[0], QueueDrained) and str(third[0]) == (
-        "the queue is sealed and task 'train' has had everything"
+        "the queue is sealed and task 'train' has received everything"
     )
     (refused,) = ask_room(core, put_of({"new": 1}))
     assert isinstance(refused, ValueError) and "sample 'new': the queue is sealed" in str(refused)
@@ -29,9 +29,9 @@ def test_a_sealed_queue_serves_what_is_left_then_says_so() -> None:
 def test_a_lease_that_ends_after_the_seal_is_served_again() -> None:
     core = new_core()
     store(core, put_of({"a": 1}))
-    assert ask(core, want(1))
+    assert ask(core, select(1))
     core.seal(0.0)
-    waiting = ask(core, want(5), now_s=1.0)
+    waiting = ask(core, select(5), now_s=1.0)
     core.tick(LEASE_S)
     assert waiting[0].ids == ("a",)
 
@@ -40,8 +40,8 @@ def test_a_sealed_queue_waits_for_columns_that_are_missing() -> None:
     core = new_core("reward", "train")
     store(core, put_of({"a": 1, "b": 1}))
     core.seal(0.0)
-    waiting = ask(core, want(5, columns=("tokens", "reward")))
-    (scored,) = ask(core, want(5, task="reward"))
+    waiting = ask(core, select(5, columns=("tokens", "reward")))
+    (scored,) = ask(core, select(5, task="reward"))
     store(core, put_of({"a": 1}, "reward"))
     assert scored.ids == ("a", "b") and waiting == [], "b lacks it still"
     core.drop(["b"], "no reward", 0.0)
@@ -52,7 +52,7 @@ def test_a_sealed_queue_waits_for_what_is_being_written() -> None:
     core = new_core()
     (living,), (dead,) = ask_room(core, put_of({"a": 1})), ask_room(core, put_of({"b": 1}))
     core.seal(0.0)
-    waiting = [ask(core, want(2)), ask(core, want(2))]
+    waiting = [ask(core, select(2)), ask(core, select(2))]
     core.commit(living.number, living.path, 0.0)
     assert waiting == [[], []], "b may come yet"
     core.tick(LEASE_S)
@@ -75,20 +75,20 @@ def test_what_a_task_may_not_have_is_counted_when_it_is_drained() -> None:
     store(core, put_of({"a": 1, "b": 1, "c": 1}, groups=["g", "g", "h"], version=1))
     store(core, put_of({"d": 1}, groups=["h"], version=0))
     core.seal(0.0)
-    (whole,) = ask(core, want(4, whole_groups=True, min_version=1))
+    (whole,) = ask(core, select(4, whole_groups=True, min_version=1))
     assert whole.ids == ("a", "b")
     core.ack("train", whole.ids, 0.0)
-    (error,) = ask(core, want(4, whole_groups=True, min_version=1))
-    assert str(error).endswith("has had everything; 2 samples that it may not have are left")
+    (error,) = ask(core, select(4, whole_groups=True, min_version=1))
+    assert str(error).endswith("has received everything; 2 samples remain that its selection excludes")
 
 
 def test_every_reader_of_shares_hears_of_the_end() -> None:
     core = new_core()
     store(core, put_of(numbered(3)))
     core.seal(0.0)
-    parts = [ask(core, want(8), (rank, 4))[0] for rank in range(4)]
+    parts = [ask(core, select(8), (rank, 4))[0] for rank in range(4)]
     assert sorted(id for part in parts for id in part.ids) == sorted(numbered(3)), "fewer than readers"
-    waiting = [ask(core, want(8), (rank, 4)) for rank in range(4)]
+    waiting = [ask(core, select(8), (rank, 4)) for rank in range(4)]
     assert waiting == [[], [], [], []]
     core.ack("train", list(numbered(3)), 0.0)
     assert all(isinstance(answers[0], QueueDrained) for answers in waiting)
@@ -96,10 +96,10 @@ def test_every_reader_of_shares_hears_of_the_end() -> None:
 
 def test_a_closed_queue_answers_all_who_wait() -> None:
     core = new_core(max_rows=1)
-    reader, sharer = ask(core, want(1, columns=("x",))), ask(core, want(1, columns=("x",)), (0, 2))
+    reader, sharer = ask(core, select(1, columns=("x",))), ask(core, select(1, columns=("x",)), (0, 2))
     store(core, put_of({"a": 1}))
     writer = ask_room(core, put_of({"b": 1}))
     core.close()
     assert all(type(answers[0]) is QueueClosed for answers in (reader, sharer, writer))
-    with pytest.raises(QueueClosed, match=r"task 'train' gets no \['tokens'\]"):
-        ask(core, want(1))
+    with pytest.raises(QueueClosed, match=r"task 'train' cannot get \['tokens'\]"):
+        ask(core, select(1))

@@ -10,7 +10,7 @@ from distqueue import PackedBatch
 from distqueue.core import QueueCore
 from distqueue.messages import Put
 from distqueue.segments import GRAIN, Segment
-from tests.distqueue.core.cores import LEASE_S, ask, ask_room, new_core, put_of, store, want
+from tests.distqueue.core.cores import LEASE_S, ask, ask_room, new_core, put_of, select, store
 
 # ---- room
 
@@ -65,7 +65,7 @@ def test_a_dead_writers_reservation_is_given_up_and_the_next_is_served() -> None
     assert waiting == []
     core.tick(LEASE_S)
     assert isinstance(waiting[0], Segment)
-    with pytest.raises(LookupError, match=f"segment {dead.number} at .*: not reserved, or given up"):
+    with pytest.raises(LookupError, match=f"segment {dead.number} at .*: not reserved, or expired"):
         core.commit(dead.number, dead.path, LEASE_S)
     core.commit(waiting[0].number, waiting[0].path, LEASE_S)
     assert core.stats(LEASE_S)["distqueue/rows"] == 1
@@ -76,7 +76,7 @@ def test_a_put_that_another_came_before_is_refused_and_gives_its_room_back() -> 
     (first,), (second,) = (ask_room(core, put_of({"a": 1})) for _ in range(2))
     waiting = ask_room(core, put_of({"b": 1}))
     core.commit(first.number, first.path, 0.0)
-    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' exists already"):
         core.commit(second.number, second.path, 0.0)
     assert isinstance(waiting[0], Segment) and second.number not in core.ledger.segments
 
@@ -85,7 +85,7 @@ def test_a_writer_that_leaves_lets_the_next_one_through() -> None:
     core = new_core(max_rows=2)
     store(core, put_of({"a": 1}))
     answers: list[Any] = []
-    large = core.ask_room(put_of({"b": 1, "c": 1}), "here", 100, 0.0, answers.append)
+    large = core.ask_room(put_of({"b": 1, "c": 1}), node="here", nbytes=100, now_s=0.0, answer=answers.append)
     small = ask_room(core, put_of({"d": 1}))
     core.writers.leave(large)
     core.writers.serve(0.0)
@@ -98,7 +98,7 @@ def test_a_put_without_columns_takes_no_room() -> None:
     segment = store(core, Put.of(batch))
     assert core.stats(0.0)["distqueue/rows"] == 2 and segment.number not in core.ledger.segments
     store(core, put_of({"a": 1, "b": 1}))
-    assert ask(core, want(2))[0].versions == ((3, 3), (3, 3))
+    assert ask(core, select(2))[0].versions == ((3, 3), (3, 3))
 
 
 # ---- grants: a file for the next put
@@ -117,10 +117,10 @@ def test_a_put_into_a_granted_file_is_one_call_and_may_be_repeated() -> None:
     file = granted(core)
     assert core.stats(0.0)["distqueue/bytes"] == 0, "nothing is in it yet"
     for _ in range(2):
-        assert core.put(put_of({"a": 1}), 60, file.number, file.path, 0.0) == ()
+        assert core.put(put_of({"a": 1}), nbytes=60, number=file.number, path=file.path, now_s=0.0) == ()
     assert told == ["put"] and core.stats(0.0)["distqueue/bytes"] == 60
     with pytest.raises(LookupError):
-        core.put(put_of({"b": 1}), 60, file.number, "/here/of another life", 0.0)
+        core.put(put_of({"b": 1}), nbytes=60, number=file.number, path="/here/of another life", now_s=0.0)
     assert not core.table.are_live(["b"]).any()
 
 
@@ -130,23 +130,23 @@ def test_what_is_granted_keeps_nobody_waiting() -> None:
     assert core.grant("here", 100, 0.0) is None, "room is short"
     (writer,) = ask_room(core, put_of({"a": 1}))
     assert isinstance(writer, Segment), "the oldest grant was taken back for it"
-    with pytest.raises(LookupError, match="not granted, or taken back"):
-        core.put(put_of({"b": 1}), 100, first.number, first.path, 0.0)
-    assert core.put(put_of({"b": 1}), 100, second.number, second.path, 0.0) == ()
+    with pytest.raises(LookupError, match="not granted, or revoked"):
+        core.put(put_of({"b": 1}), nbytes=100, number=first.number, path=first.path, now_s=0.0)
+    assert core.put(put_of({"b": 1}), nbytes=100, number=second.number, path=second.path, now_s=0.0) == ()
     assert ("here", first.path) in core.ledger.discards, "its writer may be writing: the file serves nobody else"
 
 
 def test_a_grant_passes_nobody_who_waits_and_no_bound() -> None:
     core = new_core(max_rows=2)
     files = [granted(core) for _ in range(4)]
-    core.put(put_of({"a": 1}), 100, files[0].number, files[0].path, 0.0)
+    core.put(put_of({"a": 1}), nbytes=100, number=files[0].number, path=files[0].path, now_s=0.0)
     with pytest.raises(LookupError, match="no room for 2 new samples yet"):
-        core.put(put_of({"b": 1, "c": 1}), 100, files[1].number, files[1].path, 0.0)
+        core.put(put_of({"b": 1, "c": 1}), nbytes=100, number=files[1].number, path=files[1].path, now_s=0.0)
     waiting = ask_room(core, put_of({"b": 1, "c": 1}))
     assert waiting == [] and core.grant("here", 100, 0.0) is None
     with pytest.raises(LookupError):
-        core.put(put_of({"d": 1}), 100, files[2].number, files[2].path, 0.0)
-    core.put(put_of({"a": 1}, "reward"), 100, files[3].number, files[3].path, 0.0)
+        core.put(put_of({"d": 1}), nbytes=100, number=files[2].number, path=files[2].path, now_s=0.0)
+    core.put(put_of({"a": 1}, "reward"), nbytes=100, number=files[3].number, path=files[3].path, now_s=0.0)
     assert core.table.are_live(["a", "b", "d"]).tolist() == [True, False, False]
 
 
@@ -154,11 +154,11 @@ def test_a_wrong_put_gives_its_grant_back_and_a_sealed_queue_takes_none() -> Non
     core = new_core()
     store(core, put_of({"a": 1}))
     file, other = granted(core), granted(core)
-    with pytest.raises(ValueError, match="sample 'a': column 'tokens' is there already"):
-        core.put(put_of({"a": 1}), 100, file.number, file.path, 0.0)
+    with pytest.raises(ValueError, match="sample 'a': column 'tokens' exists already"):
+        core.put(put_of({"a": 1}), nbytes=100, number=file.number, path=file.path, now_s=0.0)
     core.seal(0.0)
     with pytest.raises(ValueError, match="sample 'b': the queue is sealed"):
-        core.put(put_of({"b": 1}), 100, other.number, other.path, 0.0)
+        core.put(put_of({"b": 1}), nbytes=100, number=other.number, path=other.path, now_s=0.0)
     assert core.grant("here", 100, 0.0) is None and core.writers.granted == {}
     assert len(core.ledger.segments) == 1
 
@@ -168,7 +168,7 @@ def test_a_grant_is_given_up_after_the_lease() -> None:
     file = granted(core)
     ask_room(core, put_of({"a": 1}), now_s=LEASE_S)
     with pytest.raises(LookupError):
-        core.put(put_of({"b": 1}), 100, file.number, file.path, LEASE_S)
+        core.put(put_of({"b": 1}), nbytes=100, number=file.number, path=file.path, now_s=LEASE_S)
 
 
 # ---- commits

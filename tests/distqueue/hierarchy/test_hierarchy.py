@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.distqueue_reads import flat_reads, leader_reads, requests
 from distqueue import LocalQueue, PackedBatch, QueueClosed
 from distqueue.hierarchy import GroupReader, Received
 from distqueue.hierarchy import reader as reading
-from distqueue.hierarchy.exchange import FIRST_ROOM
-from distqueue.hierarchy.tree import Member, flat_reads, leader_reads, requests
+from distqueue.hierarchy.exchange import INITIAL_METADATA_BYTES
+from distqueue.hierarchy.tree import Member
 from fusion.model import Parallel
 from tests.helpers import run_ranks
 from tests.machine import patience
@@ -152,7 +153,7 @@ def test_a_get_is_leased_once_and_its_errors_are_everybodys():
 
 
 def _beats(rank, device, group_timeout_s):
-    reading.BEAT_S = 0.05
+    reading.MAX_SILENCE_S = 0.05
     queue = CountingQueue()
     reader = GroupReader(queue, dist.new_group([0, 1], timeout=timedelta(seconds=group_timeout_s)), ["prompt", "late"])
     if rank == 0:
@@ -160,7 +161,7 @@ def _beats(rank, device, group_timeout_s):
         threading.Timer(1.5 * group_timeout_s, lambda: queue.queue.put(late)).start()
     began_s = time.monotonic()
     delivery = reader.get("train", 6)
-    reading.BEAT_S = 60.0
+    reading.MAX_SILENCE_S = 60.0
     return delivery.batch["late"].buffer.tolist(), time.monotonic() - began_s, reader.requests
 
 
@@ -205,7 +206,7 @@ def test_the_slow_link_is_crossed_once_a_message(device, on_card):
         assert ranks[edge.parent][0][edge.child] == reads * messages, edge
         for ids in (IDS, IDS[::-2]):
             columns = queue.read(ids, PLACED_UNION).select(columns=sorted(edge.columns)).columns.values()
-            sent += FIRST_ROOM + sum(column.buffer.nbytes for column in columns)
+            sent += INITIAL_METADATA_BYTES + sum(column.buffer.nbytes for column in columns)
     assert sum(found for _, found, _ in ranks) == sent, "payload without a byte of padding"
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distqueue.hierarchy.tree import Member, Tree, flat_reads, leader_reads, plan_tree, requests
+from benchmarks.distqueue_reads import flat_reads, leader_reads, requests
+from distqueue.hierarchy.tree import Member, Tree, plan_tree
 
 NAMES = "prompt", "response", "advantage", "behaviour_logprobs", "ref_logprobs"
 NEEDS = st.frozensets(st.sampled_from(NAMES))

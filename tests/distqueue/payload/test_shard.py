@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distqueue import PackedBatch
-from distqueue.messages import Part, Place, runs_of
+from distqueue.messages import File, Part, Place, runs_of
 from distqueue.payload import mapped as mapping
 from distqueue.payload.mapped import Mapped
 from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
@@ -41,8 +41,10 @@ def test_rows_of_several_segments_are_gathered_for_a_reader_elsewhere(tmp_path: 
 def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
     home, other = Shard(str(tmp_path / "s" / "a"), str(tmp_path / "disk")), Shard(str(tmp_path / "s" / "b"), None)
     header, frames = to_wire(PackedBatch.from_samples(["x"], {"n": torch.tensor([7])}).columns)
-    home.write(3, str(home.folder / "3"), 4096, True, header, *frames)
-    other.take_over(str(other.folder / "moved"), home.export(3, str(home.folder / "3")), durable=True)
+    path = str(home.folder / "3")
+    file = File(number=3, path=path, size=4096, shard="a", node="", durable=True, lease_s=1.0)
+    home.write(file, header, *frames)
+    other.import_segment(str(other.folder / "moved"), home.export_segment(3, str(home.folder / "3")), durable=True)
     home.spill(3, str(home.folder / "3"), str(tmp_path / "disk" / "3"))
     for path in (other.folder / "moved", tmp_path / "disk" / "3"):
         assert numbers(Mapped().columns(Place(3, "", str(path)))) == [7]
@@ -58,7 +60,7 @@ def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
 
 
 def test_a_process_keeps_the_latest_files_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "MAPPED", 2)
+    monkeypatch.setattr(mapping, "MAX_MAPPED", 2)
     mapped, places = Mapped(), [write(tmp_path / str(n), n, n) for n in (1, 2, 3)]
     assert [numbers(mapped.columns(place)) for place in places] == [[1], [2], [3]]
     assert list(mapped._files) == [place.path for place in places[1:]]
@@ -78,7 +80,7 @@ def test_what_a_dead_queue_left_in_memory_is_swept_and_what_a_living_one_holds_i
     assert {folder.name for folder in left} == {f"{PREFIX}dead", f"{PREFIX}returning"}
     back = os.open(tmp_path / f"{PREFIX}returning" / "s.lock", os.O_RDWR)
     fcntl.flock(back, fcntl.LOCK_SH)
-    ours._sweep(left)
+    ours._remove_abandoned(left)
     os.close(back)
     assert {folder.name.removeprefix(PREFIX) for folder in tmp_path.iterdir()} == {"ours", "living", "returning"}
     assert living.folder.exists()

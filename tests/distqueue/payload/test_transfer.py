@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distqueue import PackedBatch
 from distqueue.messages import Delivery, Part, Place, Put, array_to_names, names_to_array, pack, runs_of, unpack
-from distqueue.payload.buffers import WarmBuffers
+from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import gather_columns
 from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
 from distqueue.payload.wire import from_wire, to_wire
@@ -33,7 +33,7 @@ def test_any_rows_in_any_order_are_gathered_from_where_they_lie(made, data: st.D
         home = np.array([(i, row) for i, piece in enumerate(pieces) for row in range(len(piece))]).reshape(-1, 2)[rows]
         part = Part(tuple(batch.columns), runs_of(home[:, 0], home[:, 1]))
         wanted = batch.select(rows)
-        columns = gather_columns([part], sources, WarmBuffers())
+        columns = gather_columns([part], sources, BufferPool())
         assert same_batch(PackedBatch(wanted.ids, columns, wanted.groups, wanted.versions), wanted)
 
 
@@ -101,7 +101,7 @@ def test_a_reader_notices_a_file_that_was_written_again(tmp_path) -> None:
 
 @pytest.mark.parametrize("look", [lambda memory: memory[5:9], lambda memory: memory.numpy()[5:9]])
 def test_memory_that_nobody_looks_at_any_more_serves_the_next_batch(look) -> None:
-    buffers = WarmBuffers()
+    buffers = BufferPool()
     first = buffers.take(1 << 20)
     at, view = first.data_ptr(), look(first)
     second = buffers.take(1 << 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distqueue.samples import Span, Want
+from distqueue.samples import Selection, Span
 
 LEASE_S = 10.0
 
@@ -25,8 +25,8 @@ class Row:
     claims: dict[str, float | str] = field(default_factory=dict)
     """the end of a lease, or "acked"; nothing while open"""
 
-    def lacks(self, want: Want) -> bool:
-        return not set(want.columns) <= self.columns.keys()
+    def lacks(self, selection: Selection) -> bool:
+        return not set(selection.columns) <= self.columns.keys()
 
     def widen(self, span: Span) -> None:
         if span != (-1, -1):
@@ -50,49 +50,50 @@ class Model:
             return "acked"
         return "leased" if isinstance(claim, float) and claim > self.now_s else "open"
 
-    def ready(self, row: Row, want: Want) -> bool:
-        return self.state(row, want.task) == "open" and not row.lacks(want)
+    def ready(self, row: Row, selection: Selection) -> bool:
+        return self.state(row, selection.task) == "open" and not row.lacks(selection)
 
-    def tokens(self, row: Row, want: Want) -> int:
-        return max(row.columns[name] for name in want.columns)
+    def tokens(self, row: Row, selection: Selection) -> int:
+        return max(row.columns[name] for name in selection.columns)
 
-    def old(self, row: Row, want: Want) -> bool:
-        return want.min_version is not None and row.versions[0] < want.min_version
+    def old(self, row: Row, selection: Selection) -> bool:
+        return selection.min_version is not None and row.versions[0] < selection.min_version
 
-    def units(self, want: Want) -> list[list[Row]]:
+    def units(self, selection: Selection) -> list[list[Row]]:
         """What is ready, oldest first, of any age."""
-        if not want.whole_groups:
-            return [[row] for row in self.live() if self.ready(row, want)]
+        if not selection.whole_groups:
+            return [[row] for row in self.live() if self.ready(row, selection)]
         units = []
         for group in dict.fromkeys(row.group for row in self.rows):
             members = [row for row in self.rows if row.group == group]
-            left = [row for row in members if row.end is None and self.state(row, want.task) != "acked"]
-            if left and len(members) == self.group_size and all(self.ready(row, want) for row in left):
+            left = [row for row in members if row.end is None and self.state(row, selection.task) != "acked"]
+            if left and len(members) == self.group_size and all(self.ready(row, selection) for row in left):
                 units.append(left)
         return units
 
-    def take(self, want: Want) -> tuple[list[Row], list[Row]] | None:
+    def take(self, selection: Selection) -> tuple[list[Row], list[Row]] | None:
         """(rows, rows too old that come before them in order) or None."""
-        units = self.units(want)
-        fresh = [unit for unit in units if not any(self.old(row, want) for row in unit)]
-        count = self.filled([sum(self.tokens(row, want) for row in unit) for unit in fresh], want)
+        units = self.units(selection)
+        fresh = [unit for unit in units if not any(self.old(row, selection) for row in unit)]
+        count = self.filled([sum(self.tokens(row, selection) for row in unit) for unit in fresh], selection)
         if count is None:
-            if not (want.partial and fresh):
+            if not (selection.partial and fresh):
                 return None
             count = len(fresh)
         before = units[: units.index(fresh[count - 1])]
-        too_old = [row for unit in before if unit not in fresh[:count] for row in unit if self.old(row, want)]
+        too_old = [row for unit in before if unit not in fresh[:count] for row in unit if self.old(row, selection)]
         return [row for unit in fresh[:count] for row in unit], too_old
 
-    def filled(self, tokens: list[int], want: Want) -> int | None:
-        """How many units fill the want."""
-        slots = (self.group_size or 1) if want.whole_groups else 1
+    def filled(self, tokens: list[int], selection: Selection) -> int | None:
+        """How many units fill the selection."""
+        slots = (self.group_size or 1) if selection.whole_groups else 1
         for k in range(1, len(tokens) + 1):
-            if want.token_budget is not None and (
-                sum(tokens[:k]) >= want.token_budget or (k < len(tokens) and sum(tokens[: k + 1]) > want.token_budget)
+            if selection.token_budget is not None and (
+                sum(tokens[:k]) >= selection.token_budget
+                or (k < len(tokens) and sum(tokens[: k + 1]) > selection.token_budget)
             ):
                 return k
-            if k * slots == want.count:
+            if k * slots == selection.count:
                 return k
         return None
 

@@ -7,20 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from distqueue.samples import SampleTable, Want
+from distqueue.samples import SampleTable, Selection
+from tests.distqueue.samples.inspect_table import nbytes
 
 
 def table_of(*ids: str, **options: int) -> SampleTable:
     """Samples of one group that hold `tokens`, 3 each."""
     table = SampleTable(["train"], 10.0, **options)
-    table.put(ids, {"tokens": np.full(len(ids), 3)}, 0, ["g"] * len(ids))
+    table.put(ids, {"tokens": np.full(len(ids), 3)}, segment=0, groups=["g"] * len(ids))
     return table
 
 
 def ended_table() -> SampleTable:
     """a is done, b dropped."""
     table = table_of("a", "b")
-    table.take(Want("train", ("tokens",), 2), 0.0)
+    table.take(Selection("train", ("tokens",), 2), 0.0)
     table.ack("train", ["a"])
     table.drop(["b"], "stale")
     return table
@@ -40,31 +41,31 @@ def claimed_table() -> SampleTable:
         (lambda: SampleTable(["a", "a"], 1.0), "tasks=.*all different"),
         (lambda: SampleTable(["a"], 0.0), "lease_s=0.0: expected seconds > 0"),
         (lambda: SampleTable(["a"], 1.0, 0), "group_size=0: expected a positive number or None"),
-        (lambda: Want("train", ("x",)), "expected count or token_budget"),
-        (lambda: Want("train", ("x",), 0), "count=0: expected a positive"),
-        (lambda: Want("train", ("x",), partial=True, token_budget=0), "token_budget=0: expected a positive"),
-        (lambda: Want("train", (), 1), r"columns=\(\): expected the columns to read"),
-        (lambda: table_of("a").check(Want("trian", ("x",), 1)), r"task 'trian': this queue serves \('train',\)"),
-        (lambda: table_of("a").check(Want("train", ("x",), 1, whole_groups=True)), "without group_size"),
+        (lambda: Selection("train", ("x",)), "expected count or token_budget"),
+        (lambda: Selection("train", ("x",), 0), "count=0: expected a positive"),
+        (lambda: Selection("train", ("x",), partial=True, token_budget=0), "token_budget=0: expected a positive"),
+        (lambda: Selection("train", (), 1), r"columns=\(\): expected the columns to read"),
+        (lambda: table_of("a").check(Selection("trian", ("x",), 1)), r"task 'trian': this queue serves \('train',\)"),
+        (lambda: table_of("a").check(Selection("train", ("x",), 1, whole_groups=True)), "created with group_size"),
         (
-            lambda: table_of("a", group_size=2).check(Want("train", ("x",), 3, whole_groups=True)),
+            lambda: table_of("a", group_size=2).check(Selection("train", ("x",), 3, whole_groups=True)),
             "count=3: expected a multiple of group_size=2",
         ),
         (lambda: table_of("a", "b", "c", group_size=2), "group 'g': 3 samples, but the queue has group_size=2"),
-        (lambda: table_of("a", group_size=2).put(["d"], {}, 1), "sample 'd': no group; with group_size=2 a new sample"),
-        (lambda: table_of("a").put(["a"], {}, 1, ["h"]), "sample 'a': group 'h', but it was put in group 'g'"),
-        (lambda: table_of("a").put(["b", "a"], {"tokens": None}, 1), "sample 'a': column 'tokens' is there already"),
-        (lambda: table_of("a").put(["b", "b"], {}, 1), "ids of a batch must differ; twice here: b"),
+        (lambda: table_of("a", group_size=2).put(["d"], {}, segment=1), "sample 'd': no group; with group_size=2"),
+        (lambda: table_of("a").put(["a"], {}, segment=1, groups=["h"]), "group 'h', but it was put in group 'g'"),
+        (lambda: table_of("a").put(["b", "a"], {"tokens": None}, segment=1), "'a': column 'tokens' exists already"),
+        (lambda: table_of("a").put(["b", "b"], {}, segment=1), "ids of a batch must be distinct; repeated: b"),
         (lambda: table_of("a\0"), "expected no NUL"),
-        (lambda: table_of("a").put(["b"], {f"c{k}": None for k in range(64)}, 1), "column 'c63': the queue has 64"),
-        (lambda: ended_table().put(["a"], {"x": None}, 1), "sample 'a': every task has acknowledged it; nothing can"),
-        (lambda: ended_table().check_put(["a"], ["x"]), "sample 'a': every task has acknowledged it; nothing can"),
+        (lambda: table_of("a").put(["b"], {f"c{k}": None for k in range(64)}, segment=1), "'c63': expected at most 64"),
+        (lambda: ended_table().put(["a"], {"x": None}, segment=1), "'a': every task has acknowledged it"),
+        (lambda: ended_table().check_put(["a"], ["x"]), "sample 'a': every task has acknowledged it; no column can"),
         (lambda: table_of("b").check_columns(["b"], ["tokens", "reward"]), "sample 'b' lacks column 'reward'; it has"),
-        (lambda: table_of("b").places(["b"], "reward"), r"sample 'b' lacks column 'reward'; it has \['tokens'\]"),
-        (lambda: table_of("b").places(np.array([7]), "tokens"), "row 7: expected the number of a live sample"),
+        (lambda: table_of("b").check_columns(["b"], ["reward"]), r"column 'reward'; it has \['tokens'\]"),
+        (lambda: table_of("b").describe(np.array([7])), "row 7: expected the number of a live sample"),
         (lambda: table_of("b").find(["b", "z"]), "sample 'z': never put"),
         (lambda: ended_table().find(["b"]), "sample 'b': dropped:stale"),
-        (lambda: table_of("a").ack("train", ["a"]), "sample 'a': acknowledged by task 'train', which never got it"),
+        (lambda: table_of("a").ack("train", ["a"]), "'a': acknowledged by task 'train', which never received"),
         (lambda: table_of("a").ack("train", ["z"]), "sample 'z': never put, or ended long ago"),
         (lambda: table_of("a").claim("train", ["a", "z"], 0.0), "sample 'z': never put"),
         (lambda: ended_table().claim("train", ["b"], 0.0), "sample 'b': dropped:stale"),
@@ -82,44 +83,44 @@ def test_wrong_use_is_refused_by_name(call: Callable[[], object], message: str) 
 
 def test_why_a_want_waits_is_explained() -> None:
     table = table_of("a", "b", "c", group_size=3)
-    table.put(["c"], {"reward": None}, 1, versions=np.array([[4, 5]]))
-    want = Want("train", ("tokens", "reward"), 3, whole_groups=True, min_version=5)
-    assert table.take(want, 0.0) is None
-    assert table.explain(want) == (
+    table.put(["c"], {"reward": None}, segment=1, versions=np.array([[4, 5]]))
+    selection = Selection("train", ("tokens", "reward"), 3, whole_groups=True, min_version=5)
+    assert table.take(selection, 0.0) is None
+    assert table.explain(selection) == (
         "task 'train' wants 3 samples with ['tokens', 'reward']: 1 samples ready, column 'reward' missing for 2, "
-        "0 groups not all put, 1 older than version 5"
+        "0 groups incomplete, 1 older than version 5"
     )
-    never_put = Want("train", ("advantage",), partial=True)
-    assert table.explain(never_put).endswith("wants what is ready with ['advantage']: 0 samples ready, column "
+    never_put = Selection("train", ("advantage",), partial=True)
+    assert table.explain(never_put).endswith("wants any samples with ['advantage']: 0 samples ready, column "
                                              "'advantage' missing for 3")  # fmt: skip
 
 
 def test_a_group_goes_on_without_a_dropped_member() -> None:
     table = table_of("a", "b", "c", group_size=3)
-    table.put(["c"], {"reward": None}, 1)
-    want = Want("train", ("tokens", "reward"), 3, whole_groups=True)
+    table.put(["c"], {"reward": None}, segment=1)
+    selection = Selection("train", ("tokens", "reward"), 3, whole_groups=True)
     table.drop(["a", "b"], "reward failed")
-    taken = table.take(want, 0.0)
+    taken = table.take(selection, 0.0)
     assert taken is not None and taken.ids == ("c",)
 
 
 def test_an_expired_group_comes_back_without_the_members_acknowledged() -> None:
     table = table_of("a", "b", group_size=2)
-    want = Want("train", ("tokens",), 2, whole_groups=True)
-    assert table.take(want, 0.0) is not None
+    selection = Selection("train", ("tokens",), 2, whole_groups=True)
+    assert table.take(selection, 0.0) is not None
     table.ack("train", ["a"])
-    assert table.take(want, 0.0) is None
+    assert table.take(selection, 0.0) is None
     assert table.expire(10.0) == 1
-    taken = table.take(want, 10.0)
+    taken = table.take(selection, 10.0)
     assert taken is not None and taken.ids == ("b",)
     assert taken.select([0]).ids == ("b",) and taken.select(np.array([], int)).ids == ()
 
 
 def test_a_lease_ends_for_those_who_are_still_out_under_it() -> None:
     table = table_of("a", "b", "c")
-    assert table.take(Want("train", ("tokens",), 3), 0.0) is not None
+    assert table.take(Selection("train", ("tokens",), 3), 0.0) is not None
     table.drop(["a"], "stale")
-    table.put(["d"], {"tokens": None}, 1)
+    table.put(["d"], {"tokens": None}, segment=1)
     table.renew("train", ["b", "d"], 5.0)
     assert (table.expire(10.0), table.next_expiry_s(), table.open("train")) == (1, 15.0, 2)
     assert (table.expire(15.0), table.next_expiry_s(), table.open("train")) == (1, None, 3)
@@ -129,18 +130,18 @@ def test_an_ending_of_long_ago_is_forgotten() -> None:
     table = table_of("a", "b", "c", remembered=2)
     for id in ("a", "b", "c"):
         table.drop([id], "stale")
-    assert table.put(["c", "b"], {"tokens": None}, 1) == ("c", "b")
-    assert table.put(["a"], {"tokens": None}, 1) == ()
+    assert table.put(["c", "b"], {"tokens": None}, segment=1) == ("c", "b")
+    assert table.put(["a"], {"tokens": None}, segment=1) == ()
     with pytest.raises(ValueError, match="'z': never put, or ended long ago"):
         table.ack("train", ["c", "z"])
 
 
 def test_a_column_may_be_dense_in_one_put_and_ragged_in_another() -> None:
     table = table_of("a")
-    table.put(["a"], {"x": None}, 1)
-    table.put(["b"], {"x": np.array([5])}, 2)
-    table.put(["c"], {"x": None}, 3)
-    taken = table.take(Want("train", ("x",), 3), 0.0)
+    table.put(["a"], {"x": None}, segment=1)
+    table.put(["b"], {"x": np.array([5])}, segment=2)
+    table.put(["c"], {"x": None}, segment=3)
+    taken = table.take(Selection("train", ("x",), 3), 0.0)
     assert taken is not None and taken.tokens.tolist() == [1, 5, 1]
 
 
@@ -149,9 +150,9 @@ def test_memory_follows_what_is_alive() -> None:
     sizes = []
     for step in range(60):
         ids = [f"{step}-{k}" for k in range(64)]
-        table.put(ids, {"tokens": np.full(64, 3)}, step, [f"{step}-{k // 4}" for k in range(64)])
-        taken = table.take(Want("train", ("tokens",), 64), float(step))
+        table.put(ids, {"tokens": np.full(64, 3)}, segment=step, groups=[f"{step}-{k // 4}" for k in range(64)])
+        taken = table.take(Selection("train", ("tokens",), 64), float(step))
         assert taken is not None and taken.ids == tuple(ids)
         assert table.ack("train", ids).segments == (step,)
-        sizes.append(table.nbytes)
+        sizes.append(nbytes(table))
     assert sizes[-1] == sizes[10] and len(table) == 0

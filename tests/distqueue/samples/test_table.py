@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from distqueue.samples import Ended, SampleTable, Want
+from distqueue.samples import Ended, SampleTable, Selection
 from distqueue.samples.views import View
+from tests.distqueue.samples.inspect_table import live_rows_by_segment, places, rows_of_segment
 from tests.distqueue.samples.model import LEASE_S, Model, Row
 
 TASKS, RAGGED, DENSE, GROUP_SIZE = ("reward", "train"), ("x", "y"), "d", 2
@@ -24,9 +25,9 @@ PAGE_ROWS = 4
 """few, so that pages are crossed, used again and added"""
 TASK = st.sampled_from(TASKS)
 SPAN = st.sampled_from([(-1, -1), (0, 0), (1, 3), (2, 2), (3, 3)])
-WANTS = st.builds(
-    lambda partial, count, budget, **want: Want(
-        count=count, token_budget=budget, partial=partial or (count is None and budget is None), **want
+SELECTIONS = st.builds(
+    lambda partial, count, budget, **selection: Selection(
+        count=count, token_budget=budget, partial=partial or (count is None and budget is None), **selection
     ),
     task=TASK,
     columns=st.sampled_from([("x",), ("y",), ("x", "y"), ("y", "x", "d"), ("d",)]),
@@ -61,7 +62,9 @@ class TableAgainstModel(RuleBasedStateMachine):
         groups = [row.group for row in rows] if is_new or data.draw(st.booleans()) else ()
         versions = np.array(spans) if set(spans) != {(-1, -1)} else None
         self.segment += 1
-        late = self.do(lambda table: table.put(ids, columns, segment, groups, versions, now_s))
+        late = self.do(
+            lambda table: table.put(ids, columns, segment=segment, groups=groups, versions=versions, now_s=now_s)
+        )
         for i, row in enumerate(rows):
             if row.end is None:
                 row.columns |= {name: 1 if name == DENSE else tokens[i] for name in names}
@@ -83,36 +86,38 @@ class TableAgainstModel(RuleBasedStateMachine):
         bad = next((row for row in rows if row.end == "done" or (row.end is None and names & row.columns.keys())), None)
         if bad:
             columns = {name: np.ones(len(rows), int) for name in names}
-            self.refused(lambda: self.table.put([row.id for row in rows], columns, self.segment), f"{bad.id!r}: ")
+            self.refused(
+                lambda: self.table.put([row.id for row in rows], columns, segment=self.segment), f"{bad.id!r}: "
+            )
         else:
             late = [row.id for row in rows if row.end]
             assert self.put(rows, names, data, is_new=False) == tuple(late), "columns of a dropped sample are late"
 
-    @precondition(lambda self: any(row.lacks(Want("train", COLUMNS, 1)) for row in self.model.live()))
+    @precondition(lambda self: any(row.lacks(Selection("train", COLUMNS, 1)) for row in self.model.live()))
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         """All columns that the oldest unfinished rows lack, so that there is something to take."""
-        for row in [row for row in self.model.live() if row.lacks(Want("train", COLUMNS, 1))][:4]:
+        for row in [row for row in self.model.live() if row.lacks(Selection("train", COLUMNS, 1))][:4]:
             self.put([row], set(COLUMNS) - row.columns.keys(), data, is_new=False)
 
-    @rule(want=WANTS)
-    def take(self, want: Want) -> None:
+    @rule(selection=SELECTIONS)
+    def take(self, selection: Selection) -> None:
         if self.model.group_size is None:
-            want = replace(want, whole_groups=False)
-        elif want.whole_groups and want.count == 1:
-            want = replace(want, count=GROUP_SIZE)
-        taken, expected = self.table.take(want, self.model.now_s), self.model.take(want)
+            selection = replace(selection, whole_groups=False)
+        elif selection.whole_groups and selection.count == 1:
+            selection = replace(selection, count=GROUP_SIZE)
+        taken, expected = self.table.take(selection, self.model.now_s), self.model.take(selection)
         if taken is None:
-            assert expected is None and f"with {list(want.columns)}: " in self.table.explain(want)
+            assert expected is None and f"with {list(selection.columns)}: " in self.table.explain(selection)
             return
         assert expected is not None
         rows, too_old = expected
         assert taken.ids == tuple(row.id for row in rows) and taken.groups == tuple(row.group for row in rows)
         assert taken.rows.tolist() == [row.number for row in rows]
         assert taken.versions.tolist() == [list(row.versions) for row in rows]
-        assert taken.tokens.tolist() == [self.model.tokens(row, want) for row in rows]
+        assert taken.tokens.tolist() == [self.model.tokens(row, selection) for row in rows]
         assert taken.too_old == tuple(row.id for row in too_old)
-        self.model.lease(rows, want.task)
+        self.model.lease(rows, selection.task)
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data(), task=TASK)
@@ -145,7 +150,7 @@ class TableAgainstModel(RuleBasedStateMachine):
     def ack_of_what_was_never_handed_out(self, data: st.DataObject, task: str) -> None:
         rows = data.draw(st.permutations(self.model.live()))
         if not all(row.handed.get(task) for row in rows):
-            self.refused(lambda: self.table.ack(task, [row.id for row in rows]), "which never got it")
+            self.refused(lambda: self.table.ack(task, [row.id for row in rows]), "which never received it")
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data(), reason=st.sampled_from(["stale", "filtered"]))
@@ -235,8 +240,7 @@ class TableAgainstModel(RuleBasedStateMachine):
             holders = [row for row in live if name in row.columns]
             numbers = np.array([row.number for row in holders], np.int64)
             for samples in (numbers, [row.id for row in holders]) if holders else ():
-                segments, inside = self.table.places(samples, name)
-                assert list(zip(segments, inside, strict=True)) == [row.places[name] for row in holders]
+                assert places(self.table, samples, name) == [row.places[name] for row in holders]
             lengths = self.table.lengths([row.id for row in holders], [name]) if holders else np.zeros((1, 0))
             assert lengths.tolist() == [[row.columns[name] for row in holders]]
             for row in live:
@@ -264,32 +268,39 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def segments_are_the_models(self) -> None:
-        assert self.table.segments() == self.model.segments()
+        assert live_rows_by_segment(self.table) == self.model.segments()
         for segment in list(self.model.segments())[:2]:
             rows = [row for row in self.model.live() if segment in {place[0] for place in row.places.values()}]
-            assert self.table.rows_of_segment(segment).tolist() == [row.number for row in rows]
+            assert rows_of_segment(self.table, segment).tolist() == [row.number for row in rows]
 
     @invariant()
     def what_can_be_served_is_what_would_be_taken(self) -> None:
         whole = self.model.group_size is not None
-        for want in (
-            Want("train", ("x",), 2),
-            Want("train", ("x", "d"), 4, 7, whole_groups=whole),
-            Want("reward", ("y", "x"), token_budget=5),
-            Want("reward", ("d",), partial=True, whole_groups=whole),
+        for selection in (
+            Selection("train", ("x",), 2),
+            Selection("train", ("x", "d"), 4, token_budget=7, whole_groups=whole),
+            Selection("reward", ("y", "x"), token_budget=5),
+            Selection("reward", ("d",), partial=True, whole_groups=whole),
         ):
-            assert self.table.can_serve(want) == (self.model.take(want) is not None)
-            open_rows = [row for row in self.model.live() if self.model.state(row, want.task) == "open"]
-            assert self.table.is_settled(want) == (not any(row.lacks(want) for row in open_rows))
-            aged = replace(want, min_version=2)
+            assert self.table.can_serve(selection) == (self.model.take(selection) is not None)
+            open_rows = [row for row in self.model.live() if self.model.state(row, selection.task) == "open"]
+            assert self.table.is_settled(selection) == (not any(row.lacks(selection) for row in open_rows))
+            aged = replace(selection, min_version=2)
             assert self.table.can_serve(aged) or self.model.take(aged) is None
 
     @invariant()
     def counters_are_a_recount(self) -> None:
         state = self.table.state
-        for view in state.views:
+        for view in state.views._views.values():
             names = [state.columns.names[c] for c in view.columns]
-            recount = View(view.task, names, state.pages, state.columns, state.claims, state.groups)
+            recount = View(
+                view.task,
+                names,
+                rows=state.pages,
+                columns=state.columns,
+                claims=state.claims,
+                groups=state.groups,
+            )
             for kept, counted in ((view.rows, recount.rows), (view.groups, recount.groups)):
                 assert (kept.count, kept.tokens) == (counted.count, counted.tokens)
                 assert (kept.flags.values == counted.flags.values).all()

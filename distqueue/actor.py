@@ -1,7 +1,7 @@
-"""The queue's actor: drives `QueueCore` for clients of all nodes, keeps the journal, and starts a shard on every node.
+"""The queue's actor: drives `QueueCore` for clients on all nodes, writes the journal, and starts a shard on every node.
 
-A call that waits is a suspended coroutine and delays nobody. Calls that may wait long are cut in turns (`TURN_S`): the
-client calls again and keeps its place in line, so that a dead client's place is soon given up.
+A waiting call is a suspended coroutine and delays no other. Calls that may wait long return a `Turn` after `TURN_S`:
+the client calls again and keeps its place in line, so the place of a dead client is soon released.
 
 The order that makes the journal safe: payload on disk ─► put in the journal ─► acknowledged; the end of samples in the
 journal ─► their segments unlinked.
@@ -23,29 +23,29 @@ from typing import Any
 import ray
 
 from distqueue import checkpoint
+from distqueue.actor_calls import GONE
 from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, QueueCore, Share
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
 from distqueue.messages import File, Put, pack, smallest
-from distqueue.samples import SampleTable, Want
+from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment
-from distqueue.steps import GONE
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "distqueue"
 
 TURN_S = 20.0
-"""A call that waits answers after at most this long, so that the client, if it lives, calls again"""
+"""A waiting call answers after at most this long, so that its client, if it is alive, calls again"""
 
 MAX_CALLS = 10_000
-"""Calls the actor holds at once, nearly all of them waiting; Ray's own default is 1,000"""
+"""Concurrent calls, nearly all of them waiting; Ray's own default is 1,000"""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Not yet: call again, with this place in line. `why` is for the log."""
+    """Not served yet: call again with this place in line. `why` is for the log."""
 
     number: int
     since_s: float
@@ -53,12 +53,12 @@ class Turn:
 
 
 class QueueActor:
-    """Runs inside Ray. Metadata only: what is put and got travels through the shards' files."""
+    """Runs inside Ray. Handles metadata only: payload travels through the shards' files."""
 
     def __init__(
-        self, name: str, tasks: tuple[str, ...], options: QueueOptions, node: str, checkpoint: str | None = None
+        self, *, name: str, tasks: tuple[str, ...], options: QueueOptions, node: str, checkpoint: str | None = None
     ) -> None:
-        """`checkpoint`: what a queue without a journal, or whose journal is new, goes on from."""
+        """`checkpoint`: the folder that a queue without a journal, or with a new one, resumes."""
         self.name, self.options, self.node = name, options, node
         self.checkpoint_folder = checkpoint
         self.epoch = uuid.uuid4().hex[:12]
@@ -67,13 +67,13 @@ class QueueActor:
         self.core: QueueCore
         self.fleet: Fleet
         self._started: asyncio.Task[None] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
 
-    # ---- beginning and end
+    # ---- start and end
 
     async def start(self) -> str:
-        """Returns when shards run on every node and what a journal holds is back."""
+        """Return once a shard runs on every node and the journal or checkpoint is recovered."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._start())
         await self._started
@@ -95,33 +95,33 @@ class QueueActor:
         for node in _alive_nodes():
             try:
                 await self.fleet.add(node)
-            except GONE as error:  # it died meanwhile
-                log.warning("node %s gets no shard: %s", node, error)
+            except GONE as error:  # the node died meanwhile
+                log.warning("no shard on node %s: %s", node, error)
         if not self.fleet.shards:
-            raise QueueClosed("no node of the cluster took a shard")
+            raise QueueClosed("no shard could be started on any node of the cluster")
 
     def _make_core(self, tasks: tuple[str, ...]) -> tuple[QueueCore, bool]:
-        """(the core that a journal holds, True), or (that of a checkpoint or a new one, False)."""
-        given = self.options
-        options: dict[str, Any] = {"max_rows": given.max_rows, "epoch": self.epoch}
-        new = QueueCore(SampleTable(tasks, given.lease_s, given.group_size), **options)
-        if given.journal is not None:
-            self.journal = Journal(given.journal, lambda: self.core.snapshot())
+        """Return (the core recovered from the journal, True), or (that of the checkpoint or a new one, False)."""
+        options = self.options
+        bounds: dict[str, Any] = {"max_rows": options.max_rows, "epoch": self.epoch}
+        new = QueueCore(SampleTable(tasks, options.lease_s, options.group_size), **bounds)
+        if options.journal is not None:
+            self.journal = Journal(options.journal, lambda: self.core.snapshot())
             snapshot, events = self.journal.read()
             if snapshot is not None:
-                core = QueueCore.recover(snapshot, events, given.lease_s, **options)
+                core = QueueCore.recover(snapshot, events, options.lease_s, **bounds)
                 for key in ("tasks", "group_size"):
-                    has, asked = getattr(core.table, key), getattr(new.table, key)
-                    if has != asked:
-                        raise ValueError(f"{key}={asked}: journal {given.journal} has {key}={has}")
+                    stored, requested = getattr(core.table, key), getattr(new.table, key)
+                    if stored != requested:
+                        raise ValueError(f"{key}={requested}: journal {options.journal} has {key}={stored}")
                 core.record = self.journal.append
                 return core, True
         if self.checkpoint_folder is not None:
-            return QueueCore.recover(checkpoint.load(self.checkpoint_folder), (), given.lease_s, **options), False
+            return QueueCore.recover(checkpoint.load(self.checkpoint_folder), (), options.lease_s, **bounds), False
         return new, False
 
     async def close(self) -> None:
-        """Ends waiting calls with QueueClosed, and the shards; without a journal their folders, too."""
+        """End waiting calls with QueueClosed and stop the shards; without a journal, remove their folders."""
         await self.start()
         self.core.close()
         if self.journal is not None:
@@ -151,8 +151,8 @@ class QueueActor:
     # ---- checkpoints
 
     async def checkpoint(self, folder: str, cut: str) -> None:
-        """Writes the state of this moment and copies of its segments to `folder`. A call made again with its `cut` does
-        no harm."""
+        """Write the state of this moment and copies of its segments to `folder`. Idempotent for a call retried with
+        the same `cut`."""
         async with self._call():
             if checkpoint.is_whole(folder, cut):
                 return
@@ -164,47 +164,51 @@ class QueueActor:
                     await self.fleet.copy_out(numbers, lambda number: str(partial / checkpoint.segment_path(number)))
                     await asyncio.to_thread(unfinished.finish, snapshot, numbers)
                 except BaseException:
-                    unfinished.give_up()
+                    unfinished.abort()
                     raise
 
     # ---- calls of clients
 
     async def where(self) -> dict[str, tuple[str, Any]]:
-        """Shards: name → (node, actor)."""
+        """Return the shards: name → (node, actor)."""
         await self.start()
         return dict(self.fleet.shards)
 
-    async def reserve(self, message: bytes, node: str, nbytes: int, place: int | None) -> File | Turn:
-        """The file to write, or Turn: the queue is full."""
+    async def reserve(self, *, message: bytes, node: str, nbytes: int, number: int | None) -> File | Turn:
+        """Reserve a file to write, or return a Turn: the queue is full. `number`: of the turn that came before."""
         async with self._call():
-            found, answer = _question()
-            writer = self.core.ask_room(Put.from_bytes(message), node, nbytes, time.time(), answer, place)
+            answer, resolve = _new_answer()
+            writer = self.core.ask_room(
+                Put.from_bytes(message), node=node, nbytes=nbytes, now_s=time.time(), answer=resolve, number=number
+            )
             try:
-                if not found.done() and await self.fleet.spill(node, nbytes):
+                if not answer.done() and await self.fleet.spill(node, nbytes):
                     self.core.writers.serve(time.time())
-                if place is not None:
-                    await self._turn(found, TURN_S)
-                if not found.done():
+                if number is not None:
+                    await self._wait(answer, TURN_S)
+                if not answer.done():
                     return Turn(writer.number, 0.0, writer.full)
-                return self._file(found.result())
+                return self._file(answer.result())
             except asyncio.CancelledError:
-                if found.done() and not found.exception():
-                    self.core.cancel(found.result().number, time.time())
+                if answer.done() and not answer.exception():
+                    self.core.cancel(answer.result().number, time.time())
                 raise
             finally:
                 self.core.writers.leave(writer)
 
     async def commit(
-        self, number: int, path: str, node: str, nbytes: int, message: bytes | None = None
+        self, *, number: int, path: str, node: str, nbytes: int, message: bytes | None
     ) -> tuple[tuple[str, ...], File | None]:
-        """(ids that came too late, a file for the next put). `message`: the put, where the file was granted before it.
-        LookupError: reserve."""
+        """Commit a put. Returns (ids that were dropped before, a file granted for the next put).
+
+        `message`: the put's metadata if its file was granted, None if it was reserved. LookupError: the file is no
+        longer reserved or granted; reserve again."""
         async with self._call():
             now_s = time.time()
             if message is None:
                 late = self.core.commit(number, path, now_s)
             else:
-                late = self.core.put(Put.from_bytes(message), nbytes, number, path, now_s)
+                late = self.core.put(Put.from_bytes(message), nbytes=nbytes, number=number, path=path, now_s=now_s)
             granted = self.core.grant(node, nbytes + nbytes // 4, now_s)
             return late, None if granted is None else self._file(granted)
 
@@ -212,21 +216,20 @@ class QueueActor:
         async with self._call():
             self.core.cancel(number, time.time())
 
-    async def get(
-        self, want: Want, share: Share | None, wait_s: float, place: tuple[int, float] | None
-    ) -> bytes | Turn:
-        """A Delivery, or Turn after `wait_s` (at most TURN_S)."""
+    async def get(self, *, selection: Selection, share: Share | None, wait_s: float, turn: Turn | None) -> bytes | Turn:
+        """Return a Delivery, or a Turn after `wait_s` (at most TURN_S). `turn`: the one that came before."""
         async with self._call():
-            found, answer = _question()
-            waiter = self.core.ask(want, share, time.time(), answer, place)
+            answer, resolve = _new_answer()
+            place = None if turn is None else (turn.number, turn.since_s)
+            waiter = self.core.ask(selection, share=share, now_s=time.time(), answer=resolve, place=place)
             try:
-                await self._turn(found, min(wait_s, TURN_S))
-                if not found.done():
-                    return Turn(waiter.number, waiter.since_s, self.core.explain(want))
-                return found.result().to_bytes()
-            except asyncio.CancelledError:  # the client is gone or has changed its mind
-                if found.done() and not found.exception():
-                    self.core.give_back(want.task, found.result().ids, time.time())
+                await self._wait(answer, min(wait_s, TURN_S))
+                if not answer.done():
+                    return Turn(waiter.number, waiter.since_s, self.core.explain(selection))
+                return answer.result().to_bytes()
+            except asyncio.CancelledError:  # the client is gone or has cancelled
+                if answer.done() and not answer.exception():
+                    self.core.give_back(selection.task, answer.result().ids, time.time())
                 raise
             finally:
                 self.core.readers.leave(waiter)
@@ -236,12 +239,12 @@ class QueueActor:
             return self.core.locate(ids, columns, skip_ended).to_bytes()
 
     async def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> bytes:
-        """`lengths` (columns, B): see `LocalQueue.lengths`."""
+        """Return the array `lengths` (columns, B): see `SampleQueue.lengths`."""
         async with self._call():
             return pack({}, {"lengths": smallest(self.core.lengths(ids, columns))})
 
     async def call(self, method: str, *args: Any) -> Any:
-        """claim, ack, drop, renew, give_back, seal: what changes the state without a payload."""
+        """Call claim, ack, drop, renew, give_back or seal of the core: changes of state without a payload."""
         async with self._call():
             return getattr(self.core, method)(*args, time.time())
 
@@ -256,64 +259,69 @@ class QueueActor:
     # ---- parts of the above
 
     def _file(self, segment: Segment) -> File:
-        home, durable = self.fleet.shards[segment.shard], self.journal is not None
         return File(
-            segment.number, segment.path, segment.size, segment.shard, home.node, durable, self.core.table.lease_s
+            number=segment.number,
+            path=segment.path,
+            size=segment.size,
+            shard=segment.shard,
+            node=self.fleet.shards[segment.shard].node,
+            durable=self.journal is not None,
+            lease_s=self.core.table.lease_s,
         )
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
-        """Around every call: the queue has started, and what the call has changed is on disk before it is answered."""
+        """Surround every call: the queue has started, and the call's changes are on disk before it is answered."""
         await self.start()
         yield
         await self._settle()
 
     async def _settle(self) -> None:
-        """What was changed is on disk; then what was freed by it is unlinked."""
-        self._set_alarm()
+        """Wait until every change is on disk, then unlink the files it freed."""
+        self._set_timer()
         discards, self.core.ledger.discards = self.core.ledger.discards, []
         if self.journal is not None:
             try:
                 await self.journal.flushed()
-            except Exception as error:  # what is in memory is not on disk: nothing more may be answered
+            except Exception as error:  # memory is ahead of the disk: nothing more may be answered
                 self.core.close()
-                log.exception("the journal cannot be written")
+                log.exception("writing the journal failed")
                 raise QueueClosed(f"journal {self.options.journal}: {error}") from None
         self.fleet.discard(discards)
 
-    async def _turn(self, found: asyncio.Future[Any], wait_s: float) -> None:
-        """Waits for an answer; leases that end meanwhile are seen to."""
-        if not found.done():
-            self._set_alarm()
-            await asyncio.wait([found], timeout=wait_s)
+    async def _wait(self, answer: asyncio.Future[Any], wait_s: float) -> None:
+        """Wait for an answer; leases that expire meanwhile are handled."""
+        if not answer.done():
+            self._set_timer()
+            await asyncio.wait([answer], timeout=wait_s)
 
-    def _set_alarm(self) -> None:
-        """While someone waits, has the core look again when the next lease ends."""
+    def _set_timer(self) -> None:
+        """While a client waits, call the core again when the next lease expires."""
         if self.core.closed or not self.core.awaited:
             return
         next_s = self.core.tick(time.time())
-        if next_s is not None and (self._alarm is None or self._alarm_s > next_s):
-            if self._alarm is not None:
-                self._alarm.cancel()
+        if next_s is not None and (self._timer is None or self._timer_s > next_s):
+            if self._timer is not None:
+                self._timer.cancel()
             delay_s = max(0.0, next_s - time.time())
-            self._alarm, self._alarm_s = asyncio.get_running_loop().call_later(delay_s, self._ring), next_s
+            self._timer, self._timer_s = asyncio.get_running_loop().call_later(delay_s, self._expire), next_s
 
-    def _ring(self) -> None:
-        self._alarm = None
-        self._set_alarm()
+    def _expire(self) -> None:
+        self._timer = None
+        self._set_timer()
 
 
-def _question() -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
-    """(what will be answered, what the core calls to answer)."""
-    found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+def _new_answer() -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
+    """Return (a future, the callback with which the core resolves it)."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def answer(value: Any) -> None:
+    def resolve(value: Any) -> None:
         if isinstance(value, Exception):
-            found.set_exception(value)
+            future.set_exception(value)
         else:
-            found.set_result(value)
+            future.set_result(value)
 
-    return found, answer
+    return future, resolve
 
 
 def _alive_nodes() -> list[str]:

@@ -16,11 +16,11 @@ from ray.util import get_node_ip_address
 
 from distqueue import DistQueue
 from distqueue.core import QueueCore
+from distqueue.inspection import main
 from distqueue.journal import Journal
 from distqueue.samples import SampleTable
-from distqueue.show import main
 from tests import machine
-from tests.distqueue.core.cores import ask, new_core, put_of, store, want
+from tests.distqueue.core.cores import ask, new_core, put_of, select, store
 from tests.distqueue.faults import make_batch
 
 Shown = Callable[..., tuple[int, str, str]]
@@ -44,7 +44,7 @@ def leave_a_journal(folder: Path) -> None:
     core.record = journal.append
     store(core, put_of({"a": 3, "b": 4, "c": 5}), time.time())
     store(core, put_of({"a": 1, "b": 1}, "reward"))
-    assert ask(core, want(1))
+    assert ask(core, select(1))
     core.ack("train", ["a"], 0.0)
     core.drop(["c"], "stale", 0.0)
     core.seal(0.0)
@@ -69,7 +69,7 @@ def test_a_journal_is_shown_as_it_would_be_gone_on_with(tmp_path: Path, shown: S
 def test_a_journal_that_a_queue_has_open_is_shown(tmp_path: Path, shown: Shown) -> None:
     core = QueueCore(SampleTable(["train"], 1.0))
     journal = Journal(tmp_path, core.snapshot)
-    assert shown(str(tmp_path))[0::2] == (1, f"journal {tmp_path}: it was left before its first state was written\n")
+    assert shown(str(tmp_path))[0::2] == (1, f"journal {tmp_path}: it holds no state yet\n")
     journal.begin(core.snapshot())
     assert shown(str(tmp_path))[1].startswith("queue: 0 samples, 0 B, journal")
     journal.close()
@@ -86,13 +86,15 @@ def queue() -> Iterator[DistQueue]:
 
 
 def test_a_live_queue_is_shown_by_its_name(queue: DistQueue, shown: Shown) -> None:
-    waiting = queue._actor.get.remote(want(3, "train", ["tokens", "advantage"]), None, 60.0, None)
+    waiting = queue._actor.get.remote(
+        selection=select(3, "train", ["tokens", "advantage"]), share=None, wait_s=60.0, turn=None
+    )
     while not queue.state()["waiting"]:
         assert not ray.wait([waiting], timeout=0.05)[0]
     code, text, _ = shown("samples")
     lines = text.splitlines()
     assert code == 0 and lines[0].startswith("queue samples: 2 samples, ") and lines[0].endswith("in memory")
-    waits = next(line for line in lines if line.startswith("1 reader waits, "))
+    waits = next(line for line in lines if line.startswith("1 reader is waiting, "))
     assert waits.endswith("task 'train' wants 3 samples with ['tokens', 'advantage']: 0 samples ready, "
                           "column 'advantage' missing for 2")  # fmt: skip
     assert any(line.startswith("shard-") for line in lines)

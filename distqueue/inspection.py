@@ -1,8 +1,8 @@
-"""What is waiting for what, and for how long: `python -m distqueue NAME`, or the folder of a journal.
+"""Inspect a queue: which readers and writers are waiting, for what, and for how long.
 
-python -m distqueue                      # queues of the Ray cluster on this machine
-python -m distqueue samples              # one of them, live; --watch 2: again every two seconds
-python -m distqueue runs/run/queue       # a journal, or a checkpoint: what a queue would go on with
+python -m distqueue                      # list the queues of the Ray cluster on this machine
+python -m distqueue samples              # show a live queue; --watch 2: every two seconds
+python -m distqueue runs/run/queue       # show the queue in the folder of a journal or checkpoint
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distqueue.core.errors import QueueClosed
+from distqueue.journal import INDEX, read_folder
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m distqueue", description=__doc__, formatter_class=_Raw)
-    parser.add_argument("queue", nargs="?", help="name of a live queue, or folder of a journal; none: list them")
-    parser.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this machine)")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="print again every so many seconds")
-    given = parser.parse_args(arguments)
-    from distqueue.core import QueueClosed
-
+    parser = argparse.ArgumentParser(
+        prog="python -m distqueue", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "queue", nargs="?", help="name of a live queue, or folder of a journal or checkpoint; default: list live queues"
+    )
+    parser.add_argument(
+        "--address", default="auto", help="address of the Ray cluster (default: the one on this machine)"
+    )
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat at this interval")
+    args = parser.parse_args(arguments)
     try:
         while True:
-            print(_text(given.queue, given.address))
-            if given.watch is None:
+            print(_report(args.queue, args.address))
+            if args.watch is None:
                 return 0
-            time.sleep(given.watch)
+            time.sleep(args.watch)
             print()
     except (ValueError, QueueClosed) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    pass
-
-
-def _text(queue: str | None, address: str) -> str:
-    from distqueue.journal import INDEX
-
+def _report(queue: str | None, address: str) -> str:
     if queue is not None and (Path(queue) / INDEX).is_file():
         return state_text(journal_state(Path(queue)))
     import ray
@@ -53,8 +54,8 @@ def _text(queue: str | None, address: str) -> str:
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
-        asked = "live queues" if queue is None else f"queue {queue!r}, which is no folder of a journal"
-        raise ValueError(f"{asked}: no Ray cluster at address={address!r}") from None
+        wanted = "live queues" if queue is None else f"queue {queue!r} (not the folder of a journal)"
+        raise ValueError(f"{wanted}: no Ray cluster at address={address!r}") from None
     if queue is not None:
         return state_text(DistQueue.connect(queue).state())
     names = live_queues()
@@ -62,27 +63,26 @@ def _text(queue: str | None, address: str) -> str:
 
 
 def journal_state(folder: Path) -> dict[str, Any]:
-    """`QueueCore.state` of what a journal holds; only reads. What was leased when it was left is open."""
-    from distqueue.core import QueueCore
-    from distqueue.journal import read_folder
+    """Read the state of a journal, in the form of `QueueCore.state`, without changing it. No sample in it is leased."""
+    from distqueue.core import QueueCore  # loads torch, which --help does not need
 
     snapshot, events = read_folder(folder)
     if snapshot is None:
-        raise ValueError(f"journal {folder}: it was left before its first state was written")
+        raise ValueError(f"journal {folder}: it holds no state yet")
     core = QueueCore.recover(snapshot, events)
     return core.state(time.time()) | {"name": "", "journal": str(folder)}
 
 
 def state_text(state: dict[str, Any]) -> str:
-    """A page for a terminal."""
+    """Format a state as a page for a terminal."""
     stats = state["stats"]
     title = f"queue {state['name']}" if state["name"] else "queue"
-    kept = f"journal {state['journal']}" if state.get("journal") else "in memory"
+    storage = f"journal {state['journal']}" if state.get("journal") else "in memory"
     lines = [
-        f"{title}: {stats['distqueue/rows']:,} samples, {_bytes(stats['distqueue/bytes'])}, {kept}"
+        f"{title}: {stats['distqueue/rows']:,} samples, {_bytes(stats['distqueue/bytes'])}, {storage}"
         + (", sealed" if state["sealed"] else "")
     ]
-    lines += ["", "task             to get    leased   oldest  handed out again  waiting"]
+    lines += ["", "task             to get    leased   oldest       redelivered  waiting"]
     for task in state["tasks"]:
         names = "depth", "leased", "age_s", "redelivered", "waiters"
         depth, leased, age_s, redelivered, waiters = (stats[f"distqueue/{task}/{name}"] for name in names)
@@ -90,18 +90,18 @@ def state_text(state: dict[str, Any]) -> str:
     ended = {name.split("/", 2)[2]: count for name, count in stats.items() if name.startswith("distqueue/ended/")}
     lines += ["", "ended: " + (", ".join(f"{count:,} {name}" for name, count in sorted(ended.items())) or "none")]
     if stats["distqueue/late"]:
-        lines.append(f"late: {stats['distqueue/late']:,} samples were put to after they had been dropped")
+        lines.append(f"late: {stats['distqueue/late']:,} samples received a put after they had been dropped")
     for waiting in state["waiting"]:
-        who = "1 reader waits" if waiting["waiters"] == 1 else f"{waiting['waiters']} readers wait"
-        lines.append(f"{who}, {_seconds(waiting['longest_s'])}: {waiting['why']}")
-    lines += [f"a writer waits: {why}" for why in state["waiting_writers"]]
+        readers = "1 reader is" if waiting["waiters"] == 1 else f"{waiting['waiters']} readers are"
+        lines.append(f"{readers} waiting, {_seconds(waiting['longest_s'])}: {waiting['why']}")
+    lines += [f"a writer is waiting: {why}" for why in state["waiting_writers"]]
     if state["writing"]:
         lines.append(f"{state['writing']} puts are being written")
     lines += ["", "shard                        segments       bytes          of"]
     for shard in state["shards"]:
-        held, most = _bytes(shard["bytes"]), _bytes(shard["max_bytes"])
+        held, max_bytes = _bytes(shard["bytes"]), _bytes(shard["max_bytes"])
         leaving = "  leaving" if shard["leaving"] else ""
-        lines.append(f"{shard['name']:<26}{shard['segments']:>11,}{held:>12}{most:>12}{leaving}")
+        lines.append(f"{shard['name']:<26}{shard['segments']:>11,}{held:>12}{max_bytes:>12}{leaving}")
     if state["columns"]:
         lines.append("")
     for name, (kind, dtype, trailing, ragged) in state["columns"].items():

@@ -1,4 +1,4 @@
-"""What a journal is told of a queue, and the queue that comes of it again."""
+"""The queue's durable state: snapshots and journal events of a core, and the core rebuilt from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from distqueue.segments import Segment
 if TYPE_CHECKING:
     from distqueue.core.queue import QueueCore
 
+SEGMENT_FIELDS = "number", "shard", "path", "nbytes", "size"
+
 
 def snapshot(core: QueueCore, copied_to: Callable[[int], str] | None = None) -> bytes:
-    """All that is durable; leases and reservations are not. `copied_to`: where every segment, by its number, lies in a
-    checkpoint, in no shard."""
+    """Serialize the durable state; leases and reservations are not part of it. `copied_to`: for a checkpoint, the path
+    of each segment's copy by number; the copies belong to no shard."""
     live = core.ledger.live
     segments = [(s.number, s.shard, s.path, s.nbytes, s.size, s.spilled) for s in live]
     if copied_to is not None:
@@ -36,20 +38,21 @@ def snapshot(core: QueueCore, copied_to: Callable[[int], str] | None = None) -> 
 
 
 def outline(snapshot: bytes) -> tuple[tuple[str, ...], int | None, list[str]]:
-    """(tasks, group_size, paths of the segments), without making a core of it."""
+    """Read (tasks, group_size, paths of the segments) of a snapshot without restoring a core."""
     fields, _ = unpack(snapshot)
     about = json.loads(fields["texts"]["table.about"])
     return tuple(about["tasks"]), about["group_size"], [path for _, _, path, *_ in fields["segments"]]
 
 
 def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict[str, Any]) -> QueueCore:
-    """The core that made the snapshot."""
+    """Rebuild the core that made the snapshot."""
     fields, arrays = unpack(snapshot)
     table = {name.removeprefix("table."): value for name, value in (arrays | fields["texts"]).items()}
     core = cls(SampleTable.restore(table, lease_s), **options)
     for number, shard, path, nbytes, size, spilled in fields["segments"]:
-        core.ledger.adopt(Segment(number, shard, path, nbytes, size, live=True, spilled=spilled))
-    core.layouts = {name: layout_of(*layout) for name, layout in fields["layouts"].items()}
+        segment = Segment(number=number, shard=shard, path=path, nbytes=nbytes, size=size, live=True, spilled=spilled)
+        core.ledger.adopt(segment)
+    core.layouts = {name: layout_of(layout) for name, layout in fields["layouts"].items()}
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
     core.committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
     core.recovered = True
@@ -57,30 +60,29 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
 
 
 def put_event(segment: Segment, put: Put, now_s: float) -> bytes:
-    names = "number", "shard", "path", "nbytes", "size"
-    where = {name: getattr(segment, name) for name in names}
-    return pack(where | {"now_s": now_s}, {"put": np.frombuffer(put.to_bytes(), np.uint8)})
+    """The journal's entry for a put: its metadata, and the file that holds its payload."""
+    fields = {name: getattr(segment, name) for name in SEGMENT_FIELDS}
+    return pack(fields | {"now_s": now_s}, {"put": np.frombuffer(put.to_bytes(), np.uint8)})
 
 
 def replay(core: QueueCore, kind: str, body: bytes) -> None:
-    """Does again what was told to `record`."""
+    """Apply an event that was passed to `record`."""
     fields, arrays = unpack(body)
     match kind:
         case "put":
-            names = "number", "shard", "path", "nbytes", "size"
-            core.ledger.adopt(Segment(**{name: fields[name] for name in names}, live=True))
+            core.ledger.adopt(Segment(**{name: fields[name] for name in SEGMENT_FIELDS}, live=True))
             put = Put.from_bytes(arrays["put"].tobytes())
-            core.apply_put(put, fields["number"], fields["path"], fields["now_s"])
+            core.apply_put(put, number=fields["number"], path=fields["path"], now_s=fields["now_s"])
         case "ack":
             ids = array_to_names(arrays["ids"], fields["count"])
             core.end(core.table.ack(fields["task"], ids, replayed=True), 0.0)
         case "drop":
             core.end(core.table.drop(array_to_names(arrays["ids"], fields["count"]), fields["reason"]), 0.0)
         case "move":
-            core.ledger.moved(fields["number"], fields["shard"], fields["path"], fields["spilled"])
+            core.ledger.moved(fields["number"], fields["shard"], fields["path"], spilled=fields["spilled"])
         case "lose":
             core.apply_lose(fields["numbers"], fields["reason"], 0.0)
         case "seal":
             core.writers.sealed = True
         case _:
-            raise AssertionError(f"a journal of another version: {kind!r}")
+            raise AssertionError(f"journal event {kind!r}: unknown; was it written by another version?")

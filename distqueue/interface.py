@@ -1,0 +1,113 @@
+"""The public interface of a queue, which `DistQueue` (across processes) and `LocalQueue` (in one process) share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from distqueue.packed import PackedBatch
+from distqueue.request import GetRequest, takes
+from distqueue.samples import Span
+
+
+class SampleQueue(ABC):
+    """Stores samples between the stages of training. Thread-safe.
+
+    Every method raises QueueClosed once the queue is closed.
+    """
+
+    def put(
+        self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = ()
+    ) -> tuple[str, ...]:
+        """Create the batch's samples, or add its columns to samples that exist. Returns the ids that were dropped
+        before and therefore were not stored; waits while the queue is full.
+
+        `groups` and `versions` (one policy version per sample, or those of its oldest and newest token) default to the
+        batch's own. `LocalQueue` keeps the batch's buffers, which must not be written afterwards; `DistQueue` returns
+        once it has its own copy.
+
+        ValueError, with nothing changed: a column put twice or in another layout, a sample that is already done, a
+        group that changes or outgrows group_size, a new sample after `seal`, more than max_rows or max_bytes at once.
+        """
+        return self._put(batch.labelled(groups, versions))
+
+    @takes(GetRequest)
+    def get(self, request: GetRequest) -> PackedBatch:
+        """Wait for a batch of samples that hold all `columns`, oldest first, and lease them to the caller until `ack`.
+
+        The arguments are the fields of `GetRequest`, which documents them: `count` or `token_budget` end the batch,
+        whichever is reached first.
+
+        TimeoutError says which columns are missing for how many samples. QueueDrained: the queue is sealed and the task
+        has received everything. ValueError: a request that this queue can never serve.
+        """
+        return self._get(request)
+
+    @takes(GetRequest)
+    async def get_async(self, request: GetRequest) -> PackedBatch:
+        """`get` for a coroutine. A get that is cancelled takes nothing; what a `DistQueue` had just handed out to it
+        returns when its lease expires, at the latest."""
+        return await self._get_async(request)
+
+    @abstractmethod
+    def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
+        """Copy columns of live samples, without a lease. ValueError names the sample and the column it lacks."""
+
+    @abstractmethod
+    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
+        """Return the tokens of live samples by column, in the order of `ids`, without reading payload; 1 each for dense
+        columns, text and metadata. ValueError names the sample and the column it lacks."""
+
+    def claim(self, task: str, ids: Iterable[str]) -> None:
+        """Lease named samples to `task`, whatever columns they hold, without reading them: for a writer that knows its
+        samples. ValueError, with nothing leased: a sample that was never put or has ended, or that `task`
+        holds or has acknowledged."""
+        self._change("claim", task, tuple(ids))
+
+    def ack(self, task: str, ids: Iterable[str]) -> None:
+        """Acknowledge samples: they are never handed to `task` again, and are freed once every task has acknowledged
+        them. Idempotent. ValueError: a sample that was never put, or never handed to `task`."""
+        self._change("ack", task, tuple(ids))
+
+    def drop(self, ids: Iterable[str], reason: str) -> None:
+        """End samples as `dropped:<reason>` and free them; their groups continue without them."""
+        self._change("drop", tuple(ids), reason)
+
+    def renew(self, task: str, ids: Iterable[str]) -> None:
+        """Extend the leases of samples that `task` holds by another `lease_s`, from now."""
+        self._change("renew", task, tuple(ids))
+
+    def give_back(self, task: str, ids: Iterable[str]) -> None:
+        """Release leases of `task` at once, for samples it will not work on; acknowledged samples stay acknowledged."""
+        self._change("give_back", task, tuple(ids))
+
+    def seal(self) -> None:
+        """Accept no new samples: gets are served what remains, then raise QueueDrained."""
+        self._change("seal")
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Report metrics: live samples, bytes held, how samples ended; per task its depth (samples neither leased nor
+        acknowledged), leased samples, waiting readers, redeliveries, and the age of its oldest sample in seconds."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Report which readers and writers wait for what, and for how long, as JSON-able data."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the queue and free its memory: waiting calls and every later one raise QueueClosed. A journal stays."""
+
+    @abstractmethod
+    def _put(self, batch: PackedBatch) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def _get(self, request: GetRequest) -> PackedBatch: ...
+
+    @abstractmethod
+    async def _get_async(self, request: GetRequest) -> PackedBatch: ...
+
+    @abstractmethod
+    def _change(self, method: str, *args: Any) -> None:
+        """Call a method of `QueueCore` that changes the state without a payload."""

@@ -1,0 +1,121 @@
+"""A process's access to payload: files of its own node are mapped, those of other nodes are requested from a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+
+from distqueue.actor_calls import ActorGone, Calls
+from distqueue.column import Column
+from distqueue.messages import Delivery, File, Part, Place
+from distqueue.packed import PackedBatch
+from distqueue.payload.buffers import BufferPool
+from distqueue.payload.gather import gather_columns
+from distqueue.payload.mapped import Mapped
+from distqueue.payload.segment_file import Contents, SegmentGone, Stretch
+from distqueue.payload.wire import from_wire, to_wire
+
+
+class PayloadAccess:
+    """Reads and writes payload. `call(method, *args)` calls the queue's actor. Thread-safe."""
+
+    def __init__(self, call: Callable[..., Calls[Any]]) -> None:
+        self._call = call
+        self._mapped, self._buffers = Mapped(), BufferPool()
+        self._shards: dict[str, tuple[str, Any]] = {}
+        """(node, actor) by name"""
+        self._node = ""
+
+    def here(self) -> str:
+        """The node of this process."""
+        if not self._node:
+            self._node = ray.get_runtime_context().get_node_id()
+        return self._node
+
+    def write(self, file: File, batch: PackedBatch, contents: Contents) -> Calls[None]:
+        """Write a batch to a reserved or granted file; if that is durable, until it is on disk. SegmentGone: the shard
+        was removed or is lost."""
+        if file.node == self.here():
+            mapped = self._mapped.writable(file.path, file.size)
+            mapped.write(file.number, contents)
+            if file.durable:
+                mapped.sync()
+            return
+        header, frames = to_wire(batch.columns)
+        actor = yield from self._shard(file.shard)
+        try:
+            yield partial(actor.write.remote, file, header, *frames)
+        except ActorGone:
+            yield from self._lost(file.shard)
+
+    def gather(self, delivery: Delivery) -> Calls[dict[str, Column]]:
+        """Copy the columns of a delivery into this process's memory. SegmentGone: a segment has moved or ended."""
+        sources, parts = yield from self._sources(delivery)
+        columns = gather_columns(parts, sources, self._buffers)
+        self._mapped.check(place for place in delivery.places if self._is_here(place))
+        return columns
+
+    def _sources(self, delivery: Delivery) -> Calls[tuple[list[dict[str, Stretch]], list[Part]]]:
+        """Map the columns of a delivery, after requesting those of other nodes, once per shard. Returns the sources and
+        the delivery's parts as runs of them."""
+        for place in delivery.places:
+            yield from self._shard(place.shard)
+        sources: list[dict[str, Stretch]] = [
+            self._mapped.columns(place) if self._is_here(place) else {} for place in delivery.places
+        ]
+        parts = list(delivery.parts)
+        elsewhere = sorted({place.shard for place in delivery.places if not self._is_here(place)})
+        for shard in elsewhere:
+            in_shard = np.array([place.shard == shard for place in delivery.places])
+            remote = [Part(part.columns, part.runs[in_shard[part.runs[:, 0]]]) for part in delivery.parts]
+            remote = [part for part in remote if len(part.runs)]
+            actor = yield from self._shard(shard)
+            places = [place for place, inside in zip(delivery.places, in_shard.tolist(), strict=True) if inside]
+            try:
+                answers = yield partial(actor.read.remote, places, [_renumber(part, in_shard) for part in remote])
+            except ActorGone:
+                yield from self._lost(shard)
+            by_columns = {
+                part.columns: from_wire(header, frames) for part, (header, frames) in zip(remote, answers, strict=True)
+            }
+            for i, part in enumerate(parts):
+                if part.columns in by_columns:
+                    parts[i] = Part(part.columns, _redirect(part.runs, in_shard, len(sources)))
+                    sources.append(by_columns[part.columns])
+        return sources, parts
+
+    def _shard(self, name: str) -> Calls[Any]:
+        if name not in self._shards:
+            self._shards = yield from self._call("where")
+        if name not in self._shards:
+            raise SegmentGone(f"shard {name!r} was removed")
+        return self._shards[name][1]
+
+    def _lost(self, shard: str) -> Calls[Any]:
+        self._shards = {}  # a removed shard may have been added again under its name
+        yield from self._call("shard_lost", shard)
+        raise SegmentGone(f"shard {shard!r} is lost")
+
+    def _is_here(self, place: Place) -> bool:
+        return self._shards[place.shard][0] == self.here()
+
+
+def _renumber(part: Part, kept: np.ndarray) -> Part:
+    """Number the sources of a part's runs among those that are kept."""
+    runs = part.runs.copy()
+    runs[:, 0] = (np.cumsum(kept) - 1)[runs[:, 0]]
+    return Part(part.columns, runs)
+
+
+def _redirect(runs: np.ndarray, moved: np.ndarray, source: int) -> np.ndarray:
+    """Redirect the runs of `moved` sources to a new source, in which they lie one after the other."""
+    runs = runs.copy()
+    here = moved[runs[:, 0]]
+    sizes = runs[here, 2] - runs[here, 1]
+    stops = np.cumsum(sizes)
+    runs[here] = np.stack([np.full(len(sizes), source), stops - sizes, stops], axis=1)
+    return runs

@@ -1,0 +1,86 @@
+"""The plain data that enters and leaves the sample table: what a reader selects, what it takes, what a call ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+
+Span = tuple[int, int]
+"""Policy versions of a sample's oldest and newest token"""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selects the samples of one batch: for which task, with which columns, how many, and which of those ready."""
+
+    task: str
+    """the stage that reads; it acknowledges what it was handed"""
+    columns: Sequence[str]
+    """a sample is ready once it holds all of them"""
+    count: int | None = None
+    """samples of the batch; with `whole_groups` a multiple of group_size, and a dropped member counts although it is
+    not in the batch"""
+    _: KW_ONLY
+    token_budget: int | None = None
+    """tokens of the batch, each sample counted by its longest selected column; with `count`, whichever is reached
+    first. A single sample (or whole group) larger than the budget is served alone."""
+    whole_groups: bool = False
+    """take groups as a whole: every member that is neither dropped nor acknowledged, once all members were put"""
+    min_version: int | None = None
+    """pass over samples whose oldest token is of an earlier policy version, or of an unknown one. They stay in the
+    queue and are named in `PackedBatch.too_old`."""
+    partial: bool = False
+    """take what is ready, at least one sample and at most `count` or `token_budget`, instead of waiting for all"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        if not self.columns:
+            raise ValueError("columns=(): expected the columns to read")
+        if self.count is None and self.token_budget is None and not self.partial:
+            raise ValueError("expected count or token_budget")
+        for name, value in (("count", self.count), ("token_budget", self.token_budget)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a positive number")
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """B leased samples, oldest first; whole groups one after the other."""
+
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    """"" for a sample without a group"""
+    versions: np.ndarray
+    """(B, 2) int32: policy versions of the oldest and the newest token; (-1, -1) unknown"""
+    rows: np.ndarray
+    """(B,) int64: row numbers; a sample keeps its number as long as it lives"""
+    tokens: np.ndarray
+    """(B,) int64: length of the longest selected column"""
+    too_old: tuple[str, ...]
+    """samples that are ready but older than min_version and precede the last one taken; at most TOO_OLD of them"""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def select(self, samples: np.ndarray | Sequence[int]) -> Taken:
+        """Keep these samples, in this order; `too_old` is kept whole."""
+        inside = np.asarray(samples, np.int64)
+        return Taken(
+            ids=tuple([self.ids[i] for i in inside.tolist()]),
+            groups=tuple([self.groups[i] for i in inside.tolist()]),
+            versions=self.versions[inside],
+            rows=self.rows[inside],
+            tokens=self.tokens[inside],
+            too_old=self.too_old,
+        )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The samples a call ended, and the segments it freed."""
+
+    ids: tuple[str, ...] = ()
+    segments: tuple[int, ...] = ()
+    """segments without a live row left; ascending"""
