@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Your own questions and answers: a JSONL file with the fields `question` and `answer`, scored by math-verify.
+# Trains on your own questions and answers: a JSONL file with the fields `question` and `answer`, scored by math-verify.
 #   bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER [overrides]
 # MODEL_FOLDER is any Qwen3 or Qwen3-MoE checkpoint with its tokenizer.
 set -euo pipefail

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The main job on four emulated NPUs: a small MoE base model learns one-digit addition by GRPO, training in TP2 x EP2 and
-# generating in EP4 on the same cards. Two to three minutes on two cores. Arguments are further overrides: run.seed=1
-# fusion=separate, colocated (the default), full or hybrid chooses who shares cards; half of them train in the first and
-# the last, and engines have two cards.
+# Trains a small MoE base model on one-digit addition with GRPO, on four emulated NPUs: training in TP2 x EP2, generation
+# in EP4 on the same cards. Two to three minutes on two cores. Arguments are overrides, such as run.seed=1.
+# fusion=separate, colocated (the default), full or hybrid chooses which roles share cards; in separate and hybrid half
+# of the cards only generate, and an engine has two cards.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

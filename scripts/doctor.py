@@ -1,7 +1,7 @@
-"""Says what this machine has, what is missing, and what to do about it: `python scripts/doctor.py [--json] [--quick]`.
+"""Reports what this machine has, what is missing, and how to install it: `python scripts/doctor.py [--json] [--quick]`.
 
-Needs nothing but Python, so that it also answers where nothing is installed yet. Exit code 0 unless something required
-is missing. `--quick` only looks whether the emulated NPU is built instead of opening it, which builds it.
+Needs only Python, so that it also runs where nothing is installed yet. Exits with 0 unless something required is
+missing. `--quick` only checks whether the emulated NPU is built; without it the NPU is opened, which builds it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def python() -> Check:
 
 
 def stated(keyword: str) -> Any:
-    """What setup.py, the one place that states it, says of `python_requires` or `install_requires`."""
+    """Reads `python_requires` or `install_requires` from setup.py, the only place that states them."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == keyword:
             return ast.literal_eval(node.value)
@@ -59,7 +59,7 @@ def version_of(name: str) -> str | None:
 
 
 def package(requirement: str) -> Check:
-    """A required package at a version that fits."""
+    """Checks that a required package is installed at an accepted version."""
     name = re.split(r"[^\w.-]", requirement)[0]
     version = version_of(name)
     if version is None:
@@ -73,7 +73,7 @@ def package(requirement: str) -> Check:
 
 
 def packages() -> list[Check]:
-    """A line for each of the main packages and each at fault, one for all the others."""
+    """Returns a check for each main or missing package, and one for all others."""
     checks = [package(requirement) for requirement in stated("install_requires")]
     shown = [check for check in checks if check.name in ("torch", "ray", "transformers") or check.status != "ok"]
     rest = [f"{check.name} {check.found}" for check in checks if check not in shown]
@@ -81,7 +81,7 @@ def packages() -> list[Check]:
 
 
 def ascend() -> Check:
-    """Ascend cards, and the two things needed to use them: CANN and torch_npu."""
+    """Checks for Ascend cards and what they need: CANN and torch_npu."""
     cards = len(glob.glob("/dev/davinci[0-9]*"))
     homes = (os.environ.get("ASCEND_TOOLKIT_HOME", ""), "/usr/local/Ascend/ascend-toolkit/latest")
     cann = next((home for home in homes if home and Path(home).exists()), "")
@@ -117,12 +117,12 @@ LOOK = "from fusion.npu.emulator.build import library_path as p; print('built' i
 
 
 def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:
-    """Opens the emulated NPU (or looks whether it is built) in a process of its own, which it may take down."""
+    """Opens the emulated NPU (or checks whether it is built) in a process of its own, which may crash."""
     name = "emulated NPU"
     try:
         child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=timeout_s, **CAPTURE)
     except subprocess.TimeoutExpired:
-        return Check(name, "warn", f"did not open within {timeout_s:.0f} s", "is another build going on?")
+        return Check(name, "warn", f"did not open within {timeout_s:.0f} s", "is another build running?")
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         return Check(name, "warn", last, f'python -c "{code.split(";")[0]}" shows the whole error')
@@ -139,7 +139,7 @@ def ray_cluster() -> Check:
 
 
 def memory() -> Check:
-    """Free main memory, within the limit of the container."""
+    """Checks free main memory, within the limit of the container."""
     kib = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
     free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -150,7 +150,7 @@ def memory() -> Check:
 
 
 def disk(name: str, path: Path, needed_gib: int, advice: str) -> Check:
-    """Free room of the file system that `path` is on."""
+    """Checks free space on the file system of `path`."""
     if not path.exists():
         return Check(name, "warn", "not there", advice)
     usage = shutil.disk_usage(path)
@@ -163,7 +163,7 @@ def space(name: str, free: int, total: int, needed_gib: int, advice: str) -> Che
 
 
 def examine(quick: bool = False) -> list[Check]:
-    """All checks, in the order of the table."""
+    """Runs all checks, in the order of the table."""
     checks = [python(), *packages(), ascend(), cuda(), compiler()]
     if not quick:
         print("opening the emulated NPU; its first build takes about a minute …", file=sys.stderr, flush=True)
@@ -176,7 +176,7 @@ def examine(quick: bool = False) -> list[Check]:
 
 
 def table(checks: list[Check]) -> str:
-    """Aligned lines; advice stands under what it is about."""
+    """Formats checks as aligned lines, each with its advice below it."""
     wide = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -187,7 +187,9 @@ def table(checks: list[Check]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What this machine has, and what to do about what it lacks.")
+    parser = argparse.ArgumentParser(
+        description="Reports what this machine has, what is missing, and how to install it."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="do not build the emulated NPU")
     options = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from fusion.training.algorithms import cross_entropy
 from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
 
 STD = 0.08
-"""Of the initial weights: at these widths transformers' 0.02 learns badly."""
+"""Standard deviation of the initial weights; at these widths the model learns badly with the 0.02 of transformers."""
 
 
 _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3, token_budget=1 << 16)
@@ -30,15 +30,15 @@ _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3,
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How a base model is made. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: the
-    longest answer that sampling allows."""
+    """How a base model is trained. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: most
+    tokens of a sampled answer; ``max_steps``: most optimizer steps."""
 
     data: DataConfig
     hidden: int = 64
     layers: int = 2
     response_tokens: int = 5
     target: float = 0.2
-    most_steps: int = 2000
+    max_steps: int = 2000
     batch: int = 256
     check_every: int = 5
     check_prompts: int = 256
@@ -61,11 +61,11 @@ TASKS = {
 
 
 def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0, **changes: Any) -> float:
-    """Warms a model up on ``task``, saves it with its tokenizer, and returns its sampled accuracy (0 … 1).
+    """Warms up a model on ``task``, saves it with its tokenizer, and returns its sampled accuracy (0 … 1).
 
     Raises:
         ValueError: ``task`` is not one of TASKS.
-        RuntimeError: the accuracy was not reached in ``most_steps``.
+        RuntimeError: the accuracy was not reached in ``max_steps``.
     """
     if task not in TASKS:
         raise ValueError(f"task {task!r}: expected one of {', '.join(TASKS)}")
@@ -76,8 +76,8 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     trainer = EmbeddedTrainEngine(model, model.mesh, device, plan.training)
     accuracy = 0.0
     reward = RewardConfig(name="arithmetic", workers=1)
-    with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.most_steps, unit="steps") as bar:
-        for step in range(1, plan.most_steps + 1):
+    with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.max_steps, unit="steps") as bar:
+        for step in range(1, plan.max_steps + 1):
             prompts = source.next(plan.batch)
             batch = Sequences.from_samples([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
             figures = trainer.forward_backward(batch, cross_entropy)
@@ -89,7 +89,7 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
                 break
     if accuracy < plan.target:
         raise RuntimeError(
-            f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.most_steps} steps, not {plan.target}"
+            f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.max_steps} steps, not {plan.target}"
         )
     save_folder(model, folder)
     return accuracy
@@ -125,7 +125,7 @@ def _initial_model(plan: WarmUp, tokenizer: Any, device: Device, seed: int) -> T
 def _accuracy(
     plan: WarmUp, model: Transformer, tokenizer: Any, prompts: list[Prompt], rewards: RewardPool, step: int
 ) -> float:
-    """Mean reward of one sampled answer a prompt."""
+    """Returns the mean reward of one sampled answer per prompt."""
     config = RolloutConfig(max_response_length=plan.response_tokens, max_seqs=plan.check_prompts)
     engine = EmbeddedEngine(model, model.mesh, model.device, config, seed=step)
     engine.allocate_kv()

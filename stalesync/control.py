@@ -1,10 +1,10 @@
-"""A run is told to generate otherwise while it goes on: a request file in its folder, read between two steps.
+"""Changes how a running run generates: a request file in its folder, read between two steps.
 
 scripts/control.py runs/NAME engines=0 rollout.kv_fraction=0.5
     │ checked against the run's config.yaml
     ▼
 runs/NAME/control.json ──next switch to INFER──► applied, or refused with the reason; either way a line in
-                                                 runs/NAME/control.jsonl: step, share, what became of it
+                                                 runs/NAME/control.jsonl: step, share, outcome
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORD = "control.jsonl"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a share is checked against."""
+    """The config and deployment that a share is validated against."""
 
     config: Config
     deployment: Deployment
@@ -51,10 +51,11 @@ class Limits:
 
 
 def submit(folder: Path, wishes: Mapping[str, Any]) -> InferenceShare:
-    """Leaves a request in a run's folder, together with what is asked there already; returns the share that is asked.
+    """Writes a request to a run's folder, merged with a pending one; returns the share that is requested.
 
     Raises:
-        ValueError: ``folder`` is no run's, or the wishes do not fit its config; nothing is left then.
+        ValueError: ``folder`` is not the folder of a run, or the changes do not fit its config; nothing is written
+        then.
     """
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
@@ -67,13 +68,13 @@ def submit(folder: Path, wishes: Mapping[str, Any]) -> InferenceShare:
 
 
 def present_share(folder: Path, limits: Limits) -> InferenceShare:
-    """The share that the run's record says is in force."""
+    """Returns the share in force, from the run's record."""
     applied = [row["share"] for row in read_jsonl(folder / RECORD) if row["outcome"] == "applied"]
     return limits.changed(limits.start, applied[-1]) if applied else limits.start
 
 
 class ControlDesk:
-    """The run's end: takes requests and keeps the record."""
+    """Takes requests in the run, and records their outcomes."""
 
     def __init__(self, folder: Path, config: Config):
         self._folder, self._limits = folder, Limits.of(config)
@@ -81,7 +82,7 @@ class ControlDesk:
 
     @property
     def changed(self) -> dict[str, Any] | None:
-        """The share for a checkpoint, None if it is as the config says."""
+        """The share for a checkpoint; None if it is that of the config."""
         return self.share.state() if self.share != self._limits.start else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
@@ -89,11 +90,11 @@ class ControlDesk:
             self.share = self._limits.changed(self._limits.start, state)
 
     def read(self, step: int, kv_tokens: float | None) -> str | None:
-        """Takes the request that waits, if any; says what became of it.
+        """Takes the pending request, if any; returns its outcome for the log.
 
         Args:
             kv_tokens: capacity of the smallest KV cache of the last step; None before the first. A request that would
-                leave less than the longest sample needs is refused, as it would end the run.
+                leave less than the longest sample needs is refused, as it would fail the run.
         """
         waiting = self._folder / REQUEST
         if not waiting.is_file():
@@ -104,7 +105,7 @@ class ControlDesk:
             share = self._limits.changed(self.share, wishes)
             self._check_room(share, kv_tokens)
         except ValueError as error:
-            outcome, told = f"refused: {error}", f"request refused, generation goes on as before: {error}"
+            outcome, told = f"refused: {error}", f"request refused, generation continues unchanged: {error}"
         else:
             self.share = share
             outcome, told = "applied", f"from step {step} generation has {share}"

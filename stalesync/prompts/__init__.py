@@ -1,4 +1,4 @@
-"""Prompts: where they come from, in which order, as which tokens.
+"""Prompts: their sources, their order, their tokens.
 
     addition        one-digit sums, a+b=                   ┐
     worked          many-digit sums, working written out   ├─ rows: prompt, answer, fields
@@ -7,8 +7,8 @@
     tokenizer       characters of both generators          ▼
                     (or the model's own)  ──────►  PromptSource.next(n) ─► Prompt(id, ids, text, answer, fields)
 
-A prompt longer than `data.max_prompt_length` is refused before the run starts, or skipped and counted, by choice.
-"""
+A prompt longer than `data.max_prompt_length` is refused before the run starts, or skipped and counted
+(`data.long_prompts`)."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file, read by the library `datasets` (memory-mapped; nothing comes from a network)."""
+"""Reads rows of a JSONL or Parquet file with the library `datasets` (memory-mapped, no network access)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from stalesync.prompts.rows import Row
 
 
 class FileRows:
-    """The rows of `data.source`. `held_out` of them (but at most a tenth) are kept for evaluation, chosen by the seed.
+    """The rows of `data.source`. `held_out` of them (but at most a tenth) are held out for evaluation, chosen by the
+    seed.
 
     Raises:
         ValueError: naming the file and the key: no such file, not readable, empty, or without the field.

@@ -1,4 +1,4 @@
-"""How long responses are when the data does not say: lengths as reasoning models have them, the same in every run.
+"""Draws response lengths with the long tail of reasoning models, reproducible for a seed.
 
     length = median x exp(0.89 z(prompt) + 0.43 z(prompt, member)), at most the cap; one in a hundred is the cap
 
@@ -35,7 +35,7 @@ class ForcedLengths:
     cap: int
 
     def __call__(self, prompt_id: str, member: int) -> int:
-        """Tokens of the response of a prompt's group: 1 … cap."""
+        """Returns the number of tokens of the response of a group member: 1 … cap."""
         key = request_key(prompt_id)
         if self._uniform("runaway", key, member) < RUNAWAY:
             return self.cap

@@ -1,4 +1,4 @@
-"""What a source of prompts offers: rows by index."""
+"""Defines what a source of prompts provides: rows by index."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Row:
 
 
 class Rows(Protocol):
-    """A row depends on its index and on what the object was made from, on nothing else."""
+    """Rows by index. Invariant: a row depends only on its index and on the arguments the object was created with."""
 
     @property
     def indices(self) -> Sequence[int] | None:
-        """The rows to train on; None where every natural number is one."""
+        """The rows to train on; None where every natural number is a row."""
         ...
 
     def row(self, index: int) -> Row: ...
 
     def name(self, index: int) -> str:
-        """The row as an error message calls it."""
+        """Returns the name of a row for error messages."""
         ...
 
     def evaluation(self, count: int) -> list[Row]:
-        """Up to `count` rows to measure by, the same on every call."""
+        """Returns up to `count` held-out rows, the same on every call."""
         ...

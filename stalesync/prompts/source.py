@@ -1,12 +1,11 @@
-"""Prompts in a seeded order, without end, resumable to the prompt.
+"""Yields prompts in a seeded, endless order that resumes at exactly the next prompt.
 
 Invariants:
-1. The n-th prompt depends on the config, the seed and n only: never on how the calls of `next` were cut, nor on whether
+1. The n-th prompt depends on the config, the seed and n only: never on the sizes of the calls of `next`, nor on whether
    the state was saved and loaded in between.
-2. A finite source is gone through once per epoch, in a new order each time; a row that is not skipped comes exactly
-   once.
+2. Each epoch of a finite source is one pass in a new order; a row that is not skipped appears exactly once.
 3. Ids are `e{epoch}-{row}`: never the same twice in a run, always the same for the same seed.
-4. No prompt is longer than `data.max_prompt_length`; with `refuse` that is known before the first prompt is given.
+4. No prompt is longer than `data.max_prompt_length`; with `refuse` that is checked before the first prompt.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ class PromptSource:
             self._refuse_long()
 
     def next(self, n: int | None = None) -> list[Prompt]:
-        """The next `n` prompts (default: `data.prompts_per_step`); skips what is too long where that was chosen."""
+        """Returns the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
+        long."""
         wanted = self._config.prompts_per_step if n is None else n
         taken: list[Prompt] = []
         barren = 0
@@ -76,7 +76,7 @@ class PromptSource:
         return taken
 
     def evaluation(self, n: int) -> list[Prompt]:
-        """`n` prompts to measure by, with ids `eval-0`, …: the same on every call, and none that `next` ever gives
+        """Returns `n` held-out prompts, with ids `eval-0`, …: the same on every call, and none that `next` ever gives
         (but of the 100 one-digit sums: all of them). Of a file fewer, none if nothing was held out."""
         rows = self._rows.evaluation(n)
         names = [f"eval-{index}" for index in range(len(rows))]
@@ -88,7 +88,7 @@ class PromptSource:
         return {"data/epoch": float(self._epoch), "data/skipped_prompts": float(self._skipped)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on with the very next prompt; plain JSON."""
+        """Returns what `load_state_dict` needs to resume at the next prompt; plain JSON."""
         return {
             "source": self._config.source,
             "rows": self._row_count,
@@ -99,7 +99,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken.
+        """Resumes where `state` was taken.
 
         Raises:
             ValueError: the state belongs to another source, number of rows or seed, by name.
@@ -174,7 +174,7 @@ class PromptSource:
 
 
 def open_rows(config: DataConfig, seed: int, held_out: int = 0) -> Rows:
-    """The rows of `data.source`."""
+    """Opens the rows of `data.source`."""
     if config.source == "addition":
         return AdditionRows(seed)
     if config.source == "worked_arithmetic":
