@@ -88,8 +88,11 @@ class FrozenRoles:
             yield
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
-        """Returns float32 [N] on the CPU: the reference's log-probability of every response token. In
-        `reference_in_hbm`; collective over the reference's mesh, which is the trainer's where it has no cards of its own."""
+        """Returns float32 [N] on the CPU: the reference's log-probability of every response token.
+
+        In `reference_in_hbm`; collective over the reference's mesh, which is the trainer's where it has no cards of its
+        own.
+        """
         if self.reference is None:
             assert trainer is not None
             return trainer.logprobs(sequences)[0]
