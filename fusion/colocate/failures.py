@@ -1,7 +1,7 @@
 """Ships the failure of a stage from a worker to the controller as typed plain data.
 
 A worker's exception may be of any type, pickle or not, and name no rank. At the boundary of a stage it becomes a
-`StageFailed`: rank, stage, kind, message, trace. The controller tells root causes from consequences by the kind.
+`StageFailed`: rank, stage, kind, message, trace. The controller separates root causes from consequences by the kind.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class PacedTrainEngine(EmbeddedTrainEngine):
 
 
 class PacedSwitcher(PhaseSwitcher):
-    """Copying the optimizer back overlaps training; whoever needs it earlier waits for it (kind ``onload``)."""
+    """Copying the optimizer back overlaps training; work that needs it earlier waits for it (kind ``onload``)."""
 
     def __init__(self, *, pacer: Pacer, cost: SwitchCost, **options: Any):
         super().__init__(**options)

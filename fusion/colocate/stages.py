@@ -110,7 +110,7 @@ class StageLog:
         suspended: Sequence[SuspendedSample] = (),
         reference_kl: Mapping[str, float] | None = None,
     ) -> StageReport:
-        """Returns the report of the last stage; metrics and spans begin anew."""
+        """Returns the report of the last stage; empties metrics and spans."""
         return StageReport(
             metrics=self.metrics.take(),
             spans=self.timeline.drain(),

@@ -8,7 +8,7 @@
     scheduler   which tokens the next step computes; which attention rank gets a request     (pure)
     blocks      who holds which KV block; the prefix cache, keyed by policy version          (pure)
     kv_cache    the memory of keys and values, allocated last, given back before training
-    parked      KV of suspended requests on the host, until they go on behind it
+    parked      KV of suspended requests on the host, until they are resumed
     routing     which experts the tokens in it went to
     batch       one step as tensors: ids, positions, slots, (row, block) pairs
     attention   paged attention over them: the model's `attend`
@@ -18,8 +18,8 @@
     forward     one step through this rank's layers
     engine      EmbeddedEngine, the `InferEngine` of this house; all ranks of the group step together
 
-Its place for what comes: a decode that verifies a draft is a chunk whose rows are all sampled; KV that leaves and comes
-back goes by block names (`blocks`), which are the same in every process.
+Extension points: a decode that verifies a draft is a chunk whose rows are all sampled; KV that is moved is named
+by its blocks (`blocks`), whose names are the same in every process.
 """
 
 import lazy_loader

@@ -38,10 +38,10 @@ SHORT_CHUNK_TOKENS = 16
 class RowSlice:
     """Neighbouring paged rows and the P blocks they attend over: a stretch of the pool as it lies, then gathered ones.
 
-    ``stretch``: first block and end; what of it nobody wants is row 0's with nothing to read. ``pieces``: the gathered
-    blocks' rows of a pool, all keys before all values; without a stretch they come row after row. ``owner`` [P]: the
-    row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the
-    longest row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for what nobody wants.
+    ``stretch``: first block and end; its unneeded blocks are assigned to row 0 with nothing to read. ``pieces``: the
+    gathered blocks' rows of a pool, all keys before all values; without a stretch row after row. ``owner`` [P]: the row
+    in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the longest
+    row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for unneeded blocks.
     """
 
     start: int

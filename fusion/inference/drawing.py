@@ -1,6 +1,6 @@
 """The next tokens of a step's sequences, the same on every rank that schedules them.
 
-hidden ─► logits of this TP rank's share of the vocabulary ─► whole rows ─► sampler ─► (last stage tells the others)
+hidden ─► logits of this TP rank's share of the vocabulary ─► whole rows ─► sampler ─► (last stage broadcasts)
 (run seed, request, position) ─► noise ──────────────────────────────────────┘
 """
 

@@ -45,7 +45,7 @@ class KVCache:
         return blocks * self.block_bytes // self.layers
 
     def allocate(self, blocks: int, workspace_blocks: int) -> None:
-        """Takes memory under the owner "kv": so many blocks a pool, and so many that can be gathered at a time."""
+        """Allocates ``blocks`` per pool, and a workspace to gather ``workspace_blocks`` at a time; owner "kv"."""
         assert not self.pools
         with self.device.owner("kv"):
             self.blocks = blocks
@@ -64,7 +64,7 @@ class KVCache:
         return masks.unsqueeze(1).to(self.device.torch_device)
 
     def release(self) -> None:
-        """Gives every byte back, whoever still holds a view."""
+        """Releases every byte, even under views that are still held."""
         for tensor in (*self.pools, self.workspace, self.masks):
             tensor.untyped_storage().resize_(0)
         self.pools = []

@@ -43,7 +43,7 @@ def uniforms(seed: int, request_keys: np.ndarray, positions: np.ndarray, stream:
         seed: the run's, any integer; its low 64 bits count.
         request_keys: uint64 [N], see `request_key`.
         positions: int [N], index of the token in prompt and response together.
-        stream: tells draws of different purpose at one position apart; 0 is the sampler's.
+        stream: separates draws of different purpose at one position; 0 is the sampler's.
     """
     keys = request_keys.astype(np.uint64)
     counter = np.stack([positions.astype(np.uint64), np.full(keys.shape, stream, np.uint64), keys & _LOW, keys >> _32])

@@ -2,8 +2,8 @@
 
     a step's pass ─ routing of its tokens ─► the cells of their KV ─► a request that ends reads the cells of its blocks
 
-So routing shares the fate of the KV it belongs to: whoever finds a block in the prefix cache finds its routing, what is
-computed anew after a preemption or under new weights overwrites, and what a request reads is the routing of the passes
+So routing follows the KV it belongs to: a request that finds a block in the prefix cache finds its routing, KV that is
+recomputed after a preemption or under new weights overwrites it, and what a request reads is the routing of the passes
 that made the KV it was last generated from.
 """
 

@@ -85,5 +85,5 @@ def _invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:]
     # u · total may round up to the total, behind which no token is
     target = torch.minimum(uniforms_B.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # a row of NaN is behind all of them; its logprob tells
+    # a row of NaN is behind all of them; its logprob shows it
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probs_BV.shape[1] - 1)

@@ -43,7 +43,7 @@ class LossInput:
         """The column ``name``.
 
         Raises:
-            ValueError: the batch brought none; says ``by`` what it is needed.
+            ValueError: the batch has no such column; ``by`` names what needs it.
         """
         column = getattr(self, name)
         if column is None:

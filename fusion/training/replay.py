@@ -1,4 +1,4 @@
-"""The routing of a batch's rows, as the trainer replays and records it (`fusion.model.replay` says what that is).
+"""The routing of a batch's rows, as the trainer replays and records it (defined in `fusion.model.replay`).
 
 The last token of a sequence predicts nothing and no token attends to it, so where it goes does not matter to any
 log-probability: an engine has no routing for it, and a replay leaves it to the trainer's own router.

@@ -45,13 +45,13 @@ class Stage:
             dist.all_reduce(torch.zeros(1, device=model.device.torch_device), group=self.mesh.pp_group)
 
     def train(self, rows: Sequence[int], forward: Forward) -> None:
-        """Forward and backward passes of micro-batches of so many rows each, 1F1B; gradients add up in the leaves."""
+        """Runs forward and backward passes of micro-batches of ``rows`` each, 1F1B; gradients add up in the leaves."""
         stages = self.mesh.parallel.pp
         self._run(one_forward_one_backward(self.mesh.pp_rank, stages, len(rows)), rows, forward, backward=True)
 
     @torch.no_grad()
     def infer(self, rows: Sequence[int], forward: Forward) -> None:
-        """Forward passes alone; ``forward`` keeps what it wants of the last stage's."""
+        """Runs forward passes only; ``forward`` keeps what it needs of the last stage's output."""
         self._run(forward_only(len(rows)), rows, forward, backward=False)
 
     def _run(self, actions: list[Action], rows: Sequence[int], forward: Forward, backward: bool) -> None:

@@ -19,19 +19,19 @@ RESIDENT_FRACTION = 0.5
 """Share of the free memory that resident roles may take: the rest is for activations and the KV cache."""
 
 
-def choose_residency(deployment: str, wish: str, free_bytes: int, role_bytes: int) -> Residency:
+def choose_residency(deployment: str, resident: str, free_bytes: int, role_bytes: int) -> Residency:
     """Chooses where the weights of roles on cards that train are kept.
 
     Args:
-        wish: `fusion.resident`, used in the deployment *full* only: one, all or auto.
+        resident: `fusion.resident`, used in the deployment *full* only: one, all or auto.
         free_bytes: free device memory once all of training is in HBM.
         role_bytes: weights of all scoring roles on the card.
     """
     if deployment != "full":
         return "beside"
-    if wish == "auto":
+    if resident == "auto":
         return "all" if role_bytes <= RESIDENT_FRACTION * free_bytes else "one"
-    return "one" if wish == "one" else "all"
+    return "one" if resident == "one" else "all"
 
 
 def exchange_order(leaving: Sequence[int], coming: Sequence[int]) -> Iterator[tuple[Literal["out", "in"], int]]:

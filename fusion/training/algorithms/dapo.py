@@ -1,6 +1,6 @@
 """DAPO: GRPO for long reasoning (arXiv 2503.14476, section 3).
 
-Clip-higher is `clip_high` > `clip_low` (0.28 and 0.2 in the paper); groups that teach nothing are sampled anew
+Clip-higher is `clip_high` > `clip_low` (0.28 and 0.2 in the paper); groups without a learning signal are resampled
 (`filter_rule`); the loss is averaged over tokens; responses near the limit lose up to 1 of their reward. Its removal of
 the KL is `kl_coef=0`.
 """

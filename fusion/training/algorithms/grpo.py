@@ -15,7 +15,7 @@ class GRPO(Algorithm):
 
     def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
         """A reward minus the mean of its group, divided by the group's standard deviation (of a sample: n - 1) unless
-        the config says no. A group whose rewards are all equal gives zeros."""
+        the config disables it. A group whose rewards are all equal gives zeros."""
         for members in groups:
             values = rewards_B[members]
             if values.min() == values.max():
