@@ -2,17 +2,17 @@
 
 config       Config: every room's dataclass, composed; the checks that span rooms; `overrides` as Hydra sees it
 prompts      where prompts come from: generators, JSONL, Parquet; seeded, resumable
-staleness    which groups may start and which may be trained: the bound as a state machine
-controller   the loop: prompts → generate → reward → update, at any staleness, in any deployment
-collecting   from prompts to the groups of a step: weights to the engines, requests in, samples out
-generation   the engines: which requests run where, suspended and resumed
-groups       what becomes of groups under way: trained, filtered, failed
-record       what the stages of a step tell; `figures` of its samples
+staleness    which groups may be admitted and which may be trained: the bound as a state machine; pure
+admission    every decision of the loop, as `commands`: admit, dispatch, suspend, publish, score, train; pure
+controller   the loop, which obeys them at any staleness, in any deployment; `training_run` all around it
+generation   the engines as the controller drives them
+groups       the groups under way: trained, filtered, failed
+step_metrics accumulates one step's metrics; `sample_metrics` of its samples; `evaluation` of held-out prompts
 samples      a sample as the controller knows it: no tokens
 scoring      from finished samples to rewards, which come from `reward_sources`: a rule, or the reward model
 update       from scored groups to an optimizer step: advantages, reference, minibatches
-savepoint    what of a run a checkpoint holds beside weights and optimizer
-saving       a checkpoint is written while the run goes on
+savepoint    the files of a checkpoint beside weights and optimizer
+saving       writes a checkpoint while the run continues
 pacing       whether a run of modelled cards kept its pace
 control      a run is told to generate otherwise while it goes on
 card         one worker as a Ray actor; `cards` all of them, called by typed methods; `placing` their ranks

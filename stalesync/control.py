@@ -80,12 +80,11 @@ class ControlDesk:
         self._folder, self._limits = folder, Limits.of(config)
         self.share = self._limits.start
 
-    @property
-    def changed(self) -> dict[str, Any] | None:
-        """The share for a checkpoint; None if it is that of the config."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the share for a checkpoint; None if it is that of the config."""
         return self.share.state() if self.share != self._limits.start else None
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
             self.share = self._limits.changed(self._limits.start, state)
 

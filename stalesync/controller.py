@@ -1,211 +1,197 @@
 """The loop. It handles metadata only: ids, lengths, rewards; tensors pass from card to card through the queue.
 
-    prompts ─admit─► [switch] ─► generate ─► [switch] ─► reward ─► advantages ─► reference ─► train ─► publish ─► …
+    prompts ─admit─► [switch] ─► generate ─► [switch] ─► score ─► advantages ─► reference ─► train ─► next version ─► …
                                  │  ▲ suspended           ▲                        │           │
                                  │  └──────┐              │                        │           │
                                  └──────── queue ─────────┘──────── queue ────────►└── queue ──┘
-             └──────────────────── Collector ────────────────────┘└──────────── Updater ────────────┘
 
-One loop for every staleness and every deployment: what may start and what may be trained is the ledger's to say
-(`staleness.py`), which cards a stage concerns is the deployment's. At staleness 0 the ledger says: this version's
-batch, all of it; then nothing is ever suspended. At s > 0 a step begins when enough groups are finished; engines on
-cards that train are suspended for it, the others go on.
+One loop for every staleness and every deployment. What is done next is decided in `admission.py`, as commands; here
+they are obeyed, and what comes of them is observed. At staleness 0 a step is: the weights to the engines, this
+version's batch admitted and generated to its end, the cards back, scored, trained. Above it a step begins when enough
+groups are ready; engines on cards that train are suspended for it, the others continue.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from distqueue import DistQueue
-from fusion.colocate import Worker, WorkerSpec
-from fusion.telemetry import Answer, LiveView, RunFolder, compare, throughput
-from fusion.training.algorithms import make_algorithm
-from stalesync import savepoint
+from fusion.telemetry import LiveView, RunFolder, throughput
+from stalesync.admission import Admission
 from stalesync.cards import Cards
-from stalesync.collecting import Collector
+from stalesync.commands import (
+    AdmitGroups,
+    AwaitSamples,
+    Command,
+    Dispatch,
+    Publish,
+    Score,
+    Suspend,
+    SwitchToTrain,
+    Train,
+)
 from stalesync.config import Config
 from stalesync.control import ControlDesk
-from stalesync.figures import tell_ages, tell_samples
 from stalesync.generation import Generation
 from stalesync.groups import Groups
-from stalesync.pacing import PaceTally
-from stalesync.prompts import Prompt, PromptSource
-from stalesync.record import StepRecord
+from stalesync.prompts import PromptSource
+from stalesync.sample_metrics import add_sample_metrics, add_staleness_metrics
 from stalesync.samples import ScoredSample
-from stalesync.saving import Saver
 from stalesync.scoring import Scorer
-from stalesync.staleness import StalenessLedger
+from stalesync.step_metrics import StepMetrics
 from stalesync.update import Updater
 
-TASKS = ("reward", "train")
-"""Who must acknowledge a sample before the queue frees it."""
+TAIL = 0.1
+"""Generation's tail (`timing_s/gen_tail`): the seconds in which at most this part of a step's samples is generated"""
+
+POLL_S = 0.5
+"""While it waits for samples the controller checks this often whether a card has failed."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Controller:
-    """Drives the cards through ``config.run.steps`` steps. Every part is handed in."""
+    """Obeys `admission`, step by step. Every part is handed in. The cards that train are in the training phase before
+    and after each step."""
 
     config: Config
-    spec: WorkerSpec
+    admission: Admission
     cards: Cards
     queue: DistQueue
     source: PromptSource
     scorer: Scorer
+    groups: Groups
+    generation: Generation
+    updater: Updater
+    desk: ControlDesk
+    step_metrics: StepMetrics
     folder: RunFolder
     view: LiveView
-    step: int = 0
-    held_out: dict[str, float] = field(default_factory=dict)
-    """Mean reward on the held-out prompts, before and after."""
+    _kv_tokens: float | None = None
+    """Capacity of the smallest KV cache in the last step"""
+    _num_tokens: int = 0
+    """Prompt and response tokens of all groups that ended in this step"""
+    _heard_s: float = 0.0
+    """When samples came last, or generation began"""
 
-    def __post_init__(self) -> None:
-        config, spec, cards = self.config, self.spec, self.cards
-        stale, size = config.stalesync, config.algorithm.group_size
-        self.ledger = StalenessLedger(stale.max_staleness, config.data.prompts_per_step, stale.train_tokens)
-        self.desk = ControlDesk(self.folder.path, config)
-        self.record = StepRecord(spec.world, self.folder)
-        self.generation = Generation(spec, cards, size, self.record.take)
-        algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
-        self.groups = Groups(size, self.ledger, self.generation, self.scorer, algorithm, self.queue, self.folder)
-        parts = self.ledger, self.generation, self.groups, self.record
-        self.collector = Collector(config, spec, cards, self.source, self.scorer, self.view, *parts)
-        self.updater = Updater(
-            spec=spec,
-            cards=cards,
-            queue=self.queue,
-            view=self.view,
-            algorithm=algorithm,
-            record_reports=self.record.take,
-        )
-        self.saver = Saver()
-        cards.health_checks.append(self.saver.check)
-        self.pace = PaceTally(spec.pace)
-        self._kv_tokens: float | None = None
-
-    def run(self) -> list[Answer]:
-        """All steps that are left; returns answers to held-out prompts before and after. The cards are in the training
-        phase at both ends."""
-        last, every = self.config.run.steps, self.config.run.save_every or self.config.run.steps
-        held_out = self.source.evaluation(self.config.run.eval_prompts) if self.config.run.eval_prompts else []
-        extra, before = self.evaluate(held_out, "before")
-        after: list[dict[str, Any]] = []
-        self.view.begin()
-        self.record.begin()
-        while self.step < last:
-            metrics = self.train_step() | extra
-            self.step += 1
-            extra = {}
-            if self.step == last:
-                extra, after = self.evaluate(held_out, "after")
-            cut = self.cut() if self.step == last or self.step % every == 0 else None
-            self.folder.log(self.step, metrics | extra | self.saver.metrics())
-            self.view.update(self.step, metrics)
-            if cut is not None:
-                self.save(cut)
-        self.saver.finish()
-        return compare(before, after)
-
-    def train_step(self) -> dict[str, float]:
-        metrics, start = self.record.metrics, time.perf_counter()
-        self.groups.row = self.step + 1
-        if told := self.desk.read(self.step + 1, self._kv_tokens):
-            self.view.note(told)
-        self.collector.collect(self.config.run.steps - self.step, self.desk.share)
-        trained = self.ledger.enough() or self.ledger.ready()
-        groups, batch = self.groups.take(trained)
-        self._say(batch)
-        with self.cards.polling(self.collector.attend):
-            self.updater.train(groups, self.ledger.version, metrics)
-        for group in trained:
-            self.folder.log_groups(self.step + 1, [group], "trained", self.ledger.lag(group))
-        self.ledger.train(trained)
-        tell_ages(metrics, groups, self.ledger.version, self.config.stalesync.max_staleness)
-        self.ledger.advance()
+    def train_step(self, step: int) -> dict[str, float]:
+        """Runs step number ``step``, from 1; returns its metrics."""
+        start, metrics = time.perf_counter(), self.step_metrics.metrics
+        self.groups.step = step
+        if reply := self.desk.read(step, self._kv_tokens):
+            self.view.note(reply)
+        for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
+            self.obey(command)
         seconds = time.perf_counter() - start
-        metrics.update(throughput(sum(sample.tokens for sample in batch), seconds, self.config.cluster.npus))
+        metrics.update(throughput(self._num_tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
-        self.record.take(self.scorer.take_reports())
-        figures = self.ledger.metrics() | self.source.metrics() | self.queue.stats()
-        return self.pace.count(self.record.close(self.cards.reported_until_ns, figures))
+        self.step_metrics.take(self.scorer.take_reports())
+        figures = self.admission.ledger.metrics() | self.source.metrics() | self.queue.stats()
+        return self.step_metrics.close(self.cards.reported_until_ns, figures)
 
-    def evaluate(self, prompts: Sequence[Prompt], when: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Answers held-out prompts once with the present weights: `val/rewards/<when>` and one row a prompt.
+    def obey(self, command: Command) -> None:
+        """Does what was decided, and passes on what comes of it."""
+        start, share = time.perf_counter(), self.desk.share
+        match command:
+            case Publish(beside=beside):
+                self.view.phase("send weights" if beside else "switch to infer")
+                self.generation.publish(command, share)
+                self._heard_s = time.perf_counter()
+            case AdmitGroups(count):
+                self.groups.admit(self.source.next(count))
+            case Dispatch():
+                self.generation.dispatch(command)
+            case AwaitSamples():
+                self.await_samples()
+            case Suspend(engines):
+                self.suspend(engines)
+            case SwitchToTrain():
+                self.view.phase("switch to train")
+                self.generation.switch_to_train(self.admission.ledger.version, share)
+            case Score():
+                self.view.phase("reward")
+                self.score()
+            case Train(groups):
+                self.train(groups)
+        self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
 
-        Noise is keyed by the prompt, so two evaluations differ by the weights alone. Nothing of it is trained: no task
-        of the queue gets it.
-        """
-        if not prompts:
-            return {}, []
-        with self.record.aside():
-            answers = self.collector.answer(prompts, self.desk.share)
-            outcomes = self.scorer.score_answers(prompts, answers)
-            self.record.take(self.scorer.take_reports())
-        rows = [
-            {"prompt": prompt.text, "response": text, "reward": outcome.reward}
-            for prompt, (text, outcome) in zip(prompts, outcomes, strict=True)
-        ]
-        known = [outcome.reward for _, outcome in outcomes if outcome.reward is not None]
-        if known:
-            self.held_out[when] = sum(known) / len(known)
-        return ({f"val/rewards/{when}": self.held_out[when]} if known else {}), rows
+    def observe(self, timeout_s: float) -> bool:
+        """Passes on samples that were generated or scored, and requests whose chunk has ended; waits at most this long
+        for the first sample. Returns whether there were any."""
+        generated, scored = self.scorer.poll(timeout_s)
+        self.groups.note(generated, scored)
+        chunks = self.generation.take_ended_chunks()
+        for engine, samples in chunks.items():
+            self.admission.observe_chunks_ended(engine, samples)
+        num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
+        self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
+        return bool(generated or scored or num_chunks)
 
-    def notes(self) -> list[str]:
-        """What a user should hear of at the end."""
-        held_out = [f"{self.held_out[when]:.3f} {when}" for when in ("before", "after") if when in self.held_out]
-        lost = {name: count for name, count in self.ledger.ended.items() if name != "trained"}
-        lines = self.pace.notes()
-        lines += [f"reward on held-out prompts: {', '.join(held_out)} (val/rewards)"] if held_out else []
-        lines += [f"{count} groups {name}" for name, count in lost.items()]
-        if left := len(self.ledger.in_flight) + len(self.ledger.finished):
-            lines.append(f"{left} groups are under way, and in the last checkpoint")
-        if self.groups.failed_rewards:
-            lines.append(
-                f"{self.groups.failed_rewards} samples could not be scored and were not trained (reward/failed)"
-            )
-        skipped = self.source.metrics().get("data/skipped_prompts", 0)
-        return lines + ([f"{skipped:.0f} prompts were longer than data.max_prompt_length"] if skipped else [])
+    def await_samples(self) -> None:
+        """Waits for samples, and checks that the cards are alive."""
+        ledger, buffer, size = self.admission.ledger, self.admission.buffer, self.groups.size
+        self.view.phase("generate", ledger.num_ready * size, ledger.expected_groups * size)
+        in_tail = buffer.num("running") <= TAIL * ledger.expected_groups * size
+        self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
+        if self.observe(POLL_S):
+            self._heard_s = time.perf_counter()
+        self.cards.check()
+        self.generation.check_silence(time.perf_counter() - self._heard_s, buffer.num_running_on)
 
-    def cut(self) -> str:
-        """One cut through weights, queue, and what is under way, for `save`. The cards' part is copied and the queue's
-        written; the controller's is returned."""
-        self.view.phase("save")
-        with self.saver.pause():
-            self.collector.settle()
-            snapshot = self.cards.on(self.spec.deployment.train).begin(Worker.snapshot)
-            state = savepoint.begin(self.checkpoint, self)
-            self.record.take(self.cards.wait(snapshot))
-        return state
+    def suspend(self, engines: Sequence[int]) -> None:
+        """Stops engines, and passes on what they have not finished."""
+        for engine, samples in self.generation.suspend(engines).items():
+            self.admission.observe_stopped(engine, samples)
+            self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
 
-    def save(self, cut: str) -> None:
-        """Has a checkpoint written from which a run of the same name goes on, and the Hugging Face export beside it.
-        Steps go on meanwhile."""
-        target, export, trainers = self.checkpoint, str(self.folder.hf), self.cards.on(self.spec.deployment.train)
+    def score(self) -> None:
+        """Scores what could not be scored while the cards generated."""
+        scored, reports = self.scorer.score_waiting()
+        self.step_metrics.take(reports)
+        self.groups.note([], scored)
 
-        def write() -> None:
-            trainers.call(Worker.save, str(target / savepoint.TRAINER), export)
-            savepoint.finish(target, cut)
-            savepoint.prune(target.parent, self.config.run.keep)
+    def train(self, trained: Sequence[str]) -> None:
+        """Trains groups; cards that do not train generate meanwhile."""
+        metrics, ledger = self.step_metrics.metrics, self.admission.ledger
+        groups, samples = self.groups.take(trained)
+        self.log_samples(samples)
+        with self.cards.polling(self.keep_busy):
+            self.updater.train(groups, ledger.version, metrics)
+        for group in trained:
+            self.folder.log_groups(self.groups.step, [group], "trained", ledger.lag(group))
+        bound = self.config.stalesync.max_staleness
+        add_staleness_metrics(metrics, groups, version=ledger.version, max_staleness=bound)
+        self.admission.observe_trained(trained)
 
-        self.saver.begin(write)
+    def keep_busy(self) -> None:
+        """While some cards train: observes the engines that run on others, and gives them more to do."""
+        self.observe(0.0)
+        for command in self.admission.feed():
+            self.obey(command)
 
-    @property
-    def checkpoint(self) -> Path:
-        """The folder of the present step's."""
-        return self.folder.checkpoints / f"step-{self.step}"
+    def stop(self) -> None:
+        """Suspends all engines."""
+        for command in self.admission.stop():
+            self.obey(command)
 
-    def restore(self, checkpoint: Path) -> None:
-        savepoint.read(checkpoint, self)
-        self.folder.rewind(self.step)
-        self.cards.on(self.spec.deployment.train).call(Worker.restore, str(checkpoint / savepoint.TRAINER))
+    def settle(self) -> None:
+        """Suspends all engines, and waits until what was on its way through the queue has arrived and is scored."""
+        self.stop()
+        while self.admission.buffer.num("running"):  # finished, and on their way through the queue
+            self.groups.note(*self.scorer.poll(POLL_S))
+        self.score()
+        while self.scorer.num_unscored:
+            self.groups.note(*self.scorer.poll(POLL_S))
 
-    def _say(self, scored: list[ScoredSample]) -> None:
-        metrics = self.record.metrics
+    def log_samples(self, samples: Sequence[ScoredSample]) -> None:
+        """Records all samples whose groups have ended in this step."""
+        metrics = self.step_metrics.metrics
+        self._num_tokens = sum(sample.tokens for sample in samples)
         metrics.add("rollout/engines", len(self.desk.share.engines))
+        metrics.add("rollout/suspended_total", 0)
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
-        tell_samples(metrics, scored, self.config.rollout.max_response_length)
-        if scored:
-            rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in scored]
-            self.folder.log_samples(self.step + 1, rows)
+        add_sample_metrics(metrics, samples, self.config.rollout.max_response_length)
+        if samples:
+            rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in samples]
+            self.folder.log_samples(self.groups.step, rows)

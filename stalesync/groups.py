@@ -1,54 +1,59 @@
-"""What becomes of the groups under way: generated, scored, then to be trained, filtered, or failed.
+"""The groups under way: their prompts and scored samples, until each ends trained, filtered or failed.
 
-generated samples ─┐                       ┌─► ledger: finished ─► take: trained
-                   ├─ note ─ all of a group┤
-scored samples ────┘                       └─► ledger: filtered by a rule, or failed; the queue lets its samples go
+generated samples ──────────────────────────────► admission: observe_generated
+scored samples ─► all of a group ─┬─ trainable ─► admission: observe_scored ─► … take: trained
+                                  └─ not ───────► admission: observe_filtered, observe_failed; the queue drops them
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from distqueue import DistQueue
+from fusion.rewards import RewardOutcome
 from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
-from stalesync.generation import Generation
+from stalesync.admission import Admission
+from stalesync.prompts import Prompt
 from stalesync.samples import GeneratedSample, ScoredSample
 from stalesync.scoring import Scorer
-from stalesync.staleness import StalenessLedger
 
 
 @dataclass
 class Groups:
-    """Every part is handed in. ``size``: samples of a group."""
+    """``size``: samples of a group."""
 
     size: int
-    ledger: StalenessLedger
-    generation: Generation
+    admission: Admission
     scorer: Scorer
     algorithm: Algorithm
     queue: DistQueue
     folder: RunFolder
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    """Of all groups that have not ended, by id"""
     scored: dict[str, list[ScoredSample]] = field(default_factory=dict)
-    """Of groups that are admitted and not trained: what is scored of them"""
-    failed_rewards: int = 0
-    row: int = 1
-    """The step in whose record a group ends: the present one's, or in a cut the one's before, which it holds"""
-    filtered: int = 0
-    """Groups that were filtered since `take`"""
+    """Group that has not ended → its samples that are scored"""
+    num_failed_rewards: int = 0
+    """Samples that could not be scored, since the run began"""
+    step: int = 1
+    """The step in whose record a group ends: the present one or, in a cut for a checkpoint, the last one, which the
+    checkpoint holds"""
     _ended: list[ScoredSample] = field(default_factory=list)
     """Samples of groups that failed or were filtered since `take`"""
 
-    def note(self, arrived: Sequence[GeneratedSample], scored: Sequence[ScoredSample]) -> None:
-        """Takes notice of samples that are generated, and of others that are scored."""
-        for sample in arrived:
-            self.generation.buffer.finish(sample.id, sample.response_tokens)
-            group = sample.prompt.id
-            if self.generation.buffer.is_finished(group):
-                left = self.generation.leave(group)
-                if not self.scorer.concurrent:
-                    self.ledger.finish(group, sum(one.prompt_tokens + one.generated for one in left))
+    def admit(self, prompts: Iterable[Prompt]) -> None:
+        """Takes up a group for each prompt."""
+        admitted = {prompt.id: prompt for prompt in prompts}
+        self.prompts |= admitted
+        self.scorer.expect(admitted.values())
+        self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
+
+    def note(self, generated: Sequence[GeneratedSample], scored: Sequence[ScoredSample]) -> None:
+        """Passes on which samples are generated and which groups are scored."""
+        for sample in generated:
+            self.admission.observe_generated(sample.id, sample.response_tokens)
         for one in scored:
             group = one.prompt.id
             members = self.scored.setdefault(group, [])
@@ -57,30 +62,60 @@ class Groups:
                 self._judge(group, members)
 
     def take(self, trained: Iterable[str]) -> tuple[dict[str, list[ScoredSample]], list[ScoredSample]]:
-        """The samples of these groups, which are to be trained; and of all groups that ended since the last call, by
-        id."""
+        """Returns the samples of groups that are to be trained; and those of all groups that ended since the last
+        call, by id."""
         groups = {group: self.scored.pop(group) for group in trained}
-        everyone = [sample for members in groups.values() for sample in members] + self._ended
-        self._ended, self.filtered = [], 0
-        return groups, sorted(everyone, key=lambda one: one.id)
+        for group in groups:
+            del self.prompts[group]
+        samples = [sample for members in groups.values() for sample in members] + self._ended
+        self._ended = []
+        return groups, sorted(samples, key=lambda sample: sample.id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "texts": [asdict(prompt) for prompt in self.prompts.values()],
+            "expected": sorted(self.scorer.expected),
+            "scored": [_plain(sample) for members in self.scored.values() for sample in members],
+            "failed_rewards": self.num_failed_rewards,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state into this new object, and what the scorer expects; other keys are ignored."""
+        self.num_failed_rewards = state["failed_rewards"]
+        for fields in state["texts"]:
+            self.prompts[fields["id"]] = Prompt(**fields | {"ids": tuple(fields["ids"])})
+        self.scorer.expect([self.prompts[group] for group in state["expected"]])
+        for fields in state["scored"]:
+            outcome, group = RewardOutcome(**fields["outcome"]), fields["group"]
+            others = {key: value for key, value in fields.items() if key not in ("outcome", "group")}
+            sample = ScoredSample(prompt=self.prompts[group], outcome=outcome, **others)
+            self.scored.setdefault(group, []).append(sample)
 
     def _judge(self, group: str, members: list[ScoredSample]) -> None:
+        """All samples of a group are scored: it may be trained, or ends."""
         self.scorer.forget(group)
         errors = [member.outcome.error for member in members]
-        self.failed_rewards += sum(error is not None for error in errors)
+        self.num_failed_rewards += sum(error is not None for error in errors)
         if all(errors):
-            self.ledger.fail(group, f"reward_{errors[0]}")
-            self._let_go(group, f"failed:reward_{errors[0]}", f"reward_{errors[0]}")
+            why = f"reward_{errors[0]}"
+            self.admission.observe_failed(group, why)
+            self._end(group, f"failed:{why}", why)
         elif rule := self.algorithm.filter_rule([member.outcome.reward for member in members]):
-            self.ledger.filter(group, rule)
-            self._let_go(group, f"filtered:{rule}", rule)
-            self.filtered += 1
-        elif self.scorer.concurrent:
-            self.ledger.finish(group, sum(member.tokens for member in members if member.outcome.error is None))
+            self.admission.observe_filtered(group, rule)
+            self._end(group, f"filtered:{rule}", rule)
+        else:
+            self.admission.observe_scored(group, sum(one.tokens for one in members if one.outcome.error is None))
 
-    def _let_go(self, group: str, ended: str, reason: str) -> None:
-        """A group that will not be trained leaves the queue."""
-        self.folder.log_groups(self.row, [group], ended)
+    def _end(self, group: str, ended: str, reason: str) -> None:
+        """A group that is not trained leaves the queue."""
+        self.folder.log_groups(self.step, [group], ended)
         members = self.scored.pop(group)
+        del self.prompts[group]
         self.queue.drop([member.id for member in members], reason)
         self._ended += members
+
+
+def _plain(sample: ScoredSample) -> dict[str, Any]:
+    fields = asdict(sample)
+    return fields | {"group": fields.pop("prompt")["id"]}

@@ -70,10 +70,10 @@ def _run(
 ) -> None:
     from distqueue import DistQueue, QueueClosed
     from stalesync.cards import Cards
-    from stalesync.controller import TASKS, Controller
     from stalesync.failures import QueueFailed
     from stalesync.reward_sources import ModelReward, RuleReward
     from stalesync.scoring import Scorer
+    from stalesync.training_run import TASKS, TrainingRun
 
     with ExitStack() as stack:
         view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
@@ -90,17 +90,26 @@ def _run(
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
         source_of_rewards = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
         scorer = stack.enter_context(Scorer(source_of_rewards, queue))
-        controller = Controller(config, spec, cards, queue, source, scorer, folder, view)
+        run = TrainingRun(
+            config=config,
+            spec=spec,
+            cards=cards,
+            queue=queue,
+            source=source,
+            scorer=scorer,
+            folder=folder,
+            view=view,
+        )
         if checkpoint is None:
             folder.rewind(0)
         else:
-            controller.restore(checkpoint)
-            view.note(f"going on from {checkpoint}, step {controller.step}")
+            run.restore(checkpoint)
+            view.note(f"going on from {checkpoint}, step {run.step}")
         try:
-            report["answers"] = controller.run()
+            report["answers"] = run.run()
         except QueueClosed as error:
             raise QueueFailed(error) from error
-        report["notes"] = controller.notes()
+        report["notes"] = run.notes()
         report["next_steps"] = next_steps(config, folder)
 
 

@@ -1,14 +1,15 @@
-"""A checkpoint is written while the run goes on: by a thread of the controller's, and one of every card that trains.
+"""Writes a checkpoint while the run continues: in a thread of the controller, and one of every card that trains.
 
     controller   … ─ cut ─► next step ─► next step ─► … ─ cut: waits until the last one is written ─► …
     cards             └ snapshot: a copy of the state in host memory
                              └─► save: the copy, synced ──┐
-    thread                                                └─► controller.json ─► older checkpoints go
+    thread                                                └─► controller.json ─► older checkpoints are removed
 
 Invariants:
-1. One checkpoint is written at a time, and a cut begins when the last one counts.
-2. A checkpoint counts (`savepoint.NAME` is there) only once all else of it is on disk; only then older ones go.
-3. What goes wrong is raised where the run next looks at its cards, begins another save, or ends.
+1. One checkpoint is written at a time, and a cut begins when the last one is complete.
+2. A checkpoint is complete (`savepoint.NAME` is there) only once all else of it is on disk; only then are older ones
+   removed.
+3. An error is raised where the run next checks its cards, begins another save, or ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SaveFailed(RunFailed):
 
 
 class Saver:
-    """The thread that writes, when there is something to write."""
+    """Runs the thread that writes."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -36,10 +37,10 @@ class Saver:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The block is a cut: the run stands still. It begins when the last checkpoint is written.
+        """The block is a cut: the run is paused. It begins when the last checkpoint is written.
 
         Raises:
-            RunFailed: that could not be written.
+            RunFailed: the last checkpoint could not be written.
         """
         start = time.perf_counter()
         self.finish()
@@ -47,24 +48,24 @@ class Saver:
         try:
             yield
         except OSError as error:
-            raise SaveFailed(_say(error)) from error
+            raise SaveFailed(_describe(error)) from error
         self._figures |= {"timing_s/save": time.perf_counter() - start, "timing_s/save/wait": cut - start}
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Has ``write`` done beside what the caller goes on with."""
+        """Runs ``write`` in the thread, and returns at once."""
         assert self._thread is None, "one checkpoint is written at a time"
         self._thread = threading.Thread(target=self._run, args=(write,), name="save", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
         """Raises:
-        RunFailed: what was to be written could not be.
+        RunFailed: a checkpoint could not be written.
         """
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Waits until nothing is being written.
+        """Waits for the thread.
 
         Raises:
             RunFailed: as `check`.
@@ -76,8 +77,8 @@ class Saver:
         self.check()
 
     def metrics(self) -> dict[str, float]:
-        """Of the cut since the last call: seconds of the pause, of it those in which it waited for the checkpoint
-        before to be written, and seconds that writing that one took."""
+        """Returns metrics of the cut since the last call: seconds of the pause, those of it spent waiting for the last
+        checkpoint to be written, and seconds that writing that one took."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -88,9 +89,9 @@ class Saver:
         except RunFailed as error:
             self._error = error
         except Exception as error:
-            self._error = SaveFailed(_say(error))
+            self._error = SaveFailed(_describe(error))
         self._written_s = time.perf_counter() - start
 
 
-def _say(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"the controller failed in stage 'save': {type(error).__name__}: {error}"

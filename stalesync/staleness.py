@@ -21,7 +21,7 @@ there are places, every version would need all of its own, and no step could be 
 aims at (s + 1) steps of the size that the threshold makes of groups as long as those that have finished.
 
 As the oldest are trained first, the first r finished groups leave min(r, finished of age >= k) fewer of age >= k: how
-many may be trained (`num_ready`) and must be (`_num_due`) follows from the number of groups of each age.
+many may be trained (`num_ready`) and must be (`num_due`) follows from the number of groups of each age.
 
 Cost, for n groups under way: `may_admit` O(1); `may_advance`, `is_enough` O(s), with `tokens_per_step` at most
 O(s + groups_per_step); a change of state O(log n) and a move within a sorted list.
@@ -66,6 +66,8 @@ class StalenessLedger:
     """Age in versions when trained → groups."""
     trained_now: int = 0
     """Groups trained since the last advance."""
+    _num_training: int | None = None
+    """Groups that are being trained, and after which the version ends; None: none are"""
     _totals: tuple[int, int] = (0, 0)
     """Groups that have ever finished, and their tokens"""
     _finished_tokens: int = 0
@@ -84,7 +86,9 @@ class StalenessLedger:
     @property
     def may_admit(self) -> int:
         """How many further groups may be admitted now."""
-        places = self._places + self.max_staleness * self.groups_per_step
+        places = (
+            self._places if self._num_training is None else self._num_training
+        ) + self.max_staleness * self.groups_per_step
         return max(0, min(places, (self.max_staleness + 1) * self.expected_groups) - self.num_untrained)
 
     @property
@@ -123,8 +127,15 @@ class StalenessLedger:
         """Whether a step may begin now."""
         return self._num_enough > 0
 
+    def begin_training(self, num_groups: int) -> None:
+        """Closes this version to all but ``num_groups`` groups, which `train` will name: a group that is admitted until
+        then cannot have the places that they leave."""
+        assert num_groups <= self._places
+        self._num_training = num_groups
+
     def train(self, groups: Iterable[str]) -> None:
         """Marks finished groups as trained in this version."""
+        self._num_training = None
         for group in groups:
             age = self.version - self._remove_finished(group)
             assert age <= self.max_staleness, f"group {group} is {age} versions old; the bound is {self.max_staleness}"
@@ -198,7 +209,7 @@ class StalenessLedger:
         """Of the oldest finished groups, how many make a step; 0: others must finish first."""
         ready = self.num_ready
         if self.tokens_per_step is not None and self._finished_tokens >= self.tokens_per_step:
-            held, due = 0, self._num_due
+            held, due = 0, self.num_due
             for count, (_, group) in enumerate(self._oldest_first[:ready], start=1):
                 held += self.tokens[group]
                 if held >= self.tokens_per_step and count >= due:
@@ -216,7 +227,7 @@ class StalenessLedger:
         return most
 
     @property
-    def _num_due(self) -> float:
+    def num_due(self) -> float:
         """Of the oldest finished groups, how many must be trained before the next version may be published; infinite
         if groups in flight must be, too."""
         due: float = 0

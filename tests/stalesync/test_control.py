@@ -26,7 +26,7 @@ def folder(tmp_path, config):
 
 def test_a_request_waits_for_the_next_step_and_is_recorded(folder, config):
     desk = ControlDesk(folder, config)
-    assert desk.read(1, None) is None and desk.changed is None
+    assert desk.read(1, None) is None and desk.state_dict() is None
     submit(folder, {"engines": "1"})
     share = submit(folder, {"rollout.kv_fraction": "0.3"})
     assert share.engines == (1,) and share.kv_fraction == 0.3, "two requests before a step are one"
@@ -35,7 +35,7 @@ def test_a_request_waits_for_the_next_step_and_is_recorded(folder, config):
     (row,) = read_jsonl(folder / "control.jsonl")
     assert (row["step"], row["outcome"], row["share"]) == (3, "applied", share.state())
     again = ControlDesk(folder, config)
-    again.restore(desk.changed)
+    again.load_state_dict(desk.state_dict())
     assert again.share == share, "a run that goes on goes on with it"
     assert submit(folder, {"rollout.max_seqs": "5"}).engines == (1,), "a later request changes what is in force"
 

@@ -1,0 +1,74 @@
+"""The commands of `admission.py`: plain data, obeyed by the controller or by a simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AdmitGroups:
+    """Take ``count`` prompts from the source; answered by `observe_admitted`."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class DispatchedRequest:
+    """A request for an engine. ``earlier``: the queue's row with its tokens so far, "" for none; ``kv_rank``: the
+    attention rank of this engine that has its KV, None: none has."""
+
+    id: str
+    group: str
+    earlier: str = ""
+    kv_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Start the engines ``starting``, and submit requests to engines; free KV of requests that have left an engine."""
+
+    requests_by_engine: Mapping[int, Sequence[DispatchedRequest]]
+    forget_by_engine: Mapping[int, Sequence[str]]
+    starting: frozenset[int]
+
+
+@dataclass(frozen=True)
+class AwaitSamples:
+    """Wait until something can be observed, and observe it."""
+
+
+@dataclass(frozen=True)
+class Suspend:
+    """Stop these engines between two of their steps; answered by `observe_stopped` for each."""
+
+    engines: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Give the engines the weights of policy ``version``; the engines ``beside`` go on generating meanwhile, no other
+    engine runs."""
+
+    version: int
+    beside: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SwitchToTrain:
+    """Return the cards that train to the training phase."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score what could not be scored while cards generated."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train these groups, oldest first; answered by `observe_trained`."""
+
+    groups: tuple[str, ...]
+
+
+Command = AdmitGroups | Dispatch | AwaitSamples | Suspend | Publish | SwitchToTrain | Score | Train

@@ -1,0 +1,70 @@
+"""Accumulates one step's metrics, spans and memory: one row of `metrics.jsonl` in the making."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from fusion.colocate import StageReport
+from fusion.telemetry import MemoryLedger, Metrics, RunFolder, Usage, wall_ns
+from stalesync.admission import Stage
+
+TIMERS: Mapping[Stage, str] = {"switch": "switch", "generate": "gen", "stop": "gen", "score": "reward"}
+"""Stage of a step → `timing_s/…` to which its commands' seconds are added; of the others none is kept"""
+
+
+class StepMetrics:
+    """``metrics``: of the present step; ``num_cards``: of the run."""
+
+    def __init__(self, num_cards: int, folder: RunFolder):
+        self.metrics = Metrics()
+        self._memory, self._folder = MemoryLedger(), folder
+        self._usage = Usage([f"card {rank}" for rank in range(num_cards)], wall_ns())
+        self._waits: dict[str, bool] = {}
+        """`timing_s/…` to which waiting for samples is added, too → whether it is now"""
+
+    def begin(self) -> None:
+        """Discards what cards did so far: it belongs to no step."""
+        self._usage.count(wall_ns())
+
+    def take(self, reports: Sequence[StageReport]) -> None:
+        """Merges the reports of a stage's cards."""
+        for report in reports:
+            self.metrics.merge(report.metrics)
+            self._memory.merge(report.memory)
+            self._folder.log_spans(report.spans)
+            self._usage.add(report.spans)
+
+    def begin_wait(self, *, for_older: bool, in_tail: bool) -> None:
+        """Begins to wait for samples. ``for_older``: the step has groups enough, but older ones must come first;
+        ``in_tail``: few of its samples are still being generated."""
+        self._waits = {"wait_older": for_older, "gen_tail": in_tail}
+
+    def add_seconds(self, stage: Stage, seconds: float) -> None:
+        """Adds the seconds that obeying a command of ``stage`` took."""
+        if stage in TIMERS:
+            self.metrics.add(f"timing_s/{TIMERS[stage]}", seconds)
+        if stage != "generate":
+            self._waits = {}
+        for name, holds in self._waits.items():
+            self.metrics.add(f"timing_s/{name}", seconds * holds)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is measured inside the block belongs to no step."""
+        kept, self.metrics = self.metrics, Metrics()
+        try:
+            yield
+        finally:
+            self.metrics = kept
+
+    def close(self, reported_until_ns: int, figures: Mapping[str, float]) -> dict[str, float]:
+        """Returns the step's row, with ``figures`` in it; the next step begins.
+
+        Args:
+            reported_until_ns: up to when the work of all cards has been reported (`wall_ns`).
+        """
+        self.metrics.update(self._usage.count(reported_until_ns))
+        self.metrics.update({**figures, **self._memory.metrics()})
+        closed, self.metrics = self.metrics, Metrics()
+        return closed.result()

@@ -1,0 +1,206 @@
+"""A run around its loop: its parts, its steps, what is evaluated and saved between them, what is reported at the end.
+
+held-out answers ─► step ─► step ─┬─► step ─► … ─► held-out answers ─► notes
+                                  └─► cut ─► checkpoint, written while the next steps run
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distqueue import DistQueue
+from fusion.colocate import Worker, WorkerSpec
+from fusion.telemetry import Answer, LiveView, RunFolder
+from fusion.training.algorithms import make_algorithm
+from stalesync import savepoint
+from stalesync.admission import MAX_REFILLS, Admission, AdmissionSpec
+from stalesync.cards import Cards
+from stalesync.commands import Publish, SwitchToTrain
+from stalesync.config import Config
+from stalesync.control import ControlDesk
+from stalesync.controller import Controller
+from stalesync.evaluation import Evaluation
+from stalesync.generation import Generation
+from stalesync.groups import Groups
+from stalesync.pacing import PaceTally
+from stalesync.prompts import PromptSource
+from stalesync.saving import Saver
+from stalesync.scoring import Scorer
+from stalesync.staleness import StalenessLedger
+from stalesync.step_metrics import StepMetrics
+from stalesync.update import Updater
+
+TASKS = ("reward", "train")
+"""Who must acknowledge a sample before the queue frees it."""
+
+
+class TrainingRun:
+    """Runs ``config.run.steps`` steps. ``step``: steps that are done."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        spec: WorkerSpec,
+        cards: Cards,
+        queue: DistQueue,
+        source: PromptSource,
+        scorer: Scorer,
+        folder: RunFolder,
+        view: LiveView,
+    ) -> None:
+        self.config, self.cards, self.queue, self.source, self.scorer = config, cards, queue, source, scorer
+        self.folder, self.view = folder, view
+        self.step = 0
+        stalesync, num_held_out = config.stalesync, config.run.eval_prompts
+        ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
+        algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
+        self.admission = Admission(admission_spec(config, spec, scores_beside=scorer.concurrent), ledger)
+        self.groups = Groups(config.algorithm.group_size, self.admission, scorer, algorithm, queue, folder)
+        self.desk = ControlDesk(folder.path, config)
+        self.step_metrics = StepMetrics(spec.world, folder)
+        self.generation = Generation(spec, cards, self.groups.prompts, self.step_metrics.take)
+        self.loop = Controller(
+            config=config,
+            admission=self.admission,
+            cards=cards,
+            queue=queue,
+            source=source,
+            scorer=scorer,
+            groups=self.groups,
+            generation=self.generation,
+            updater=Updater(
+                spec=spec,
+                cards=cards,
+                queue=queue,
+                view=view,
+                algorithm=algorithm,
+                record_reports=self.step_metrics.take,
+            ),
+            desk=self.desk,
+            step_metrics=self.step_metrics,
+            folder=folder,
+            view=view,
+        )
+        self.trainers = cards.on(spec.deployment.train)
+        self.evaluation = Evaluation(source.evaluation(num_held_out) if num_held_out else [])
+        self.pace = PaceTally(spec.pace)
+        self.saver = Saver()
+        cards.health_checks.append(self.saver.check)
+
+    def run(self) -> list[Answer]:
+        """Runs all steps that are left; returns answers to held-out prompts before and after. The cards are in the
+        training phase at both ends."""
+        last, every = self.config.run.steps, self.config.run.save_every or self.config.run.steps
+        before = self.evaluate("before")
+        self.view.begin()
+        self.step_metrics.begin()
+        while self.step < last:
+            metrics, before = self.loop.train_step(self.step + 1) | before, {}
+            self.pace.count(metrics)
+            self.step += 1
+            after = self.evaluate("after") if self.step == last else {}
+            state = self.cut() if self.step == last or self.step % every == 0 else None
+            self.folder.log(self.step, metrics | after | self.saver.metrics())
+            self.view.update(self.step, metrics)
+            if state is not None:
+                self.save(state)
+        self.saver.finish()
+        return self.evaluation.answers()
+
+    def evaluate(self, when: str) -> dict[str, float]:
+        """Answers the held-out prompts once with the present weights; returns `val/rewards/<when>`.
+
+        Noise is keyed by the prompt, so two evaluations differ by the weights alone. Nothing of it is trained:
+        no task of the queue gets it.
+        """
+        if not self.evaluation.prompts:
+            return {}
+        with self.step_metrics.aside():
+            self.loop.stop()
+            self.loop.obey(Publish(self.admission.ledger.version))
+            answers = self.generation.answer(self.evaluation.prompts, self.desk.share.engines)
+            self.loop.obey(SwitchToTrain())
+            self.evaluation.score(self.scorer, answers, when)
+            self.step_metrics.take(self.scorer.take_reports())
+        return self.evaluation.metrics(when)
+
+    def cut(self) -> dict[str, Any]:
+        """Pauses the run for one cut through weights, queue and controller, for `save`. The cards' part is copied and
+        the queue's written; the controller's is returned."""
+        self.view.phase("save")
+        with self.saver.pause():
+            self.loop.settle()
+            snapshot = self.trainers.begin(Worker.snapshot)
+            savepoint.begin(self.checkpoint, self.queue if self.admission.ledger.num_untrained else None)
+            state = self.state_dict()
+            self.step_metrics.take(self.cards.wait(snapshot))
+        return state
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Writes a checkpoint from which a run of the same name resumes, and the Hugging Face export beside it, while
+        the next steps run."""
+        target, export, as_json = self.checkpoint, str(self.folder.hf), json.dumps(state)
+
+        def write() -> None:
+            self.trainers.call(Worker.save, str(target / savepoint.TRAINER), export)
+            savepoint.finish(target, as_json)
+            savepoint.prune(target.parent, self.config.run.keep)
+
+        self.saver.begin(write)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Resumes from a checkpoint, whose queue the queue was created from."""
+        self.load_state_dict(savepoint.read(checkpoint))
+        self.folder.rewind(self.step)
+        self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON, between two steps. Nothing is on an engine."""
+        state = {"step": self.step, "prompts": self.source.state_dict(), "share": self.desk.state_dict()}
+        return state | self.admission.state_dict() | self.groups.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state into this new object."""
+        self.step = state["step"]
+        self.source.load_state_dict(state["prompts"])
+        self.desk.load_state_dict(state["share"])
+        self.admission.load_state_dict(state)
+        self.groups.load_state_dict(state)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the present step's checkpoint."""
+        return self.folder.checkpoints / f"step-{self.step}"
+
+    def notes(self) -> list[str]:
+        """Returns the lines for a user to read at the end."""
+        ledger, num_failed = self.admission.ledger, self.groups.num_failed_rewards
+        lines = self.pace.notes() + self.evaluation.notes()
+        lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
+        if ledger.num_untrained:
+            lines.append(f"{ledger.num_untrained} groups are under way, and in the last checkpoint")
+        if num_failed:
+            lines.append(f"{num_failed} samples could not be scored and were not trained (reward/failed)")
+        if num_skipped := self.source.metrics().get("data/skipped_prompts", 0):
+            lines.append(f"{num_skipped:.0f} prompts were longer than data.max_prompt_length")
+        return lines
+
+
+def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool) -> AdmissionSpec:
+    """Returns what the decisions of a run depend on."""
+    sharing = {*spec.deployment.shared}
+    return AdmissionSpec(
+        group_size=config.algorithm.group_size,
+        num_engines=len(spec.engines),
+        shared_engines=frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks}),
+        engine_slots=spec.rollout.max_seqs * spec.infer_of_one_engine.dp,
+        max_response_tokens=spec.rollout.sampling().max_tokens,
+        max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
+        ahead=spec.ahead,
+        scores_beside=scores_beside,
+        keeps_kv=spec.rollout.keeps_kv,
+    )

@@ -1,0 +1,168 @@
+"""Engines, queue and scorer as `Admission` sees them, without a process or a clock: obeys its commands with random
+outcomes, and checks its invariants."""
+
+from types import SimpleNamespace
+
+from fusion.rollout import SuspendedSample
+from stalesync.admission import Admission, AdmissionSpec
+from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, Publish, Score, Suspend, SwitchToTrain, Train
+from stalesync.staleness import StalenessLedger
+
+
+class FakeCluster:
+    """``spec`` and ``ledger`` of the run; ``outcomes``: of a group, drawn at random from `ok`, `filtered`, `failed`."""
+
+    def __init__(self, spec, ledger, random, outcomes=("ok", "ok", "filtered", "failed"), chunks=True):
+        self.admission = Admission(spec, ledger)
+        self.spec, self.ledger, self.random, self.outcomes, self.chunks = spec, ledger, random, outcomes, chunks
+        self.engines = {}
+        """Running engine → requests that it has"""
+        self.generated, self.arriving, self.unscored = {}, [], {}
+        """Tokens by request; samples on their way; group → samples that have arrived"""
+        self.admitted, self.trained, self.filtered, self.failed = [], [], [], []
+        self.num_admitted_in_step = self.num_suspended = 0
+        self.weights = None
+
+    def run_step(self, steps_left, share, after_waiting=lambda: None):
+        """Obeys one step's commands."""
+        self.steps_left, self.num_admitted_in_step, waits = steps_left, 0, 0
+        for command in self.admission.step(steps_left, share):
+            self.obey(command)
+            waits += isinstance(command, AwaitSamples)
+            assert waits < 10_000, "deadlock"
+            if isinstance(command, AwaitSamples):
+                after_waiting()
+
+    def obey(self, command):
+        match command:
+            case Publish(version, beside):
+                assert set(self.engines) == set(beside), "no other engine runs"
+                assert not self.spec.shared_engines & set(beside)
+                assert version == self.ledger.version
+                self.weights = version
+            case AdmitGroups(count):
+                assert 0 < count
+                names = [f"g{len(self.admitted) + k:04d}" for k in range(count)]
+                self.admitted += names
+                self.num_admitted_in_step += count
+                assert self.ledger.num_untrained + count <= self.steps_left * self.ledger.expected_groups
+                self.admission.observe_admitted({name: self.random.randint(1, 9) for name in names})
+            case Dispatch():
+                self.dispatch(command)
+            case AwaitSamples():
+                assert any(self.engines.values()) or self.arriving or self.unscored, "nothing to wait for"
+                self.advance()
+            case Suspend(engines):
+                for engine in engines:
+                    self.admission.observe_stopped(engine, self.stop(engine))
+            case SwitchToTrain():
+                assert not self.spec.shared_engines & set(self.engines)
+            case Score():
+                if not self.spec.scores_beside:
+                    self.score()
+            case Train(groups):
+                assert not self.spec.shared_engines & set(self.engines)
+                for _ in range(self.random.randint(0, 4)):
+                    self.advance()
+                    for fed in self.admission.feed():
+                        self.obey(fed)
+                self.trained += groups
+                self.admission.observe_trained(groups)
+
+    def dispatch(self, command):
+        for engine in command.starting:
+            assert engine not in self.engines and engine in command.requests_by_engine
+            self.engines[engine] = []
+        held = {request for requests in self.engines.values() for request in requests}
+        for engine, requests in command.requests_by_engine.items():
+            assert engine in self.engines, "an engine that does not run"
+            for request in requests:
+                assert request.id not in held and request.id not in self.arriving, "a request on two engines"
+                held.add(request.id)
+                self.engines[engine].append(request.id)
+            assert self.spec.max_requests is None or not requests or len(self.engines[engine]) <= self.spec.max_requests
+        for engine, ids in command.forget_by_engine.items():
+            assert ids and self.spec.keeps_kv and engine < self.spec.num_engines
+
+    def advance(self):
+        """Engines finish requests or end their chunks; samples arrive; scores come, in random order."""
+        ended = {}
+        for engine, requests in self.engines.items():
+            for id in list(requests):
+                draw = self.random.random()
+                if draw < 0.3:
+                    requests.remove(id)
+                    self.generated[id] = self.generated.get(id, 0) + self.random.randint(1, 9)
+                    self.arriving.append(id)
+                elif draw < 0.45 and self.chunks:
+                    requests.remove(id)
+                    ended.setdefault(engine, []).append(self.suspended(id, least=1))
+        self.arrive(0.7)
+        if self.spec.scores_beside and self.random.random() < 0.7:
+            self.score()
+        for engine, samples in ended.items():
+            self.admission.observe_chunks_ended(engine, samples)
+
+    def arrive(self, share):
+        for id in [id for id in self.arriving if self.random.random() < share]:
+            self.arriving.remove(id)
+            self.unscored.setdefault(id.rsplit("/", 1)[0], []).append(id)
+            self.admission.observe_generated(id, self.generated[id])
+
+    def score(self):
+        """All groups whose samples have arrived."""
+        for group in [group for group, ids in self.unscored.items() if len(ids) == self.spec.group_size]:
+            ids = self.unscored.pop(group)
+            match self.random.choice(self.outcomes):
+                case "ok":
+                    self.admission.observe_scored(group, sum(self.generated[id] for id in ids))
+                case "filtered":
+                    self.filtered.append(group)
+                    self.admission.observe_filtered(group, "no_signal")
+                case "failed":
+                    self.failed.append(group)
+                    self.admission.observe_failed(group, "reward_raised")
+
+    def stop(self, engine):
+        unfinished = [self.suspended(id, least=0) for id in self.engines.pop(engine)]
+        self.num_suspended += len(unfinished)
+        return unfinished
+
+    def suspended(self, id, least):
+        more = self.random.randint(least, 4)
+        total = self.generated[id] = self.generated.get(id, 0) + more
+        version = self.ledger.version
+        return SuspendedSample(
+            id,
+            total,
+            f"{id}~{total}" if total else "",
+            (version, version) if more else None,
+            self.random.choice([None, 0]) if total else None,
+        )
+
+    def settle(self):
+        """Stops all engines; all that is generated arrives and is scored."""
+        for command in self.admission.stop():
+            self.obey(command)
+        self.arrive(1.1)
+        self.score()
+
+    def restart(self):
+        """Goes on with another `Admission`, from this one's state."""
+        before, state = self.ledger, self.admission.state_dict()
+        self.ledger = StalenessLedger(before.max_staleness, before.groups_per_step, before.tokens_per_step)
+        self.admission = Admission(self.spec, self.ledger)
+        self.admission.load_state_dict(state)
+        assert self.admission.state_dict() == state
+
+
+def share_of(engines, max_seqs=1):
+    """In place of an `InferenceShare`."""
+    return SimpleNamespace(engines=tuple(engines), max_seqs=max_seqs)
+
+
+def spec_of(deployment, **changes):
+    """Four engines; which of them share cards with the trainer is the deployment's."""
+    shared = {"colocated": {0, 1, 2, 3}, "hybrid": {0, 1}, "separate": set()}[deployment]
+    fields = dict(group_size=3, num_engines=4, engine_slots=2, max_response_tokens=100, max_filtered_groups=40)
+    return AdmissionSpec(**fields | {"shared_engines": frozenset(shared)} | changes)
