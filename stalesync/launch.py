@@ -1,4 +1,4 @@
-"""From a config to a finished run: checks, Ray, workers, the loop, the report; and an orderly end, however it comes."""
+"""Launches a run: checks the config, starts Ray and the workers, runs the loop, reports; cleans up however it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def launch(config: Config) -> Path:
-    """Runs a job to its end and returns its folder.
+    """Runs a job to its end; returns its folder.
 
     Raises:
         ValueError: the config is wrong; no worker was started.
@@ -114,7 +114,7 @@ def _run(
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
-    """What every card needs of the config.
+    """Returns what every card needs of the config.
 
     Raises:
         ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it is to read.
@@ -157,7 +157,8 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
-    """A run that goes on has the queue of its checkpoint; what a journal has heard since is generated again."""
+    """Returns the options of the run's queue. A resumed run has the queue of its checkpoint: what a journal recorded
+    after it is removed, and generated again."""
     options = QueueOptions(
         **asdict(config.queue),
         lease_s=config.cluster.stage_timeout_s,
@@ -198,7 +199,7 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
 
 @contextmanager
 def _ray(address: str | None) -> Iterator[None]:
-    """Joins a cluster, or starts Ray on this machine; leaves it, or ends it, with the block."""
+    """Joins a cluster, or starts Ray on this machine; at the block's end leaves the cluster, or stops Ray."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
@@ -223,7 +224,7 @@ def _ray(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the block like Ctrl-C, so that a scheduler's kill leaves a readable run and no process."""
+    """Handles SIGTERM like Ctrl-C inside the block, so that a scheduler's kill leaves a readable run and no process."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Whether a paced run kept its pace: what emulated cards took longer than what they stand for (`fusion.npu.pacer`)."""
+"""Reports whether a paced run kept its pace: how much longer emulated cards took than the cards they model
+(`fusion.npu.pacer`)."""
 
 from __future__ import annotations
 
@@ -10,41 +11,43 @@ if TYPE_CHECKING:
     from fusion.costmodel.pace import Pace
 
 TOLERANCE = 0.03
-"""Overrun / modelled wall above which a run's times are not those of what it stands for."""
+"""Overrun / modelled wall clock above which a run's times are not those of the cards that it models."""
 
 
 class PaceTally:
-    """Adds up the steps of this start of the run. Says nothing where there is no pace."""
+    """Accumulates the steps since this start of the run. ``pace``: None where cards are not paced."""
 
     def __init__(self, pace: Pace | None):
         self.pace = pace
         self._wall_s = self._lost_s = 0.0
         self._lost_by_kind: Counter[str] = Counter()
 
-    def count(self, figures: dict[str, float]) -> dict[str, float]:
-        """Takes a step's figures; returns them."""
-        lost = sums(figures, "pace/overrun_s/")
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Adds a step's metrics."""
+        lost = sums(metrics, "pace/overrun_s/")
         self._lost_by_kind.update(lost)
         self._lost_s += sum(lost.values())
-        self._wall_s += sum(sums(figures, "pace/modelled_s/").values()) + figures.get("pace/waited_s", 0.0)
-        return figures
+        self._wall_s += sum(sums(metrics, "pace/modelled_s/").values()) + metrics.get("pace/waited_s", 0.0)
 
     @property
     def overrun(self) -> float:
-        """Of all cards and steps; 0 before the first."""
+        """Overrun / modelled wall clock, of all cards and steps; 0 before the first step."""
         return self._lost_s / self._wall_s if self._wall_s else 0.0
 
     def notes(self) -> list[str]:
-        """The pace and, of a run that did not keep it, that its times mean nothing."""
+        """Returns a line with the pace and, if the run did not keep it, that its times are invalid."""
         if self.pace is None:
             return []
-        told = f"cards took the time of {self.pace}"
+        pace = f"cards took the time of {self.pace}"
         if self.overrun <= TOLERANCE:
-            return [f"{told}; overrun {self.overrun:.1%}"]
-        most = ", ".join(f"{kind} {s:.1f} s" for kind, s in self._lost_by_kind.most_common(3))
+            return [f"{pace}; overrun {self.overrun:.1%}"]
+        largest = ", ".join(f"{kind} {s:.1f} s" for kind, s in self._lost_by_kind.most_common(3))
         advice = "lower device.pace_speed or the number of cards"
-        return [f"{told}; INVALID: overrun {self.overrun:.1%}, above {TOLERANCE:.0%} ({most} of all cards); {advice}"]
+        return [
+            f"{pace}; INVALID: overrun {self.overrun:.1%}, above {TOLERANCE:.0%} ({largest} of all cards); {advice}"
+        ]
 
 
-def sums(figures: Mapping[str, float], prefix: str) -> dict[str, float]:
-    return {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
+def sums(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Returns the metrics whose names begin with ``prefix``, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Which actor is which rank."""
+"""Assigns ranks to actors by where Ray has placed them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
-    """Which card gets rank 0, 1, …: node by node, card by card, so that neighbours by rank are neighbours by link.
+    """Returns the index of the card of rank 0, 1, …: node by node, card by card, so that neighbours by rank are
+    neighbours by link.
 
     Args:
-        places: of each card, its node's address and the names of its accelerators (none: in the order they came).
+        places: of each card, its node's address and the names of its accelerators (none: in the given order).
     """
 
     def natural(text: str) -> list[tuple[int, int, str]]:
@@ -22,7 +23,7 @@ def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
 
 def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
     """Raises:
-    ValueError: the cluster has fewer cards than the run wants; Ray would wait for them for ever.
+    ValueError: the cluster has fewer cards than the run needs; Ray would wait for them for ever.
     """
     cards = {"npu": "NPU", "cuda": "GPU"}
     if kind in cards and (found := cluster.get(cards[kind], 0)) < world:
