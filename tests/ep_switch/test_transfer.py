@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fusion.ep_switch.transfer import Switcher, execute
 from fusion.model import Mesh, Parallel, Transformer
 from tests.ep_switch.switching import BUCKET, End, assert_bound, assert_filled, build, build_pair, fill, own_bytes
 from tests.helpers import run_ranks, tiny_config
+from tests.pairwise import axes, thinned
 
 MOE = tiny_config(num_key_value_heads=2)
 UNTIED = tiny_config(tie_word_embeddings=False)
@@ -96,8 +98,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", ["emulated", "adversarial"])
-@pytest.mark.parametrize("case", CASES)
+CONFIGS = [config for config, *_ in CASES.values()]
+
+
+def case_factors(case: tuple[str, str]) -> tuple:
+    """The device, the model, what changes between the two layouts (dtype, cards, experts' places), what they shard."""
+    config, one, other, options = CASES[case[0]]
+    shared = len(set(one.ranks) & set(other.ranks)) / len({*one.ranks, *other.ranks})
+    changes = one.dtype != other.dtype, 0 < shared < 1, shared == 0, bool(options), other.reversed_experts
+    sizes = [max(size) > 1 for size in zip(axes(one.parallel), axes(other.parallel), strict=True)]
+    return case[1], CONFIGS.index(config), *changes, *sizes
+
+
+@pytest.mark.parametrize(("case", "device"), thinned(list(product(CASES, ("emulated", "adversarial"))), case_factors))
 def test_chains_of_switches_are_bitwise_and_within_memory(case, device):
     config, one, other, options = CASES[case]
     world = max(*one.ranks, *other.ranks) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fusion.offload import HostPool
 from tests.helpers import run_ranks
 from tests.inference.engines import checkpoint
 from tests.inference.keeping import LIMITS, long, resumed, steps
+from tests.pairwise import axes, thinned
 
 
 def away_rank(rank, device, folder, parallel, rollout, chunks=0):
@@ -61,8 +63,10 @@ def check_worlds(results):
 WORLDS = [Parallel(2, tp=2), Parallel(2, pp=2), Parallel(4, tp=2, ep=2), Parallel(4, ep=2, pp=2)]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("parallel", WORLDS, ids=str)
+CASES = list(product(WORLDS, (True, False)))
+
+
+@pytest.mark.parametrize(("parallel", "prefix_cache"), thinned(CASES, lambda case: (*axes(case[0]), case[1])), ids=str)
 def test_every_rank_parks_its_own_part_and_all_decide_alike(parallel, prefix_cache):
     check_worlds(run_ranks(away_rank, parallel.world, checkpoint(), parallel, dict(prefix_cache=prefix_cache)))
 

@@ -15,6 +15,7 @@ from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.batch import UNREAD
 from tests.helpers import run_ranks, tiny_checkpoint
+from tests.pairwise import axes, thinned
 from tests.training.ranks import LONGEST, Case, make_engine, my_share, sample_batch, train
 
 BAR = {
@@ -81,8 +82,11 @@ def run(checkpoint: str, setting: str, layout: Parallel) -> list[dict[str, Any]]
 _single = lru_cache(maxsize=None)(lambda checkpoint, setting: run(checkpoint, setting, Parallel())[0])
 
 
+CASES = [(name, layout) for name, (_, _, layouts) in SETTINGS.items() for layout in layouts]
+
+
 @pytest.mark.parametrize(
-    ("setting", "layout"), [(name, layout) for name, (_, _, layouts) in SETTINGS.items() for layout in layouts]
+    ("setting", "layout"), thinned(CASES, lambda case: (case[0], *axes(SETTINGS[case[0]][2][case[1]])))
 )
 def test_a_layout_trains_as_one_rank_does(checkpoints, setting, layout):
     wanted = _single(checkpoints[setting], setting)
