@@ -22,16 +22,26 @@ class Nodes:
     """A head, on which the queue's actor and this process run, and nodes that come and go."""
 
     def __init__(self) -> None:
-        often = {"health_check_period_ms": 200, "health_check_initial_delay_ms": 200}  # a dead node is missed sooner
+        # A dead node is missed sooner, a slow one is not taken for dead.
+        often = {"health_check_period_ms": 200, "health_check_initial_delay_ms": 200}
+        often["health_check_timeout_ms"] = round(1000 * patience(10))
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": often}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self.cluster.address, log_to_driver=False)
         self.head = ray.get_runtime_context().get_node_id()
+        self.beside: Any = None
 
-    def add(self) -> Any:
-        return self.cluster.add_node(num_cpus=1)
+    def other(self) -> Any:
+        """A node beside the head: the one of earlier tests, or a new one."""
+        if self.beside is None:
+            self.beside = self.cluster.add_node(num_cpus=1)
+        return self.beside
 
-    def kill(self, node: Any) -> None:
+    def kill_other(self) -> None:
+        """Returns when it is missed."""
+        if (node := self.beside) is None:
+            return
+        self.beside = None
         self.cluster.remove_node(node, allow_graceful=False)
         wait_for(lambda: not [n for n in ray.nodes() if n["Alive"] and n["NodeID"] == node.node_id], 60)
 
@@ -77,27 +87,10 @@ def held(queue: DistQueue) -> dict[str, int]:
     return {shard["name"]: shard["segments"] for shard in queue.state()["shards"]}
 
 
-def test_rows_stay_where_they_were_written_and_are_read_from_anywhere(nodes: Nodes) -> None:
-    other = nodes.add()
-    queue = DistQueue.create(["train"])
-    here, there = nodes.at(nodes.head, queue), nodes.at(other.node_id, queue)
-    shard = {name: node for name, (node, _) in run(queue._call("where")).items()}
-    ray.get([here.put.remote("a", "b", "c"), there.put.remote("d", "e")])
-    found = {shard[name]: segments for name, segments in held(queue).items()}
-    assert found == {nodes.head: 1, other.node_id: 1}
-    ids, right, nbytes = ray.get(there.get.remote(2))
-    assert (ids, right) in [(("a", "b"), True), (("d", "e"), True)]
-    assert nbytes < 2 * 4000 + 1000, "exactly the samples it asked for, not their segment"
-    ids, right, _ = ray.get(here.get.remote(3))
-    assert right and len(ids) == 3
-    assert sum(held(queue).values()) == 0
-    queue.close()
-    nodes.kill(other)
-
-
 def test_shards_join_and_leave_and_rows_are_drained(nodes: Nodes) -> None:
+    nodes.kill_other()
     queue = DistQueue.create(["train"])
-    other = nodes.add()
+    other = nodes.other()
     stranger = nodes.at(other.node_id, queue)
     ray.get(stranger.put.remote("a"))
     (home,) = [name for name, segments in held(queue).items() if segments]
@@ -115,16 +108,32 @@ def test_shards_join_and_leave_and_rows_are_drained(nodes: Nodes) -> None:
         queue.remove_shard(other.node_id)
     queue.put(batch_of("d"))
     queue.close()
-    nodes.kill(other)
+
+
+def test_rows_stay_where_they_were_written_and_are_read_from_anywhere(nodes: Nodes) -> None:
+    other = nodes.other()
+    queue = DistQueue.create(["train"])
+    here, there = nodes.at(nodes.head, queue), nodes.at(other.node_id, queue)
+    shard = {name: node for name, (node, _) in run(queue._call("where")).items()}
+    ray.get([here.put.remote("a", "b", "c"), there.put.remote("d", "e")])
+    found = {shard[name]: segments for name, segments in held(queue).items()}
+    assert found == {nodes.head: 1, other.node_id: 1}
+    ids, right, nbytes = ray.get(there.get.remote(2))
+    assert (ids, right) in [(("a", "b"), True), (("d", "e"), True)]
+    assert nbytes < 2 * 4000 + 1000, "exactly the samples it asked for, not their segment"
+    ids, right, _ = ray.get(here.get.remote(3))
+    assert right and len(ids) == 3
+    assert sum(held(queue).values()) == 0
+    queue.close()
 
 
 def test_what_a_lost_node_held_ends_by_name_and_the_rest_goes_on(nodes: Nodes) -> None:
-    other = nodes.add()
+    other = nodes.other()
     queue = DistQueue.create(["train"])
     there = nodes.at(other.node_id, queue)
     ray.get(there.put.remote("a", "b"))
     queue.put(batch_of("c"))
-    nodes.kill(other)
+    nodes.kill_other()
     batch = queue.get("train", ["tokens"], 3, timeout_s=patience(60))
     assert batch.ids == ("c",)
     (lost,) = [name for name in queue.stats() if name.startswith("distqueue/ended/lost:shard-")]
@@ -154,8 +163,7 @@ def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: py
     queue.put(batch_of("a", "b"))
     writer = nodes.at(nodes.head, queue)
     waiting = writer.put.remote("c", "d")
-    while not queue.state()["waiting_writers"]:
-        pass
+    wait_for(lambda: queue.state()["waiting_writers"], 60)
     assert queue.state()["waiting_writers"] == [
         "the queue holds 2 samples of max_rows=3; task 'train' has 2 to get and 0 to acknowledge"
     ]

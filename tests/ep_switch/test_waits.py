@@ -61,8 +61,16 @@ MUTANTS = {
 }
 
 
+def is_filled(target):
+    try:
+        assert_filled(target, via=torch.float32)
+    except AssertionError:
+        return False
+    return True
+
+
 def switched(rank, device, name):
-    """All on a stream of one's own, where copies are late; the weights come late, too."""
+    """Whether the target is filled: all on a stream of one's own, where copies are late; the weights come late, too."""
     if name:
         kind, method, mutant = MUTANTS[name]
         honest = getattr(kind, method)
@@ -81,17 +89,16 @@ def switched(rank, device, name):
                 flat.copy_(host, non_blocking=True)
             execute(plan_switch(*ends, BUCKET), source, target, device, exchange="shared")
             device.synchronize()
-            assert_filled(target, via=torch.float32)
+            return is_filled(target)
     finally:
         if name:
             setattr(kind, method, honest)
 
 
 def test_with_all_its_waits_a_switch_is_right():
-    run_ranks(switched, 3, None, device="adversarial")
+    assert run_ranks(switched, 3, None, device="adversarial") == [True] * 3
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_one_it_is_not(name):
-    with pytest.raises(Exception, match="AssertionError"):
-        run_ranks(switched, 3, name, device="adversarial")
+    assert False in run_ranks(switched, 3, name, device="adversarial")

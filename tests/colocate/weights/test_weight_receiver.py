@@ -103,8 +103,7 @@ def test_an_engine_goes_on_while_its_weights_arrive_and_adopts_them_whole(path, 
 
 
 def test_an_engine_that_adopts_other_weights_than_were_sent_says_so(path):
-    with pytest.raises(Exception, match="policy 1 sums to"):
-        run_ranks(tampered, 4, make(path), device="emulated")
+    assert run_ranks(tampered, 4, make(path), device="emulated") == [None, None, True, True]
 
 
 def tampered(rank, device, spec):
@@ -113,9 +112,11 @@ def tampered(rank, device, spec):
     worker.switch("infer", 0, share)
     if worker.card.trainer is not None:
         worker.switch("infer", 1, share, while_generating=True)
-        return
+        return None
     receiver = worker.card.receiver
     receiver.staged.expect(1)
     receiver.switcher.to_infer(1, share, while_generating=True)
     receiver.staged._storage.flats[0][0] += 1
-    receiver.staged.adopt(1)
+    with pytest.raises(Exception, match="policy 1 sums to"):
+        receiver.staged.adopt(1)
+    return True
