@@ -1,12 +1,11 @@
 import os
 import signal
-import subprocess
 
 import pytest
 
 from fusion.npu import open_device
 from stalesync.base_model import make_base_model
-from tests.stalesync.runs import ROOT, command_of, descendants, heed_interrupts, wait_until
+from tests.stalesync.runs import begin, descendants, wait_until
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +21,14 @@ def start(base, tmp_path):
     """Starts a run, and returns it when it has two steps behind it. Nothing of it is left after the test."""
     runs = []
 
-    def begin(*overrides):
-        command, metrics = command_of(base, tmp_path, *overrides), tmp_path / "run" / "metrics.jsonl"
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        run = subprocess.Popen(command, cwd=ROOT, preexec_fn=heed_interrupts, **pipes)
+    def started(*overrides):
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        run = begin(base, tmp_path, *overrides)
         runs.append(run)
         wait_until(run, 120, lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
         return run
 
-    yield begin
+    yield started
     for run in runs:
         if run.poll() is None:
             for pid in (*descendants(run.pid), run.pid):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests import machine
+from tests.stalesync.warm import ROOT, launcher
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "device=emulated",
     "data=addition",
@@ -37,13 +38,22 @@ def score(prompt, response, answer, **fields):
 
 
 def command_of(base, folder, *overrides):
-    return [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *SMALL, *overrides]
+    return ["scripts/train.py", f"model.path={base}", f"run.dir={folder}", *SMALL, *overrides]
 
 
 def train(base, folder, *overrides, timeout_s=180):
-    """A run from its start to its end."""
+    """A run from its start to its end, on the Ray of other runs that went before it."""
+    return launcher().session().run(command_of(base, folder, *overrides), timeout_s)
+
+
+def begin(base, folder, *overrides):
+    """A run that may be signalled and killed. One with a preloaded library starts as a user starts it: with an
+    interpreter of its own."""
     command = command_of(base, folder, *overrides)
-    return machine.run(command, timeout_s, cwd=ROOT)
+    if "LD_PRELOAD" not in os.environ:
+        return launcher().start(command)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, preexec_fn=heed_interrupts, **pipes)
 
 
 def rows_of(run):

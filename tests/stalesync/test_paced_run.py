@@ -1,22 +1,19 @@
 """A whole run on emulated cards that take modelled time, as a user starts it."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.stalesync.warm import launcher
 
-ROOT = Path(__file__).resolve().parents[2]
 PACED = """device=paced cluster.hardware=ascend_910c cluster.npus=2 data=addition data.max_prompt_length=8
 data.prompts_per_step=4 rollout.max_response_length=20 rollout.forced_median=6 algorithm.group_size=4 run.eval_prompts=0
 run.steps=1""".split()
 
 
 def _rows(base, folder, *overrides):
-    command = [sys.executable, "scripts/train.py", f"model.path={base}", f"run.dir={folder}", *PACED, *overrides]
-    done = machine.run(command, timeout_s=480, cwd=ROOT)
+    command = ["scripts/train.py", f"model.path={base}", f"run.dir={folder}", *PACED, *overrides]
+    done = launcher().session().run(command, timeout_s=480)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], done.stdout
 

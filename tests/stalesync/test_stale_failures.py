@@ -12,7 +12,7 @@ import pytest
 
 from stalesync.control import submit
 from tests.machine import communicate, patience, within
-from tests.stalesync.runs import JUDGE, assert_gone, descendants, rows_of, train, wait_until
+from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_until
 
 STALE = [
     "cluster.npus=2",
@@ -26,13 +26,17 @@ STALE = [
 
 
 HALF = """
-import zlib
+import time, zlib
 
 def score(prompt, response, answer, **fields):
     if zlib.crc32(prompt.encode()) % 2:
         raise RuntimeError("no such judge")
-    return float(len(response) % 3)
+    luck = zlib.crc32((prompt + response).encode()) % 31
+    if luck == 0:
+        time.sleep(60)
+    return "good" if luck == 1 else float(len(response) % 3)
 """
+"""Fails whole groups, and single samples of others in other ways."""
 
 
 def _processes(run, name):
@@ -64,28 +68,22 @@ def test_a_worker_that_hangs_ends_the_run_within_its_timeout_and_is_named(start,
     assert len(re.findall(r"rank \d did not answer", told)) == 1 and "it hangs" in told, told
 
 
-def test_rewards_that_raise_or_hang_are_counted_and_the_run_keeps_its_bound(base, tmp_path):
-    (tmp_path / "judge.py").write_text(JUDGE)
+def test_rewards_that_fail_are_counted_and_a_checkpoint_records_every_group_that_has_ended(base, tmp_path):
+    (tmp_path / "judge.py").write_text(HALF)
     judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
-    done = train(base, tmp_path, *STALE, *judge, "run.steps=3", "data.prompts_per_step=4")
+    saved = ["rollout.forced_median=20", "run.save_every=1", "run.keep=0", "run.steps=12"]
+    done = train(base, tmp_path, *STALE, *judge, *saved)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "run")
     failed = {kind: sum(row[f"reward/failed_{kind}"] for row in rows) for kind in ("raised", "timeout", "bad_type")}
     assert min(failed.values()) > 0 and sum(failed.values()) == sum(row["reward/failed"] for row in rows), failed
     assert "a sample failed" in done.stderr and "judge.py" in done.stderr
     assert max(row["staleness/max"] for row in rows) <= 1
-
-
-def test_the_record_up_to_a_checkpoint_holds_every_group_that_has_ended_in_it(base, tmp_path):
-    (tmp_path / "judge.py").write_text(HALF)
-    judge = ["rollout.forced_median=20", f"reward.path={tmp_path / 'judge.py'}:score"]
-    done = train(base, tmp_path, *STALE, *judge, "run.save_every=1", "run.keep=0", "run.steps=12")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "groups.jsonl").read_text().splitlines()]
-    assert any(row["ended"] == "failed:reward_raised" for row in rows)
+    groups = [json.loads(line) for line in (tmp_path / "run" / "groups.jsonl").read_text().splitlines()]
+    assert any(row["ended"] == "failed:reward_raised" for row in groups)
     for step in range(1, 13):
         state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step}" / "controller.json").read_text())
-        assert Counter(row["ended"] for row in rows if row["step"] <= step) == state["ledger"]["ended"], step
+        assert Counter(row["ended"] for row in groups if row["step"] <= step) == state["ledger"]["ended"], step
 
 
 def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost(start, tmp_path):

@@ -1,0 +1,285 @@
+"""Processes that have imported what a run needs before it begins: importing costs more than most of these runs.
+
+    launcher()             one process per test process; has imported torch, transformers, Ray and the product
+      .start(command)      forks a run of its own: own Ray, own exit status, may be signalled and killed
+      .session()           forks a process with a Ray of its own that stays, for runs that go to their end one by one
+        .run(command)      a run in it
+
+What a run does is what `python scripts/train.py …` does, from that file's first line on; its standard output and error
+go to files. The processes are told what to do by lines of JSON and answer so. They end with the test process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tests.machine import Deadline, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+
+UNEXPECTED = 2
+"""The exit status of a run that ends with an exception which its script does not know."""
+
+
+def environment() -> dict[str, str]:
+    """That of this process, without what only an interpreter heeds that is started."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
+class Launcher:
+    """The process that forks, and what is asked of it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.stalesync.warm"],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        self._started = 0
+        self._session: Session | None = None
+
+    def ask(self, **request: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, command: list[str]) -> WarmRun:
+        """Forks a run of ``command`` (without the interpreter) in `environment`."""
+        return WarmRun(self, self.fork("run", command))
+
+    def fork(self, kind: str, command: list[str] | None = None) -> dict[str, Any]:
+        self._started += 1
+        files = {name: str(self._folder / f"{self._started}.{name}") for name in ("out", "err", "in", "answers")}
+        request = {"do": kind, "command": command, "environment": environment(), **files}
+        if kind == "session":
+            os.mkfifo(files["in"])
+            os.mkfifo(files["answers"])
+        return request | {"pid": self.ask(**request)}
+
+    def session(self) -> Session:
+        """The one that runs, or a new one where there is none or its last run failed."""
+        if self._session is None or self._session.spent:
+            self.end_session()
+            self._session = Session(self, self.fork("session"))
+        return self._session
+
+    def end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.end()
+
+    def end(self) -> None:
+        self.end_session()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class WarmRun:
+    """A forked run; looks like a `subprocess.Popen` of text with both outputs in pipes."""
+
+    def __init__(self, launcher: Launcher, forked: dict[str, Any]) -> None:
+        self._launcher, self._forked = launcher, forked
+        self.pid: int = forked["pid"]
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._launcher.ask(do="poll", pid=self.pid)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for the end of the run; returns what it wrote.
+
+        Raises:
+            subprocess.TimeoutExpired: after ``timeout`` seconds.
+        """
+        end_s = time.monotonic() + (timeout or float("inf"))
+        while self.poll() is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(str(self._forked["command"]), timeout or 0.0)
+            time.sleep(0.02)
+        return Path(self._forked["out"]).read_text(), Path(self._forked["err"]).read_text()
+
+
+class Session:
+    """A process in which runs go to their end one by one, on one Ray."""
+
+    def __init__(self, launcher: Launcher, forked: dict[str, Any]) -> None:
+        self._launcher, self._forked = launcher, forked
+        self._requests = open(forked["in"], "w")
+        self._answers = os.open(forked["answers"], os.O_RDONLY | os.O_NONBLOCK)
+        self._runs = 0
+        self.spent = False
+
+    def run(self, command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Runs ``command`` (without the interpreter) to its end.
+
+        Raises:
+            subprocess.TimeoutExpired: after ``timeout_s`` seconds of the reference machine; the session has ended.
+        """
+        self._runs += 1
+        out, err = (f"{self._forked[name]}.{self._runs}" for name in ("out", "err"))
+        print(json.dumps({"command": command, "out": out, "err": err}), file=self._requests, flush=True)
+        status = self._wait(command, timeout_s)
+        self.spent = status not in (0, 1)  # 1: the run has reported an error of its own, and ended its processes
+        return subprocess.CompletedProcess(command, status, Path(out).read_text(), Path(err).read_text())
+
+    def _wait(self, command: list[str], timeout_s: float) -> int:
+        deadline, run = Deadline(timeout_s), WarmRun(self._launcher, self._forked)
+        while not (answer := self._answer()):
+            if (status := run.poll()) is not None:
+                self.spent = True
+                raise RuntimeError(f"a session has ended with {status}: {run.communicate()}")
+            if deadline.expired():
+                self.spent = True
+                raise subprocess.TimeoutExpired(command, timeout_s)
+        return int(answer)
+
+    def _answer(self) -> bytes:
+        import select
+
+        ready, _, _ = select.select([self._answers], [], [], 0.1)
+        return os.read(self._answers, 64) if ready else b""
+
+    def end(self) -> None:
+        """Ends it and its Ray; kills both where that takes long."""
+        from tests.stalesync.runs import kill
+
+        run = WarmRun(self._launcher, self._forked)
+        self._requests.close()
+        os.close(self._answers)
+        try:
+            wait_for(lambda: run.poll() is not None, 0 if self.spent else 20)
+        except TimeoutError:
+            kill(run)
+
+
+@lru_cache(maxsize=1)
+def launcher() -> Launcher:
+    made = Launcher()
+    atexit.register(made.end)
+    return made
+
+
+# Below: what the processes do.
+
+
+def serve() -> None:
+    """Forks what is asked for until nothing more is; what still runs then is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _preload()
+    statuses: dict[int, int | None] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "poll":
+            answer = _poll(request["pid"], statuses)
+        elif pid := os.fork():
+            statuses[pid] = None
+            answer = pid
+        else:
+            _become(request)
+        print(json.dumps(answer), flush=True)
+    for pid in [pid for pid in statuses if _poll(pid, statuses) is None]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _preload() -> None:
+    import hydra  # noqa: F401
+    import ray  # noqa: F401
+    import transformers.models.auto.tokenization_auto  # noqa: F401
+
+    import stalesync.controller  # noqa: F401
+    import stalesync.launch  # noqa: F401
+    import stalesync.scoring  # noqa: F401
+
+
+def _poll(pid: int, statuses: dict[int, int | None]) -> int | None:
+    """The exit status of a process that was forked here; None while it runs."""
+    if statuses[pid] is None:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        statuses[pid] = os.waitstatus_to_exitcode(status) if found else None
+    return statuses[pid]
+
+
+def _become(request: dict[str, Any]) -> None:
+    """A run or a session, in a process of its own; does not return."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _write_to(request["out"], request["err"])
+    status = _train(request["command"]) if request["do"] == "run" else _session(request["in"], request["answers"])
+    _end(status)
+
+
+def _session(requests: str, answers: str) -> int:
+    from stalesync.launch import _ray
+
+    with open(requests) as lines, open(answers, "w") as told, _ray(None):
+        for line in lines:
+            request = json.loads(line)
+            _write_to(request["out"], request["err"])
+            print(_train(request["command"]), file=told, flush=True)
+    return 0
+
+
+def _train(command: list[str]) -> int:
+    """The exit status of a script, which is run as the interpreter would."""
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return UNEXPECTED
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _write_to(out: str, err: str) -> None:
+    for number, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+
+
+def _end(status: int) -> None:
+    """As the interpreter ends: threads are joined, what was registered is called, what was printed is written."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    serve()
