@@ -1,19 +1,20 @@
-"""DistQueue beside its floor and its peers: put in one process, get in another, alternating rounds, medians.
+"""Measure DistQueue against its floor and its peers: one process puts, another gets; medians over alternating rounds.
 
     python benchmarks/distqueue.py --json PATH
 
     put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
     copy_s              floor: np.copyto of the same bytes into warm memory
-    call_s              floor: a bare call of an actor like the queue's; ray.put tells nobody, a put here is one call
+    call_s              floor: an empty call to an actor like the queue's; a put here is one call, ray.put is none
     ray_*               ray.put / ray.get of the same packed arrays, with the copy into warm memory
     transferqueue_*     TransferQueue 0.1.11 with its default storage, where it can be imported
-    padded_bytes        what padding every sample to the longest would take; payload_bytes: the samples themselves
-    sent_bytes          of this queue, for a put, metadata included, counted where they are sent; received_bytes: a get
+    padded_bytes        size with every sample padded to the longest; payload_bytes: the samples themselves
+    sent_bytes          bytes this queue sends for a put, metadata included, counted at the sender; received_bytes: for
+                        a get
 
 Workloads: `long`, 512 samples of lognormal lengths (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300
-tokens; five columns of 4 bytes a token each. Then requests and bytes of the hierarchical reader, and the table at a
-million rows. TransferQueue has pinned requirements: run this in an environment that has it, torch, numpy, ray and
-safetensors.
+tokens; five columns of 4 bytes per token each. Then requests and bytes of the hierarchical reader, and the sample table
+with a million rows. TransferQueue pins its requirements: to include it, use an environment with TransferQueue, torch,
+numpy, ray and safetensors.
 """
 
 from __future__ import annotations
@@ -52,33 +53,33 @@ PEERS = ["ours", "ray"] + ["transferqueue"] * (importlib.util.find_spec("transfe
 
 
 def lengths(workload: str) -> np.ndarray:
-    """(B,) tokens of each sample."""
+    """Return the number of tokens of each sample, shape (B,)."""
     rng = np.random.default_rng(7)
     if workload == "short":
         return rng.integers(10, 301, 8192)
-    drawn = np.minimum(rng.lognormal(8.31, 1.0, 512).astype(np.int64) + 1, 32768)
-    drawn[0] = 32768
-    return drawn
+    sizes = np.minimum(rng.lognormal(8.31, 1.0, 512).astype(np.int64) + 1, 32768)
+    sizes[0] = 32768
+    return sizes
 
 
 def make_columns(workload: str, round: int) -> dict[str, list[torch.Tensor]]:
-    """The samples of a round, as a rollout leaves them: a tensor a sample and column."""
+    """Make the samples of a round as a rollout produces them: one tensor per sample and column."""
     sizes = lengths(workload).tolist()
     total = sum(sizes)
     flat = {name: torch.arange(round, round + total).to(dtype) for name, dtype in COLUMNS.items()}
     return {name: list(column.split(sizes)) for name, column in flat.items()}
 
 
-class Bare:
+class NoOpActor:
     async def call(self, message: bytes) -> None:
         pass
 
 
-class Party:
-    """A process that writes or reads, in every way that is compared. Each method returns the seconds it took."""
+class Client:
+    """Puts or gets samples through each of the compared queues. Each method returns the seconds it took."""
 
-    def __init__(self, queue: DistQueue, bare: Any, peers: list[str]) -> None:
-        self.queue, self.bare, self.warm = queue, bare, np.zeros(1, np.uint8)
+    def __init__(self, queue: DistQueue, no_op: Any, peers: list[str]) -> None:
+        self.queue, self.no_op, self.warm = queue, no_op, np.zeros(1, np.uint8)
         if "transferqueue" in peers:
             import transfer_queue
 
@@ -132,16 +133,16 @@ class Party:
 
         keys = [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
         began_s = time.perf_counter()
-        found = transfer_queue.kv_batch_get(keys=keys, partition_id=workload, select_fields=list(COLUMNS))
+        batch = transfer_queue.kv_batch_get(keys=keys, partition_id=workload, select_fields=list(COLUMNS))
         seconds = time.perf_counter() - began_s
-        assert int(found["mask"][-1][-1]) == round + int(lengths(workload).sum()) - 1
+        assert int(batch["mask"][-1][-1]) == round + int(lengths(workload).sum()) - 1
         transfer_queue.kv_clear(keys=keys, partition_id=workload)
         return seconds
 
     def call(self, workload: str) -> float:
         message = bytes(20 * len(lengths(workload)))
         began_s = time.perf_counter()
-        ray.get(self.bare.call.remote(message))
+        ray.get(self.no_op.call.remote(message))
         return time.perf_counter() - began_s
 
     def copy(self, workload: str) -> float:
@@ -153,35 +154,35 @@ class Party:
         return time.perf_counter() - began_s
 
     def warmed(self, workload: str) -> list[np.ndarray]:
-        """Memory of the reader's own that was written to before, one array a column."""
+        """Return one array per column in this process's memory, whose pages have been written before."""
         total = 4 * int(lengths(workload).sum())
         if len(self.warm) < total * len(COLUMNS):
             self.warm = np.zeros(total * len(COLUMNS), np.uint8)
         return [self.warm[i * total : (i + 1) * total] for i in range(len(COLUMNS))]
 
 
-def measure(workload: str, rounds: int, writer: Any, reader: Any) -> dict[str, float]:
-    """Medians over the rounds but the first two, each of which runs all peers in turn."""
+def measure(workload: str, *, rounds: int, writer: Any, reader: Any) -> dict[str, float]:
+    """Return medians over all rounds but the first two; every round runs all peers, in rotating order."""
     seconds: dict[str, list[float]] = {}
     sent = received = 0
     for round in range(rounds + 2):
-        found: dict[str, float] = {
+        times: dict[str, float] = {
             "copy_s": ray.get(reader.copy.remote(workload)),
             "call_s": ray.get(reader.call.remote(workload)),
         }
         order = PEERS[round % len(PEERS) :] + PEERS[: round % len(PEERS)]
         for peer in order:
             if peer == "ours":
-                found["put_s"], sent = ray.get(writer.put_ours.remote(workload, round))
-                found["get_s"], received = ray.get(reader.get_ours.remote(workload, round))
+                times["put_s"], sent = ray.get(writer.put_ours.remote(workload, round))
+                times["get_s"], received = ray.get(reader.get_ours.remote(workload, round))
             elif peer == "ray":
-                found["ray_put_s"], refs = ray.get(writer.put_ray.remote(workload, round))
-                found["ray_get_s"] = ray.get(reader.get_ray.remote(workload, refs))
+                times["ray_put_s"], refs = ray.get(writer.put_ray.remote(workload, round))
+                times["ray_get_s"] = ray.get(reader.get_ray.remote(workload, refs))
             else:
-                found["transferqueue_put_s"] = ray.get(writer.put_transferqueue.remote(workload, round))
-                found["transferqueue_get_s"] = ray.get(reader.get_transferqueue.remote(workload, round))
+                times["transferqueue_put_s"] = ray.get(writer.put_transferqueue.remote(workload, round))
+                times["transferqueue_get_s"] = ray.get(reader.get_transferqueue.remote(workload, round))
         if round >= 2:
-            for name, value in found.items():
+            for name, value in times.items():
                 seconds.setdefault(name, []).append(value)
     sizes, width = lengths(workload), 4 * len(COLUMNS)
     figures = {name: statistics.median(values) for name, values in seconds.items()}
@@ -190,7 +191,7 @@ def measure(workload: str, rounds: int, writer: Any, reader: Any) -> dict[str, f
 
 
 def measure_starved(queue: DistQueue, rounds: int = 100, readers: int = 512) -> dict[str, float]:
-    """Median milliseconds of a small put, get and ack of one client, alone and beside readers that wait in vain."""
+    """Return the median milliseconds of one client's put, get and ack, alone and beside ``readers`` blocked gets."""
 
     def round_trips(name: str) -> float:
         seconds = []
@@ -206,23 +207,23 @@ def measure_starved(queue: DistQueue, rounds: int = 100, readers: int = 512) -> 
         waiting = [asyncio.create_task(queue.get_async("train", ["never"], 1)) for _ in range(readers)]
         while (await asyncio.to_thread(queue.stats))["distqueue/train/waiters"] < readers:
             await asyncio.sleep(0.05)
-        found = await asyncio.to_thread(round_trips, "beside")
+        median_ms = await asyncio.to_thread(round_trips, "beside")
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        return found
+        return median_ms
 
     return {"alone_ms": round_trips("alone"), "beside_ms": asyncio.run(beside()), "readers": readers}
 
 
-def say(workload: str, figures: dict[str, float]) -> None:
+def print_figures(workload: str, figures: dict[str, float]) -> None:
     copy_s = figures["copy_s"]
     payload, sent = figures["payload_bytes"], max(figures["sent_bytes"], figures["received_bytes"])
     print(
         f"{workload}: {payload / 1e6:.1f} MB of samples, {figures['padded_bytes'] / 1e6:.1f} MB padded; sent "
-        f"{sent / payload:.4f} of the samples' bytes, {1 - sent / figures['padded_bytes']:.1%} less than padded"
+        f"{sent / payload:.4f} times the samples' bytes, {1 - sent / figures['padded_bytes']:.1%} less than padded"
     )
-    print(f"  floor (copy into warm memory)  {copy_s * 1e3:8.2f} ms; a call {figures['call_s'] * 1e3:.2f} ms")
+    print(f"  floor (copy into warm memory)  {copy_s * 1e3:8.2f} ms; an actor call {figures['call_s'] * 1e3:.2f} ms")
     for peer, prefix in (("this queue", ""), ("Ray alone", "ray_"), ("TransferQueue", "transferqueue_")):
         if f"{prefix}put_s" not in figures:
             print(f"  {peer:<16}not installed")
@@ -237,40 +238,40 @@ def say(workload: str, figures: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["transfer", "hierarchy", "metadata"], help="one part alone")
-    given = parser.parse_args()
+    parser.add_argument("--only", choices=["transfer", "hierarchy", "metadata"], help="run only this part")
+    args = parser.parse_args()
     figures: dict[str, Any] = {}
-    if given.only in (None, "transfer"):
-        # TransferQueue reserves a core for each of its processes
+    if args.only in (None, "transfer"):
+        # num_cpus=16: TransferQueue reserves a core for each of its processes
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         ray.init(address="local", num_cpus=16, **quiet)
         queue = DistQueue.create(["train"])
-        party = ray.remote(Party).options(num_cpus=0)
-        bare = ray.remote(Bare).options(num_cpus=0).remote()
-        writer, reader = party.remote(queue, bare, PEERS), party.remote(queue, bare, PEERS)
+        client = ray.remote(Client).options(num_cpus=0)
+        no_op = ray.remote(NoOpActor).options(num_cpus=0).remote()
+        writer, reader = client.remote(queue, no_op, PEERS), client.remote(queue, no_op, PEERS)
         for workload in ("long", "short"):
-            figures[workload] = measure(workload, given.rounds, writer, reader)
-            say(workload, figures[workload])
+            figures[workload] = measure(workload, rounds=args.rounds, writer=writer, reader=reader)
+            print_figures(workload, figures[workload])
         queue.close()
         queue = DistQueue.create(["train"])
         figures["starved"] = measure_starved(queue)
-        print("a put, a get and an ack, in ms, alone and beside readers that wait:", json.dumps(figures["starved"]))
+        print("put, get and ack in ms, alone and beside blocked readers:", json.dumps(figures["starved"]))
         queue.close()
         ray.shutdown()
-    if given.only in (None, "hierarchy"):
+    if args.only in (None, "hierarchy"):
         from benchmarks.distqueue_hierarchy import measure as measure_hierarchy
 
         figures["hierarchy"] = measure_hierarchy()
         print("hierarchy:", json.dumps(figures["hierarchy"]))
-    if given.only in (None, "metadata"):
+    if args.only in (None, "metadata"):
         from benchmarks.distqueue_metadata import measure as measure_metadata
 
         figures["metadata"] = measure_metadata()
         print("metadata:", json.dumps(figures["metadata"]))
-    if given.json:
-        given.json.write_text(json.dumps({"figures": figures}, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps({"figures": figures}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What reading once a replica saves, measured: eight processes, TP2 PP2 DP2, and one queue that they share.
+"""Measure what reading once per replica saves: eight processes in TP2 PP2 DP2 share one queue.
 
     python benchmarks/distqueue_hierarchy.py [--batches 8] [--json hierarchy.json]
 
-flat: every rank asks the queue for the columns of its pipeline stage. leader: one rank of a replica asks for what any
-of them needs and the tree passes it on. Requests and bytes are what the queue's handles exchanged with it, metadata
-included; floor_bytes is the payload of every batch once a replica, and group_bytes what the ranks sent one another.
-The samples are long-tailed: lognormal responses, about 1.6k tokens on average, after prompts of 32 to 512.
+flat: every rank requests the columns of its pipeline stage. leader: one rank of a replica requests the columns that any
+of its ranks needs and broadcasts them along a tree. Requests and bytes are those exchanged between the ranks' handles
+and the queue, metadata included; floor_bytes is the payload of every batch, once per replica, and group_bytes what the
+ranks sent each other. Response lengths are lognormal, about 1.6k tokens on average; prompts have 32 to 512.
 
-The keys with tp8_pp16 are not measured but counted: the requests of 16 replicas of 128 ranks, and the payload that
-leaves the queue for them, for samples as these.
+The keys with tp8_pp16 are computed, not measured: the requests of 16 replicas of 128 ranks, and the payload that the
+queue sends them for the same samples.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fusion.model import Parallel  # noqa: E402
 LAYOUT, LARGE = Parallel(8, tp=2, pp=2), Parallel(2048, tp=8, pp=16)
 FIRST, LAST = ("prompt", "response"), ("response", "behaviour_logprobs", "ref_logprobs", "advantage")
 SAMPLES = 64
-"""A batch of one replica"""
+"""Samples per batch of one replica."""
 
 
 def needs(layout: Parallel, rank: int) -> tuple[str, ...]:
-    """Columns of this rank's pipeline stage; the stages between first and last need lengths alone."""
+    """Return the columns of this rank's pipeline stage; stages between the first and the last need only lengths."""
     return {0: FIRST, layout.pp - 1: LAST}.get(layout.coordinate("pp", rank), ())
 
 
@@ -65,11 +65,12 @@ def make_batch(ids: Sequence[str], seed: int) -> PackedBatch:
 
 
 class Rank:
-    """A process of the trainer's. Methods run on all ranks at once."""
+    """Reads as one rank of a trainer. Methods are called on all ranks at once."""
 
     def __init__(self, rank: int, queue: DistQueue):
         self.rank, self.queue, self.columns = rank, queue, needs(LAYOUT, rank)
         self.replica = LAYOUT.coordinate("dp", rank)
+        self.reader: GroupReader | None = None
 
     def address(self) -> str:
         with socket.socket() as free:
@@ -80,20 +81,25 @@ class Rank:
         dist.init_process_group("gloo", init_method=address, rank=self.rank, world_size=LAYOUT.world)
         groups = [dist.new_group(replica(LAYOUT, number)) for number in range(LAYOUT.dp)]
         self.reader = GroupReader(self.queue, groups[self.replica], self.columns)
-        self.queue.read(warm_up[self.replica], self.columns)  # finds the queue's shards
+        self.queue.read(warm_up[self.replica], self.columns)  # locates the queue's shards
         self.reader.read(warm_up[self.replica])
 
     def read(self, way: str, batches: list[list[list[str]]]) -> dict[str, int]:
-        """Reads ``[batch][replica]`` of ids the ``flat`` way or through the ``leader``; what that took."""
+        """Read the ids ``batches[batch][replica]``; return the requests and bytes of this rank.
+
+        ``way``: ``flat`` (every rank requests for itself) or ``leader`` (one rank per replica requests).
+        """
+        assert self.reader is not None
         before = self.exchanged()
         for shares in batches:
             ids = shares[self.replica]
-            found = self.queue.read(ids, self.columns) if way == "flat" else self.reader.read(ids).batch
-            assert found.ids == tuple(ids) and set(found.columns) == set(self.columns)
+            batch = self.queue.read(ids, self.columns) if way == "flat" else self.reader.read(ids).batch
+            assert batch.ids == tuple(ids) and set(batch.columns) == set(self.columns)
         return {what: count - before[what] for what, count in self.exchanged().items()}
 
     def exchanged(self) -> dict[str, int]:
-        """Since this process began, with the queue and with its group."""
+        """Return requests and bytes since this process started, exchanged with the queue and with its group."""
+        assert self.reader is not None
         traffic = self.queue.traffic
         return {
             "requests": traffic.requests,
@@ -103,7 +109,7 @@ class Rank:
 
 
 def measure(batches: int = 8) -> dict[str, Any]:
-    """The figures of the docstring. Uses the Ray that runs, or starts one for as long as it lasts."""
+    """Return the figures that the module docstring names. Uses the running Ray, or starts one and shuts it down."""
     ours = not ray.is_initialized()
     if ours:
         ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
@@ -125,10 +131,10 @@ def _count(queue: DistQueue, ranks: list[Any], batches: int) -> dict[str, Any]:
     nbytes: dict[str, int] = dict.fromkeys((*FIRST, *LAST), 0)
     for number, batch in enumerate(shares):
         for d, ids in enumerate(batch):
-            made = make_batch(ids, number * LAYOUT.dp + d)
-            queue.put(made)
+            packed = make_batch(ids, number * LAYOUT.dp + d)
+            queue.put(packed)
             for name in nbytes if number else ():
-                nbytes[name] += made[name].buffer.nbytes
+                nbytes[name] += packed[name].buffer.nbytes
     address = ray.get(ranks[0].address.remote())
     ray.get([rank.join.remote(address, shares[0]) for rank in ranks])
     figures: dict[str, Any] = {}
@@ -141,7 +147,7 @@ def _count(queue: DistQueue, ranks: list[Any], batches: int) -> dict[str, Any]:
 
 
 def large(nbytes: dict[str, int]) -> dict[str, int]:
-    """Requests and payload bytes for one batch of ``nbytes`` a replica in TP8 PP16."""
+    """Count requests and payload bytes for one batch per replica in TP8 PP16. ``nbytes``: bytes by column."""
     members = [Member(i, "", frozenset(needs(LARGE, rank))) for i, rank in enumerate(replica(LARGE, 0))]
     flat, leader = requests(LARGE.world, len(members))
     return {
@@ -155,16 +161,16 @@ def large(nbytes: dict[str, int]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     figures = measure(args.batches)
     print(f"{args.batches} batches of {SAMPLES} samples for each of {LAYOUT.dp} replicas, TP2 PP2")
     for what in ("requests", "bytes"):
         flat, leader = figures[f"{what}_flat"], figures[f"{what}_leader"]
         print(f"{what:9} flat {flat:14,} leader {leader:14,}   1/{flat / leader:.3f}")
-    print(f"{'floor':9} {figures['floor_bytes']:,} bytes; sent inside the groups {figures['group_bytes']:,}")
+    print(f"{'floor':9} {figures['floor_bytes']:,} bytes; sent within the groups {figures['group_bytes']:,}")
     flat, leader = figures["requests_flat_tp8_pp16"], figures["requests_leader_tp8_pp16"]
-    print(f"TP8 PP16 DP{LARGE.dp}, counted: requests {flat:,} and {leader:,}, 1/{flat // leader}")
+    print(f"TP8 PP16 DP{LARGE.dp}, computed: requests flat {flat:,}, leader {leader:,}, 1/{flat // leader}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 

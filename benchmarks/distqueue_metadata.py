@@ -1,12 +1,12 @@
-"""What the queue's metadata costs: adding columns to samples, handing samples out, and memory, at a million live rows.
+"""Measure the cost of the queue's metadata with a million live rows: adding columns, selecting samples, and memory.
 
     python benchmarks/distqueue_metadata.py [--rows 1000000] [--json metadata.json]
 
-Samples in groups of 8 get 16 ragged columns, 4 a put, in puts of 4,096; the last columns come in the order in which
-stages finish, which is none. Four views are kept, and 512 waiting wants are asked about after every call, as a queue
-does. Times are medians over many calls; the floor beside each is what the names alone cost, made bytes and hashed once
-(update) or decoded once (get), and one touch in random order of the bytes of the rows. Memory is growth of the
-process; its floor is the bytes of the names and numbers that were put.
+Samples in groups of 8 receive 16 ragged columns, 4 per put, 4,096 samples per put; the last columns arrive in random
+order, as stages finish. 512 waiting requests of four kinds are checked after every call, as the queue does. Times are
+medians over many calls; the floor of each is encoding and hashing the ids once (update) or decoding them once (get),
+and one access in random order to the bytes of the rows. Memory is the growth of the process; its floor is the bytes of
+the ids and numbers that were put.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Before this folder, in which another script has the package's name.
+# Must precede this folder, where distqueue.py has the package's name.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distqueue.samples import SampleTable, Selection  # noqa: E402
@@ -36,7 +36,7 @@ PART_BYTES, TOKENS_BYTES = 4, 4
 
 
 def ids_of(rows: np.ndarray) -> list[str]:
-    """36 characters each, as a UUID has."""
+    """Return an id of 36 characters, the length of a UUID, for each row."""
     return [f"{row * 2654435761 % 2**32:08x}-0000-4000-8000-{row:012x}" for row in rows.tolist()]
 
 
@@ -45,7 +45,7 @@ def resident_bytes() -> int:
 
 
 class Load:
-    """A table of `rows` samples that have the first columns of theirs; each put brings `per_put` columns."""
+    """Fills a table with ``rows`` samples that lack only their last columns; each put adds ``per_put`` columns."""
 
     def __init__(self, rows: int, per_put: int) -> None:
         self.rng = np.random.default_rng(0)
@@ -58,7 +58,7 @@ class Load:
         self.last_first, self.order = steps[-1], self.rng.permutation(rows)
 
     def put(self, rows: np.ndarray, first: int, new: bool = False) -> float:
-        """Puts columns first to first + per_put of these rows. Returns the seconds."""
+        """Put columns first to first + per_put of these rows; return the seconds."""
         ids = ids_of(rows)
         groups = [f"prompt-{row // GROUP_SIZE:09d}" for row in rows.tolist()] if new else ()
         versions = np.zeros((len(rows), 2), np.int32) if new else None
@@ -71,18 +71,18 @@ class Load:
         return time.perf_counter() - start
 
     def finish(self, start: int) -> float:
-        """The last columns of the next samples that have come so far."""
+        """Put the last columns of the next batch of samples, in random order; return the seconds."""
         return self.put(self.order[start : start + BATCH], self.last_first)
 
 
 def selections() -> list[Selection]:
-    """512 readers that wait, of four kinds, for more than there is."""
+    """Return 512 requests of four kinds that cannot be served: each needs more samples than there are."""
     kinds = [("reward", NAMES[:1]), ("reward", NAMES[:8]), ("train", NAMES[:12]), ("train", NAMES)]
     return [Selection(*kinds[k % 4], count=2**40, whole_groups=k % 4 == 3) for k in range(WAITING)]
 
 
 def floors(rows: int) -> dict[str, float]:
-    """Milliseconds for the names and the bare bytes of one batch."""
+    """Return the milliseconds that the ids and the bare bytes of one batch take."""
     rng = np.random.default_rng(1)
     fields = np.zeros((rows, TOKENS_BYTES * COLUMNS // 4 + PART_BYTES), np.uint8)
     slots, ids = rng.permutation(rows)[:BATCH], ids_of(np.arange(BATCH))
@@ -102,25 +102,25 @@ def floors(rows: int) -> dict[str, float]:
 
 
 def median_ms(call: Callable[[], object], times: int = 20) -> float:
-    taken = []
+    seconds = []
     for _ in range(times):
         start = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e3
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e3
 
 
 def measure_times(rows: int = ROWS) -> dict[str, float]:
     load, waiting = Load(rows, per_put=4), selections()
     table = load.table
 
-    def ask() -> float:
+    def check_waiting() -> float:
         start = time.perf_counter()
         assert not any(table.can_serve(selection) for selection in waiting)
         return time.perf_counter() - start
 
-    ask()
-    puts = [load.finish(k * BATCH) + ask() for k in range(min(UPDATES, rows // BATCH))]
+    check_waiting()
+    puts = [load.finish(k * BATCH) + check_waiting() for k in range(min(UPDATES, rows // BATCH))]
     for start in range(len(puts) * BATCH, rows, BATCH):
         load.finish(start)
     times: dict[str, list[float]] = {"get": [], "get_groups": [], "get_budget": [], "ack": []}
@@ -133,7 +133,7 @@ def measure_times(rows: int = ROWS) -> dict[str, float]:
         for kind, selection in kinds.items():
             start = time.perf_counter()
             taken = table.take(selection, 0.0)
-            times[kind].append(time.perf_counter() - start + ask())
+            times[kind].append(time.perf_counter() - start + check_waiting())
             assert taken is not None and len(taken) >= BATCH * 0.9
             start = time.perf_counter()
             table.ack("train", taken.ids)
@@ -144,7 +144,7 @@ def measure_times(rows: int = ROWS) -> dict[str, float]:
 
 
 def measure_memory(rows: int = ROWS, per_put: int = 4) -> float:
-    """Bytes a row by which the process grew, in a table all of whose samples have all columns."""
+    """Return the growth of the process in bytes per row, for a table whose samples have all columns."""
     gc.collect()
     before = resident_bytes()
     load = Load(rows, per_put)
@@ -158,8 +158,10 @@ def measure_memory(rows: int = ROWS, per_put: int = 4) -> float:
 
 
 def measure(rows: int = ROWS) -> dict[str, float]:
-    """update_ms, get_ms and bytes_per_row with their floors. Every part runs in a process of its own, so that none
-    finds memory that another left."""
+    """Return update_ms, get_ms and bytes_per_row with their floors.
+
+    Every part runs in a separate process, so that none reuses memory that another has freed.
+    """
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         figures = dict(pool.apply(measure_times, (rows,))) | pool.apply(floors, (rows,))
         figures["bytes_per_row"] = pool.apply(measure_memory, (rows, 4))
@@ -173,7 +175,7 @@ def measure(rows: int = ROWS) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     figures = measure(args.rows)
     print(f"{args.rows:,} live rows, {COLUMNS} ragged columns, batches of {BATCH:,}")

@@ -1,4 +1,4 @@
-"""Counts requests and payload bytes for one batch, read by every rank for itself or once per group: pure."""
+"""Count requests and payload bytes of one batch, read by every rank for itself or once per group. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ def leader_reads(members: Sequence[Member], nbytes: Mapping[str, int]) -> Reads:
 
 
 def requests(ranks: int, group: int) -> tuple[int, int]:
-    """Requests for one batch of every replica: (each rank for itself, one leader per replica of ``group`` ranks)."""
+    """Count the requests for one batch of every replica: (flat, leader).
+
+    flat: every rank requests for itself. leader: one request per replica of ``group`` ranks.
+
+    Raises:
+        ValueError: ``ranks`` is not a multiple of ``group``.
+    """
     if group < 1 or ranks % group:
-        raise ValueError(f"{ranks} ranks in groups of {group}: expected groups that divide them")
+        raise ValueError(f"{ranks} ranks in groups of {group}: the group size must divide the number of ranks")
     return ranks, ranks // group

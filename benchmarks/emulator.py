@@ -1,10 +1,10 @@
-"""What the emulated NPU adds to an operation: the same operations on it and on the plain CPU, in alternating rounds.
+"""Measure the overhead of the emulated NPU: the same operations on it and on the plain CPU, in alternating rounds.
 
     python benchmarks/emulator.py --json emulator.json
 
-The floor is the CPU's own time for the operation. Figures are medians over the rounds, in microseconds of processor
-time a call, all threads together, so that other work on the machine does not blur them. A backward pass runs in the
-card's own thread, as on a real card: handing it over is in its figure, waiting for the thread to wake is not.
+The floor is the time of the operation on the plain CPU. Figures are medians over the rounds, in microseconds of CPU
+time per call, summed over all threads, so that other work on the machine does not distort them. A backward pass runs in
+the device's thread, as on a real card: its figure includes handing the work over, but not waiting for the thread.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from fusion.npu import open_device
-from fusion.npu.emulator.build import build
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fusion.npu import open_device  # noqa: E402
+from fusion.npu.emulator.build import build  # noqa: E402
 
 
 def operations(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Small operations, so that what is measured is the way to the kernel."""
+    """Return operations on small tensors, whose time is mostly dispatch rather than the kernel."""
     x_BD, y_BD, out_BD = (torch.randn(16, 16, device=device) for _ in range(3))
     parameters = [torch.randn(16, 16, device=device, requires_grad=True) for _ in range(8)]
     for parameter in parameters:
@@ -49,7 +52,7 @@ def operations(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def microseconds(function: Callable[[], object], seconds: float) -> float:
-    """Mean processor time of one call over at least `seconds`."""
+    """Return the mean CPU time of one call, over at least ``seconds``."""
     for _ in range(20):
         function()
     calls = 0
@@ -63,9 +66,9 @@ def microseconds(function: Callable[[], object], seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.05, help="of one operation in one round")
+    parser.add_argument("--seconds", type=float, default=0.05, help="CPU seconds of each operation in each round")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -74,7 +77,7 @@ def main() -> None:
     build_s = time.perf_counter() - start
     device = open_device("emulated")
     if device.kind != "emulated":
-        raise SystemExit("there is no compiler to build the emulated NPU with")
+        raise SystemExit("the emulated NPU cannot be built: no C++ compiler found, install g++")
     sides = {"cpu": operations(torch.device("cpu")), "npu": operations(device.torch_device)}
     times: dict[str, dict[str, list[float]]] = {name: {side: [] for side in sides} for name in sides["cpu"]}
     for _ in range(args.rounds):
@@ -84,7 +87,7 @@ def main() -> None:
 
     figures = {}
     print(f"torch {torch.__version__}, one thread, build {build_s:.1f} s")
-    print(f"median of {args.rounds} rounds, µs of processor time a call")
+    print(f"median of {args.rounds} rounds, µs of CPU time per call")
     print(f"{'operation':18} {'cpu (floor)':>12} {'npu':>9} {'overhead':>9}")
     for name, by_side in times.items():
         cpu, npu = (statistics.median(by_side[side]) for side in ("cpu", "npu"))

@@ -1,12 +1,12 @@
-"""The engine against transformers' `generate` on one MoE checkpoint, and against its own matrix products alone.
+"""Measure the engine against transformers' `generate` on one MoE checkpoint, and against its matrix products alone.
 
     python benchmarks/engine.py --json engine.json [--rounds 5] [--threads 1] [--device cpu]
 
 equal: 64 sequences of 64 new tokens. ragged: 256 sequences of up to 256 new tokens that end at a stop token. Both
 sides sample at temperature 1 from the same weights and prompts; the engine also returns logprobs. Only useful tokens
-count: what a batch computes behind a sequence's end is not one. Rounds alternate; figures are medians. The floor
-repeats the products with weight matrices of the engine's own steps, at the row counts they had, experts evenly
-loaded, and nothing else (no attention).
+count: those that a batch computes after a sequence has ended do not. Rounds alternate; figures are medians. The floor
+repeats the products with weight matrices of the engine's steps, with the same numbers of rows and evenly loaded
+experts, and nothing else (no attention).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TARGETS = {"equal": 1.0, "ragged": 2.5}
 
 
 class PlainCpu:
-    """The CPU as it is, with no card emulated on it: what both sides run on by default."""
+    """Stands in for a device: the plain CPU, with no emulated card. Both sides run on it by default."""
 
     torch_device = torch.device("cpu")
 
@@ -74,7 +74,7 @@ class PlainCpu:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu (default), or a kind of fusion.npu: auto, emulated, …")
@@ -84,7 +84,7 @@ def main() -> None:
     device = PlainCpu() if args.device == "cpu" else open_device(args.device)
 
     hf, engine = build(device, args.batch_invariant)
-    figures = {name: measure(hf, engine, device, args.rounds, **case) for name, case in CASES.items()}
+    figures = {name: measure(hf, engine, device, rounds=args.rounds, **case) for name, case in CASES.items()}
     result = {
         "device": device.describe(),
         "threads": args.threads,
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
-    """Both sides from one checkpoint folder."""
+    """Load transformers' model and the engine from one checkpoint folder."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE)).save_pretrained(folder)
         hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
         if device.torch_device.type not in ("cpu", "cuda"):
-            hf.set_experts_implementation("eager")  # its grouped one uses operations that only these two have
+            hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
         mesh = Mesh.single()
         model = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=batch_invariant)
         load_weights(model, folder)
@@ -128,16 +128,18 @@ def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
 
 
 def measure(
-    hf: Any, engine: EmbeddedEngine, device: Any, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
+    hf: Any, engine: EmbeddedEngine, device: Any, *, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
 ) -> dict[str, float]:
-    """Alternating rounds of the three; each has different noise but the same prompts."""
+    """Run engine, `generate` and floor in alternating rounds, each with other noise and the same prompts."""
     torch.manual_seed(1)
     prompts = torch.randint(2, SHAPE["vocab_size"], (batch, PROMPT_TOKENS))
     rates: dict[str, list[float]] = {"engine": [], "hf": [], "floor": []}
     useful_share = []
     for round_ in range(-1, rounds):
-        rows, tokens, seconds = run_engine(engine, device, prompts, new_tokens, stop, round_)
-        hf_tokens, hf_slots, hf_seconds = run_hf(hf, device, prompts, new_tokens, stop)
+        rows, tokens, seconds = run_engine(
+            engine, device, prompts=prompts, new_tokens=new_tokens, stop=stop, round_=round_
+        )
+        hf_tokens, hf_slots, hf_seconds = run_hf(hf, device, prompts=prompts, new_tokens=new_tokens, stop=stop)
         floor_seconds = timed(device, lambda rows=rows: run_products(engine.model, rows))
         if round_ >= 0:  # the first round warms up
             rates["engine"].append(tokens / seconds)
@@ -154,10 +156,10 @@ def measure(
 
 
 def run_engine(
-    engine: EmbeddedEngine, device: Any, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
+    engine: EmbeddedEngine, device: Any, *, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
 ) -> tuple[list[int], int, float]:
-    """Returns the rows of every step, useful tokens, seconds."""
-    engine.policy_version = round_  # no prefix of the last round helps this one
+    """Return the rows of every step, useful tokens, seconds."""
+    engine.policy_version = round_  # so that no cached prefix of the previous round is reused
     params = SamplingParams(max_tokens=new_tokens, stop_token_ids=stop)
     requests = [Request(f"{round_}-{i}", tuple(row), params) for i, row in enumerate(prompts.tolist())]
     rows: list[int] = []
@@ -176,27 +178,28 @@ def run_engine(
 
 
 def run_hf(
-    hf: Any, device: Any, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...]
+    hf: Any, device: Any, *, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...]
 ) -> tuple[int, int, float]:
-    """Returns useful tokens, computed slots, seconds."""
+    """Return useful tokens, computed slots, seconds."""
     ids = prompts.to(device.torch_device)
     hf.generation_config.eos_token_id = stop[0] if stop else None
     kwargs: dict[str, Any] = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=new_tokens)
-    made: list[torch.Tensor] = []
+    sequences: list[torch.Tensor] = []
 
     def generate() -> None:
         with torch.inference_mode():
-            made.append(hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **kwargs).cpu())
+            output = hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **kwargs)
+            sequences.append(output.cpu())
 
     seconds = timed(device, generate)
-    new = made[0][:, PROMPT_TOKENS:]
+    new = sequences[0][:, PROMPT_TOKENS:]
     ended = (new == stop[0]).long().cumsum(1) if stop else torch.zeros_like(new)
     useful = int(((ended == 0) | ((ended == 1) & (new == (stop[0] if stop else -1)))).sum())
     return useful, new.numel(), seconds
 
 
 def run_products(model: Transformer, rows: list[int]) -> None:
-    """The products with weight matrices of steps of so many rows."""
+    """Compute the products with weight matrices of steps with these numbers of rows."""
     config, like = model.config, model.embed
     with torch.inference_mode():
         for n in rows:

@@ -1,14 +1,14 @@
-"""Optimizer states to the host and back, against a plain copy of the same bytes, in alternating rounds.
+"""Measure offloading optimizer states to the host and back, against a plain copy of the same bytes.
 
     python benchmarks/offload.py --json offload.json [--device cuda --mib 4096 --trace offload_trace.json]
 
-floor: one flat tensor of all the bytes, copied to pinned host memory and back into memory that stays: no allocation, no
-pieces, no bookkeeping. offload: `Offloader` frees the states on the card and takes memory for them again. stream: one
-pass of `StreamedStates` over the same bytes, both directions at once where the link can. Figures are medians of
-seconds for both directions together; ratio = floor / figure, target for offload >= 0.9.
+floor: one flat tensor of all the bytes, copied to pinned host memory and back into the same device memory: no
+allocation, no pieces, no bookkeeping. offload: `Offloader` frees the states on the card and reallocates them. stream:
+one pass of `StreamedStates` over the same bytes, both directions at once where the link can. Rounds alternate; figures
+are median seconds for both directions together; ratio = floor / figure, target for offload >= 0.9.
 
-On a CUDA card a profile of copies and matrix products then shows how much of the copies' time kernels were running on
-the compute stream. The emulated NPU copies when it is told to: there is no overlap to measure on it.
+On a CUDA card a profile of copies and matrix products then shows for what share of the copies' time kernels ran on the
+compute stream. The emulated NPU copies synchronously: there is no overlap to measure on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Interval = tuple[float, float]
 
 
 def states_of(device: Device, numel: int, groups: int) -> dict[str, torch.Tensor]:
-    """Adam's three states of ``groups`` gradient buckets, ``numel`` elements each."""
+    """Allocate Adam's three states for ``groups`` gradient buckets, ``numel`` elements each."""
     with device.owner("optimizer"):
         return {
             f"{name}.{index}": torch.randn(numel, device=device.torch_device)
@@ -46,7 +46,7 @@ def states_of(device: Device, numel: int, groups: int) -> dict[str, torch.Tensor
 
 
 def sides(device: Device, numel: int, groups: int) -> dict[str, Callable[[], None]]:
-    """The three ways, each one round trip that returns when the card has finished."""
+    """Return floor, offload and stream; each makes one round trip and returns when the card has finished."""
     states = states_of(device, numel, groups)
     nbytes = sum(state.nbytes for state in states.values())
     flat = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
@@ -76,7 +76,7 @@ def sides(device: Device, numel: int, groups: int) -> dict[str, Callable[[], Non
 
 
 def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median seconds of each; the order turns from round to round."""
+    """Return the median seconds of each; the order rotates from round to round."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in ways.values():
         run()
@@ -89,8 +89,8 @@ def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def overlap(device: Device, numel: int, groups: int, copy_s: float, trace: Path) -> dict[str, Any]:
-    """Profiles both directions beside matrix products that last as long as the copies, and reads the trace."""
+def overlap(device: Device, *, numel: int, groups: int, copy_s: float, trace: Path) -> dict[str, Any]:
+    """Profile both directions beside matrix products that last as long as the copies; return the trace's figures."""
     states, offloader = states_of(device, numel, groups), Offloader(device)
     x_DD = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device.torch_device)
 
@@ -118,7 +118,7 @@ def overlap(device: Device, numel: int, groups: int, copy_s: float, trace: Path)
 
 
 def read_trace(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of the copies in each direction, and for how many of them kernels ran on another stream."""
+    """Return the seconds of copies in each direction, and for how many of them kernels ran on another stream."""
     figures: dict[str, Any] = {}
     kernels = [event for event in events if event.get("cat") == "kernel"]
     for direction in ("DtoH", "HtoD"):
@@ -140,7 +140,7 @@ def read_trace(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same time as intervals that do not overlap, ascending."""
+    """Merge intervals into disjoint ones that cover the same time, ascending."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -152,12 +152,12 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--device", default="auto", help="a kind of fusion.npu: auto (default), npu, cuda, emulated")
-    parser.add_argument("--mib", type=int, default=192, help="of optimizer states")
-    parser.add_argument("--groups", type=int, default=16, help="gradient buckets they belong to")
+    parser.add_argument("--mib", type=int, default=192, help="MiB of optimizer states")
+    parser.add_argument("--groups", type=int, default=16, help="gradient buckets to which the states belong")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--trace", type=Path, help="CUDA: keep the profile here (Chrome trace)")
+    parser.add_argument("--trace", type=Path, help="CUDA: write the profile to this file (Chrome trace)")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -175,15 +175,15 @@ def main() -> None:
     if device.kind == "cuda":
         with tempfile.TemporaryDirectory() as folder:
             trace = args.trace or Path(folder) / "trace.json"
-            figures["overlap"] = overlap(device, numel, args.groups, seconds["floor"], trace)
-        for direction, found in figures["overlap"].items():
+            figures["overlap"] = overlap(device, numel=numel, groups=args.groups, copy_s=seconds["floor"], trace=trace)
+        for direction, copies in figures["overlap"].items():
             print(
-                f"{direction}: {found['copy_s'] * 1e3:.2f} ms of copies on stream {found['copy_streams']}, kernels on "
-                f"{found['compute_streams']} meanwhile for {found['share']:.0%} of it"
+                f"{direction}: {copies['copy_s'] * 1e3:.2f} ms of copies on stream {copies['copy_streams']}; kernels "
+                f"on {copies['compute_streams']} overlapped {copies['share']:.0%} of it"
             )
     else:
         figures["overlap"] = None
-        print(f"overlap cannot be measured on a card of kind {device.kind}: only CUDA profiles are read here")
+        print(f"overlap is not measured on a card of kind {device.kind}: only on CUDA")
     if args.json:
         args.json.write_text(json.dumps({"device": device.describe(), "figures": figures}, indent=2) + "\n")
 

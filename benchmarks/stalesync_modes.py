@@ -1,4 +1,4 @@
-"""One mode of `benchmarks/stalesync.py`: a run as a user starts it, ended after some steps, and its figures."""
+"""Run one mode of `benchmarks/stalesync.py` as a user would, stop it after some steps, and compute its figures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = 8
 STEPS = 6
-"""That are measured, behind a warm-up"""
+"""Measured steps, after a warm-up."""
 WAIT_S = 420
+"""Seconds within which a run must finish its steps."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,21 @@ class Mode:
     fusion: str
     staleness: int
     generating: int | None = None
-    """Cards that only generate"""
+    """Cards that only generate."""
 
     @classmethod
     def parse(cls, text: str) -> Mode:
+        """Parse `deployment:bound[:cards]`."""
         fusion, staleness, *cards = text.split(":")
         return cls(fusion, int(staleness), int(cards[0]) if cards else None)
 
     @property
     def warm(self) -> int:
-        """Steps that are not measured. Engines that go on tell what they did whenever they adopt weights, so the second
-        step's figures hold some of the first's."""
+        """Number of warm-up steps, which are not measured.
+
+        With staleness, an engine reports its work when it adopts weights, so the second step's figures include some of
+        the first's.
+        """
         return 2 if self.staleness else 1
 
     def __str__(self) -> str:
@@ -44,15 +49,17 @@ class Mode:
 
 @dataclass(frozen=True)
 class Workload:
-    """Of a step, in tokens of the run; one stands for `tokens` modelled ones, a second for `speed`."""
+    """The work of a step. A token of the run stands for `tokens` modelled ones, a second for `speed` modelled ones."""
 
     training: float
+    """Factor by which the modelled cost of training is multiplied."""
     prompts: int = 64
     group: int = 8
     median: int = 8
+    """Median response length, in tokens of the run; at most `cap`."""
     cap: int = 68
     sequences: int = 8
-    """That a card decodes at a time"""
+    """Sequences that a card decodes at a time."""
     tokens: int = 128
     speed: float = 96.0
     model: str = "olmoe_7b"
@@ -60,8 +67,8 @@ class Workload:
 
     @property
     def pace(self) -> str:
-        of = f"a token stands for {self.tokens}, a second for {self.speed:g}"
-        return f"{CARDS} dies {self.hardware} under {self.model}; {of}; training counts {self.training:g} times"
+        scale = f"a token stands for {self.tokens}, a second for {self.speed:g}"
+        return f"{CARDS} dies {self.hardware} under {self.model}; {scale}; training counts {self.training:g} times"
 
     def overrides(self) -> list[str]:
         return [
@@ -77,7 +84,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Figures:
-    """Sums over the measured steps, in seconds and tokens of the run; of work, over all cards."""
+    """Sums the metrics of the measured steps, in seconds and tokens of the run; work is summed over all cards."""
 
     mode: Mode
     workload: Workload
@@ -102,7 +109,7 @@ class Figures:
 
     @property
     def train_s(self) -> float:
-        """A step's seconds in which cards train, all at once."""
+        """Seconds per step in which the training cards train, all at once."""
         return self.work("modelled", "train", "optimizer") / len(self.rows) / self.training_cards
 
     @property
@@ -111,11 +118,12 @@ class Figures:
 
     @property
     def generation_s(self) -> float:
-        """A step's modelled work in full batches, of one card; so is `training_s`."""
+        """Modelled work of generation per step, in full batches, in seconds of one card."""
         return self.work("ideal", "decode", "prefill") / len(self.rows)
 
     @property
     def training_s(self) -> float:
+        """Modelled work of training per step, in seconds of one card."""
         return self.work("ideal", "train", "optimizer") / len(self.rows)
 
     @property
@@ -128,28 +136,33 @@ class Figures:
         return self.all_of("overrun") / paced if paced else 0.0
 
     def bound_s(self, once: Figures) -> float:
-        """Seconds of all modelled work spread over all cards. ``once``: a run in which every prompt was prefilled once
-        and no more."""
+        """Compute the seconds of all modelled work if it were spread over all cards.
+
+        ``once``: figures of a run in which every prompt was prefilled exactly once.
+        """
         decoded = self.work("ideal", "decode") / self.sum("rollout/generated_tokens")
         trained = sum(row["response_length/mean"] * self.workload.prompts * self.workload.group for row in self.rows)
         prefill = once.work("ideal", "prefill") / once.tokens * self.tokens
         return (decoded * trained + prefill + self.work("ideal", "train", "optimizer")) / CARDS
 
     def lost(self) -> dict[str, float]:
-        """Parts of the cards' time that were no work of full batches."""
+        """Return the shares of the cards' time that were not spent on work in full batches."""
         time_s = CARDS * self.wall_s
-        found = {
+        lost_s = {
             "underfilled_decode": self.work("modelled", "decode") - self.work("ideal", "decode"),
             "switch": self.work("modelled", "switch", "adopt", "onload", "kv"),
             "waited": self.sum("pace/waited_s"),
             "overrun": self.all_of("overrun"),
         }
-        found["between_stages"] = time_s - self.all_of("ideal") - sum(found.values())
-        return {name: seconds / time_s for name, seconds in found.items()}
+        lost_s["between_stages"] = time_s - self.all_of("ideal") - sum(lost_s.values())
+        return {name: seconds / time_s for name, seconds in lost_s.items()}
 
     def as_dict(self, once: Figures) -> dict[str, Any]:
-        """``suspended`` counts samples that had tokens and had to wait: their engine stopped, or new weights came to it
-        and they were prefilled again."""
+        """Return the figures of the JSON, in modelled seconds and tokens.
+
+        ``suspended`` counts samples that had tokens and had to wait: their engine stopped, or it adopted new weights
+        and prefilled them again.
+        """
         speed, rate = self.workload.speed, self.workload.tokens / self.workload.speed
         bound_s = self.bound_s(once)
         lags = range(self.mode.staleness + 3)
@@ -170,15 +183,15 @@ class Figures:
         }
 
     def __str__(self) -> str:
-        found = self.as_dict(self)
-        names = {"tokens_per_s": ".0f", "ratio_to_bound": ".3f", "utilisation": ".3f", "pace_overrun": ".1%"}
-        told = ", ".join(f"{name} {found[name]:{how}}" for name, how in names.items())
-        lost = ", ".join(f"{name} {part:.1%}" for name, part in found["lost"].items())
-        return f"{self.mode}: {told}; a step {self.step_s:.2f} s of the run; lost: {lost}"
+        figures = self.as_dict(self)
+        formats = {"tokens_per_s": ".0f", "ratio_to_bound": ".3f", "utilisation": ".3f", "pace_overrun": ".1%"}
+        listed = ", ".join(f"{name} {figures[name]:{spec}}" for name, spec in formats.items())
+        lost = ", ".join(f"{name} {share:.1%}" for name, share in figures["lost"].items())
+        return f"{self.mode}: {listed}; a step takes {self.step_s:.2f} s of the run; lost: {lost}"
 
 
 def make_model(folder: Path) -> None:
-    """A model of next to nothing, with a tokenizer: what it computes costs as little as it can."""
+    """Save a minimal model with its tokenizer to ``folder``: its computation costs as little as possible."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -204,7 +217,7 @@ def make_model(folder: Path) -> None:
 
 
 def run(mode: Mode, workload: Workload, folder: Path) -> Figures:
-    """Starts the run in ``folder``, waits for its steps, and ends it."""
+    """Start the run in ``folder``, wait until it has made its steps, and stop it."""
     home = folder / f"{mode.fusion}-{mode.staleness}-{mode.generating or CARDS}-{workload.training:g}"
     command = [sys.executable, "scripts/train.py", f"model.path={folder / 'model'}", f"run.dir={home}"]
     command += [*workload.overrides(), f"fusion={mode.fusion}", f"stalesync.max_staleness={mode.staleness}"]
@@ -222,7 +235,7 @@ def run(mode: Mode, workload: Workload, folder: Path) -> Figures:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     if len(rows) < steps:
-        sys.exit(f"{mode}: {len(rows)} steps in {WAIT_S} s\n{log.read_text()[-3000:]}")
+        sys.exit(f"{mode}: {len(rows)} of {steps} steps in {WAIT_S} s\n{log.read_text()[-3000:]}")
     return Figures(mode, workload, rows[mode.warm : steps])
 
 

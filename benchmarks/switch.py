@@ -1,22 +1,22 @@
-"""Switches of weights between two layouts on the same cards, against the wire's floor and against Megatron-Core.
+"""Measure switching weights between two layouts on the same cards, against the wire's floor and Megatron-Core.
 
     python benchmarks/switch.py --json switch.json [--rounds 7] [--pairs TP2PP2->EP4 …]
 
-A Qwen3-MoE of 89M parameters (fp32) on four emulated NPUs, one process and one thread each; cards share slices that
-both layouts hold alike. For every pair, in both directions:
+A Qwen3-MoE of 89M parameters (fp32) on four emulated NPUs, one process and one thread each; slices that are equal in
+both layouts share storage. For every pair, in both directions:
 
-    moved     bytes that travel between ranks, of all ranks
-    floor     the fastest exchange of the pair's byte matrix, and one memcpy of what must be packed and of what stays on
-              its rank but changes its storage (switch_floor.py)
-    switch    `Switcher.run`, weights in one layout to weights in the other, verified element by element
+    moved     bytes sent between ranks, summed over all ranks
+    floor     the fastest exchange of the pair's byte matrix, plus one memcpy of the bytes that must be packed and of
+              those that stay on their rank but change storage (switch_floor.py)
+    switch    `Switcher.run`, from weights in one layout to weights in the other, verified element by element
     megatron  `megatron.core.resharding`, cached, same tensors and layouts (switch_megatron.py), where it is importable
-    extra     bytes at the peak past max(A, B) on the worst rank, allocated and reserved; bucket = 1/16 of the largest
-              shard. Megatron's extra is what it stages beyond its two models, which have to be there both
+    extra     bytes at the peak beyond max(A, B) on the worst rank, allocated and reserved; bucket = 1/16 of the largest
+              shard. Megatron's extra is what it allocates beyond its two models, which must both be resident
 
-Times are from the first rank's start to the last one's end. The sides take turns in every round, figures are medians,
-the first round warms up, nothing is dropped. Every pair has processes of its own: the groups and memory that the peer
-leaves behind slow down whatever comes after it, both sides alike. At the bound: the switch with max(A, B) + 4 buckets
-as the card's capacity, and two mutants of its plan there, one that frees nothing and one in layer order.
+Times are from the first rank's start to the last rank's end. All sides run in every round; figures are medians, the
+first round warms up, no round is discarded. Every pair runs in fresh processes: the process groups and memory that
+Megatron leaves slow down both sides alike. At the bound: the switch with max(A, B) + 4 buckets as the card's capacity,
+and two mutants of its plan, one that frees nothing and one in layer order.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ PAIRS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pairs", nargs="*", help="only these, by name in either direction; default: all")
+    parser.add_argument("--pairs", nargs="*", help="measure only these, named in either direction; default: all")
     args = parser.parse_args()
     known = {name for one, other in PAIRS for name in names(one, other)}
     if unknown := set(args.pairs or ()) - known:
@@ -89,7 +89,7 @@ def main() -> None:
 
     missing = switch_megatron.why_not()
     if missing:
-        print(f"No figures of Megatron-Core: {missing} (pip install --no-deps -r requirements/megatron.txt).")
+        print(f"Megatron-Core is not measured: {missing} (pip install --no-deps -r requirements/megatron.txt).")
     result: dict[str, Any] = {}
     for number, (one, other) in enumerate(PAIRS):
         if args.pairs and not set(args.pairs) & set(names(one, other)):
@@ -97,14 +97,15 @@ def main() -> None:
         print(f"{' and '.join(names(one, other))} …", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(rank_main, (folder, args.rounds, number), WORLD)
-            found = json.loads(Path(folder, "result.json").read_text())
-        result = found | {"figures": result.get("figures", {}) | found["figures"]}
+            measured = json.loads(Path(folder, "result.json").read_text())
+        result = measured | {"figures": result.get("figures", {}) | measured["figures"]}
     print_table(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def names(one: tuple[str, Parallel], other: tuple[str, Parallel]) -> tuple[str, str]:
+    """Name both directions of a pair."""
     return f"{one[0]}->{other[0]}", f"{other[0]}->{one[0]}"
 
 
@@ -114,11 +115,11 @@ def rank_main(rank: int, folder: str, rounds: int, number: int) -> None:
     dist.init_process_group(
         device.process_group_backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
-    config, (one, other), described = ModelConfig.from_hf(SHAPE), PAIRS[number], device.describe()
-    measured = measure(config, device, one[1], other[1], rounds)
+    config, (one, other), description = ModelConfig.from_hf(SHAPE), PAIRS[number], device.describe()
+    measured = measure(config, device, layouts=(one[1], other[1]), rounds=rounds)
     if rank == 0:
         result = {
-            "device": described,
+            "device": description,
             "rounds": rounds,
             "torch": torch.__version__,
             "parameters": sum(torch.Size(shape).numel() for shape in global_params(config).values()),
@@ -129,29 +130,32 @@ def rank_main(rank: int, folder: str, rounds: int, number: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(config: ModelConfig, device: Device, one: Parallel, other: Parallel, rounds: int) -> list[dict[str, Any]]:
-    """The figures of both directions, the same on every rank."""
-    pair = Pair(config, device, one, other)
+def measure(
+    config: ModelConfig, device: Device, *, layouts: tuple[Parallel, Parallel], rounds: int
+) -> list[dict[str, Any]]:
+    """Return the figures of both directions, the same on every rank."""
+    one, other = layouts
+    pair = Pair(config, device, one=one, other=other)
     memory = measure_memory(pair)
     floors = [Floor(device, byte_matrix(plan)) for plan in pair.plans]
-    refit = switch_megatron.Refit(config, device, one, other) if switch_megatron.why_not() is None else None
+    refit = switch_megatron.Refit(config, device, one=one, other=other) if switch_megatron.why_not() is None else None
     switches: list[list[float]] = [[], []]
     refits: list[list[tuple[float, int]]] = [[], []]
     for round_ in range(-1, rounds):
         for source in (0, 1):
             seconds, _ = pair.switch(source)
             floors[source].measure(keep=round_ >= 0)
-            refitted = refit.time(source, verify=round_ < 0) if refit else None
+            timed_refit = refit.time(source, verify=round_ < 0) if refit else None
             if round_ >= 0:
                 switches[source].append(seconds)
-                refits[source] += [refitted] if refitted else []
+                refits[source] += [timed_refit] if timed_refit else []
     pair.verify(0)
     return [times(floors[i], switches[i], refits[i]) | memory[i] for i in (0, 1)]
 
 
 def measure_memory(pair: Pair) -> list[dict[str, Any]]:
-    """What switches hold at their peak, alone on the cards and from an empty cache, and which variants of the plan get
-    by at the bound. One of each direction is verified. Begins and ends with the first end resident."""
+    """Measure the peak memory of switches, alone on the cards and from an empty cache, and which variants of the plan
+    fit the bound. One switch of each direction is verified. Starts and ends with the first end resident."""
     extras: list[list[Extra]] = [[], []]
     for repetition in range(3):
         for source in (0, 1):
@@ -159,7 +163,7 @@ def measure_memory(pair: Pair) -> list[dict[str, Any]]:
             extras[source].append(pair.switch(source)[1])
             if repetition == 0:
                 pair.verify(1 - source)
-    found = []
+    figures = []
     for source in (0, 1):
         entry: dict[str, Any] = {
             "peak_extra_bytes": max(extra.allocated for extra in extras[source]),
@@ -169,28 +173,28 @@ def measure_memory(pair: Pair) -> list[dict[str, Any]]:
         for name, change in (("plan", None), ("frees_nothing", frees_nothing), ("layer_order", in_layer_order)):
             pair.refill(source)
             entry[f"{name}_fits_bound"] = pair.fits_the_bound(source, change(pair.plans[source]) if change else None)
-        found.append(entry)
+        figures.append(entry)
     pair.refill(0)
-    return found
+    return figures
 
 
-def times(floor: Floor, seconds: list[float], refits: list[tuple[float, int]]) -> dict[str, Any]:
-    parts = {name: statistics.median(taken) for name, taken in floor.seconds.items()}
-    memcpy_s, local_s = parts.pop("memcpy"), parts.pop("local")
-    wire = min(parts, key=lambda name: parts[name])
-    floor_s, switch_s = parts[wire] + memcpy_s + local_s, statistics.median(seconds)
+def times(floor: Floor, switches_s: list[float], refits: list[tuple[float, int]]) -> dict[str, Any]:
+    wires_s = {name: statistics.median(seconds) for name, seconds in floor.seconds.items()}
+    memcpy_s, local_s = wires_s.pop("memcpy"), wires_s.pop("local")
+    wire = min(wires_s, key=lambda name: wires_s[name])
+    floor_s, switch_s = wires_s[wire] + memcpy_s + local_s, statistics.median(switches_s)
     return {
         "bytes_moved": floor.moved,
         "packed_bytes": worst(floor.packed),
         "floor_s": floor_s,
         "floor_wire": wire,
-        "wire_s": parts,
+        "wire_s": wires_s,
         "memcpy_s": memcpy_s,
         "local_s": local_s,
         "switch_s": switch_s,
-        "switch_s_min_max": [min(seconds), max(seconds)],
+        "switch_s_min_max": [min(switches_s), max(switches_s)],
         "ratio_to_floor": switch_s / floor_s,
-        "megatron_refit_s": statistics.median(taken for taken, _ in refits) if refits else None,
+        "megatron_refit_s": statistics.median(seconds for seconds, _ in refits) if refits else None,
         "megatron_peak_extra_bytes": max(peak for _, peak in refits) if refits else None,
     }
 
@@ -215,10 +219,10 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def verdict(f: dict[str, Any]) -> str:
-    said = {True: "fits", False: "out of memory"}
+    words = {True: "fits", False: "out of memory"}
     return (
-        f"{said[f['plan_fits_bound']]}; frees nothing: {said[f['frees_nothing_fits_bound']]}; "
-        f"layer order: {said[f['layer_order_fits_bound']]}"
+        f"{words[f['plan_fits_bound']]}; frees nothing: {words[f['frees_nothing_fits_bound']]}; "
+        f"layer order: {words[f['layer_order_fits_bound']]}"
     )
 
 

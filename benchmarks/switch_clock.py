@@ -1,4 +1,4 @@
-"""What the sides of `benchmarks/switch.py` share: one clock over all ranks, and values that name their element."""
+"""Shared by the sides of `benchmarks/switch.py`: one clock over all ranks, and values that identify their element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.npu import Device
 
 
 def wall(device: Device, work: Callable[[], object]) -> float:
-    """Seconds from the first rank's start to the last rank's end, the same on every rank."""
+    """Return the seconds from the first rank's start to the last rank's end, the same on every rank."""
     device.synchronize()
     dist.barrier()
     start = time.perf_counter()  # one clock for all processes of a machine
@@ -26,14 +26,14 @@ def wall(device: Device, work: Callable[[], object]) -> float:
 
 
 def worst(value: int) -> int:
-    """The largest of the ranks' values."""
+    """Return the maximum over all ranks."""
     tensor = torch.tensor([value])
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)
 
 
 def values_of(part: Part, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A value for every element of a box, from the tensor's name and the element's global index alone."""
+    """Compute a value for every element of a box, from the tensor's name and the element's global index alone."""
     columns = torch.arange(*part.region[-1])
     rows = torch.arange(*part.region[0])[:, None] if len(part.region) > 1 else torch.zeros(1, dtype=torch.int64)
     mixed = (rows * 40503 + columns * 9973 + crc32(part.name.encode())) & 0x3FFFFF
@@ -41,16 +41,19 @@ def values_of(part: Part, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def fill(table: Iterable[LocalParam], views: dict[str, torch.Tensor]) -> None:
+    """Write `values_of` into every parameter of ``table``. ``views``: its tensors by name."""
     for param in table:
         for part in param.parts:
             part.view(views[param.name]).copy_(values_of(part, views[param.name].dtype))
 
 
 def check(table: Iterable[LocalParam], views: dict[str, torch.Tensor]) -> None:
-    """Raises:
-    AssertionError: elements that are not those of `fill`, by the name of their tensor.
+    """Compare every parameter with the values of `fill`.
+
+    Raises:
+        AssertionError: elements differ; names their tensor and the rank.
     """
     for param in table:
         for part in param.parts:
-            held = part.view(views[param.name]).cpu()
-            assert torch.equal(held, values_of(part, held.dtype)), f"rank {dist.get_rank()} has another {part.name}"
+            values = part.view(views[param.name]).cpu()
+            assert torch.equal(values, values_of(part, values.dtype)), f"rank {dist.get_rank()}: {part.name} differs"

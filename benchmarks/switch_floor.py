@@ -1,13 +1,13 @@
-"""What no switch of a pair can do without: its bytes over the fastest wire at hand, and one copy of those to be packed.
+"""Measure the floor of a switch: its bytes over the fastest available wire, and one copy of those to be packed.
 
-    wire     the pair's byte matrix in one shot, contiguous, between buffers that are there and warm; the fastest of
+    wire     the pair's byte matrix in one exchange, contiguous, between allocated and warm buffers; the fastest of
              all_to_all   one `all_to_all_single` with uneven splits
-             p2p          one batch of sends and receives, one message a pair of ranks
-             shared       every rank reads what is for it out of the sender's memory (cards of one machine)
-    memcpy   one contiguous copy of the bytes that must be brought together to travel
-    local    one contiguous copy of the bytes that stay on their rank but change their storage
+             p2p          one batch of sends and receives, one message per pair of ranks
+             shared       every rank reads its bytes from the sender's memory (cards of one machine)
+    memcpy   one contiguous copy of the bytes that must be packed for sending
+    local    one contiguous copy of the bytes that stay on their rank but change storage
 
-Not in it: unpacking, taking and giving back of memory, and everything about order and bounds.
+Not included: unpacking, allocating and freeing memory, and keeping order and bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusion.npu import Device
 
 
 def byte_matrix(plan: Plan) -> list[list[int]]:
-    """[source rank][target rank] bytes; on the diagonal what is copied inside a rank."""
+    """Return bytes as [source rank][target rank]; on the diagonal those copied within a rank."""
     size = max(plan.ranks) + 1
     matrix = [[0] * size for _ in range(size)]
     for round_ in plan.rounds:
@@ -35,22 +35,26 @@ def byte_matrix(plan: Plan) -> list[list[int]]:
 
 
 class Floor:
-    """Buffers of one direction of a pair, and the exchanges between them."""
+    """Holds the buffers of one direction of a pair and measures the exchanges between them."""
 
     def __init__(self, device: Device, matrix: list[list[int]]):
         self.device, me, world = device, dist.get_rank(), len(matrix)
         self.sent = [0 if peer == me else matrix[me][peer] for peer in range(world)]
         self.received = [0 if peer == me else matrix[peer][me] for peer in range(world)]
         self.moved = sum(nbytes for i, row in enumerate(matrix) for j, nbytes in enumerate(row) if i != j)
-        """Bytes that travel, of all ranks."""
+        """Bytes sent between ranks, summed over all ranks."""
         self.packed, self.local = sum(self.sent), matrix[me][me]
-        """Bytes of this rank that travel, and that it copies."""
+        """Bytes that this rank sends, and that it copies within itself."""
         with device.owner("buckets"):
             self.send = torch.zeros(max(sum(self.sent), 1), dtype=torch.uint8, device=device.torch_device)
             self.receive = torch.zeros(max(sum(self.received), 1), dtype=torch.uint8, device=device.torch_device)
-            self.loose, self.together = (
+            self.copy_source, self.copy_target = (
                 torch.zeros(sum(matrix[me]), dtype=torch.uint8, device=device.torch_device) for _ in range(2)
             )
+        handles: list[Any] = [None] * len(matrix)
+        dist.all_gather_object(handles, device.share(self.send))
+        self.mapped = {peer: device.map(handles[peer]) for peer, nbytes in enumerate(self.received) if nbytes}
+        """Send buffers of other ranks, by rank."""
         self.peers = self._peers(matrix, me)
         self.wires: dict[str, Callable[[], Any]] = {
             "all_to_all": self._all_to_all,
@@ -60,21 +64,18 @@ class Floor:
         self.seconds: dict[str, list[float]] = {name: [] for name in (*self.wires, "memcpy", "local")}
 
     def _peers(self, matrix: list[list[int]], me: int) -> list[torch.Tensor]:
-        """What each rank has for this one, where it lies there."""
-        handles: list[Any] = [None] * len(matrix)
-        dist.all_gather_object(handles, self.device.share(self.send))
-        self.mapped = {peer: self.device.map(handles[peer]) for peer, nbytes in enumerate(self.received) if nbytes}
-        found = []
+        """Return this rank's bytes in every rank's send buffer, as views of it."""
+        pieces = []
         for peer, row in enumerate(matrix):
             start = sum(nbytes for other, nbytes in enumerate(row[:me]) if other != peer)
-            found.append(self.mapped[peer][start : start + row[me]] if peer in self.mapped else self.send[:0])
-        return found
+            pieces.append(self.mapped[peer][start : start + row[me]] if peer in self.mapped else self.send[:0])
+        return pieces
 
     def measure(self, keep: bool) -> None:
-        """One round of everything; ``keep`` its seconds."""
+        """Run every wire and copy once; record the seconds if ``keep``."""
         works = self.wires | {
-            "memcpy": lambda: self.together[: self.packed].copy_(self.loose[: self.packed]),
-            "local": lambda: self.together[self.packed :].copy_(self.loose[self.packed :]),
+            "memcpy": lambda: self.copy_target[: self.packed].copy_(self.copy_source[: self.packed]),
+            "local": lambda: self.copy_target[self.packed :].copy_(self.copy_source[self.packed :]),
         }
         for name, work in works.items():
             seconds = wall(self.device, work)

@@ -1,11 +1,11 @@
-"""The peer of `benchmarks/switch.py`: `megatron.core.resharding` on the same tensors, layouts, cards and wire.
+"""Time the peer of `benchmarks/switch.py`: `megatron.core.resharding` on the same tensors, layouts, cards and wire.
 
-Two GPTModels with torch's own storage, both resident: a refit needs them so. Its transport is the one made for cards
-(`NCCLCopyService`: batched p2p on the card's tensors, here over hccl). Its plan is cached by the first call.
+Two GPTModels with torch's own storage, both resident, as a refit requires. Its transport is the one for cards
+(`NCCLCopyService`: batched p2p on the card's tensors, here over hccl). The first call caches its plan.
 
-0.16.1 finds experts by names that only Transformer Engine's grouped layer has, and by a mark that a model without
-expert parallelism does not set; for its own SequentialMLP it silently copies wrong experts when EP changes. `_experts`
-tells it, so that what is timed is a refit that arrives.
+Version 0.16.1 recognises experts by names that only Transformer Engine's grouped layer has, and by an attribute that a
+model without expert parallelism does not set; for its own SequentialMLP it silently copies wrong experts when EP
+changes. `_experts` supplies both, so that the timed refit copies the right weights.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ VERSION = "0.16.1"
 
 
 def why_not() -> str | None:
-    """Why this interpreter cannot measure the peer, None where it can."""
+    """Return why this interpreter cannot measure the peer, or None if it can."""
     try:
-        found = importlib.metadata.version("megatron-core")
+        installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return "megatron-core is not installed"
-    return None if found == VERSION else f"megatron-core is {found}, not {VERSION}"
+    return None if installed == VERSION else f"megatron-core is {installed}, expected {VERSION}"
 
 
 class Refit:
-    """Both models of a pair of layouts on this rank, and their refit in either direction."""
+    """Holds both models of a pair of layouts on this rank and times their refit in either direction."""
 
-    def __init__(self, config: ModelConfig, device: Device, one: Parallel, other: Parallel):
+    def __init__(self, config: ModelConfig, device: Device, *, one: Parallel, other: Parallel):
         self.device, self.rank = device, dist.get_rank()
         self.models, self.tables = [], []
         with megatron_on(device):
@@ -57,8 +57,10 @@ class Refit:
         fill(self.tables[0], self._views(0))
 
     def time(self, source: int, verify: bool = False) -> tuple[float, int]:
-        """(seconds, bytes at the worst rank's peak beyond both models) of a refit from model ``source`` (0 or 1) to the
-        other."""
+        """Refit from model ``source`` (0 or 1) to the other.
+
+        Returns (seconds, peak bytes beyond both models on the worst rank).
+        """
         from megatron.core.resharding.refit import swap_model_weights
 
         target = 1 - source
@@ -82,7 +84,7 @@ class Refit:
 
 @contextmanager
 def _experts() -> Iterator[None]:
-    """Tells the refit's planner which parameters are experts, and their global numbers."""
+    """Let the refit's planner know which parameters are experts, and their global numbers."""
     from megatron.core.resharding import planner, utils
 
     extract, resolve = utils.extract_param_metadata, utils.assign_ep_resolved_name_inplace

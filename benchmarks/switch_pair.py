@@ -1,4 +1,4 @@
-"""Our side of `benchmarks/switch.py`: both ends of a pair of layouts on one rank, and the switch between them."""
+"""Time this project's side of `benchmarks/switch.py`: both ends of a pair of layouts on one rank, and their switch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ BOUND_BUCKETS = 4
 
 @dataclass(frozen=True)
 class Extra:
-    """Bytes past max(A, B) at the peak of a switch, of the worst rank."""
+    """Bytes beyond max(A, B) at the peak of a switch, on the worst rank."""
 
     allocated: int
     reserved: int
 
 
 class Pair:
-    """Weights of one model in two layouts on the cards of one world; one of the two is resident at a time."""
+    """Holds one model's weights in two layouts on the same ranks; one of the two is resident at a time."""
 
-    def __init__(self, config: ModelConfig, device: Device, one: Parallel, other: Parallel):
+    def __init__(self, config: ModelConfig, device: Device, *, one: Parallel, other: Parallel):
         self.device, self.rank = device, dist.get_rank()
         ranks = tuple(range(dist.get_world_size()))
         shard = max(Layout(config, parallel, ranks).nbytes(rank) for parallel in (one, other) for rank in ranks)
@@ -48,14 +48,14 @@ class Pair:
 
     @property
     def larger(self) -> int:
-        """Bytes of this rank's weights in the layout that needs more."""
+        """Bytes of this rank's weights in the larger of both layouts."""
         return max(layout.nbytes(self.rank) for layout in self.layouts)
 
     def switch(self, source: int, plan: Plan | None = None) -> tuple[float, Extra]:
-        """Seconds and memory of a switch from end ``source`` (0 or 1) to the other.
+        """Switch from end ``source`` (0 or 1) to the other; return its seconds and memory.
 
         Raises:
-            SwitchError: as `execute`; `refill` one of the ends then.
+            SwitchError: as `Switcher.run`; call `refill` before the next switch.
         """
         device, others = self.device, self._others(source)
         switcher = self._switcher(source, plan) if plan else self.switchers[source]
@@ -69,7 +69,7 @@ class Pair:
         return Switcher(plan, self.ends[source], self.ends[1 - source], self.device)
 
     def refill(self, end: int) -> None:
-        """Makes one end resident and the other not, whatever they were, with the values of `fill`."""
+        """Make ``end`` resident with the values of `fill` and release the other, from any state."""
         for buckets in self.ends:
             for index in range(len(buckets.flats)):
                 buckets.release(index)
@@ -81,8 +81,10 @@ class Pair:
         check(self.layouts[end].params(self.rank), self.ends[end].views)
 
     def fits_the_bound(self, source: int, plan: Plan | None = None) -> bool:
-        """Whether the switch gets by on cards of the capacity that the bound allows, beside what else is on them; both
-        ends are right afterwards."""
+        """Return whether the switch succeeds on cards whose capacity is the bound plus what else they hold.
+
+        Leaves the target end resident with the values of `fill`.
+        """
         with self._capacity(self._others(source) + self.larger + BOUND_BUCKETS * self.bucket_bytes):
             try:
                 self.switch(source, plan)
@@ -98,7 +100,7 @@ class Pair:
         return fits
 
     def _others(self, resident: int) -> int:
-        """Bytes on the card that are not the pair's."""
+        """Return the bytes allocated on the card that are not the pair's."""
         return self.device.memory().allocated - self.layouts[resident].nbytes(self.rank)
 
     @contextmanager

@@ -32,7 +32,7 @@ def whole_plan(plan: Plan) -> Plan:
 def both_ways(rank, device, one, other, mutate):
     """For each direction: whether it gets by with the bound as the card's capacity, which is one of reserved bytes; and
     the extra bytes the plan as it is has allocated, in buckets."""
-    pair, found = Pair(CONFIG, device, one, other), []
+    pair, found = Pair(CONFIG, device, one=one, other=other), []
     for source in (0, 1):
         pair.refill(source)
         fits = pair.fits_the_bound(source, mutate(pair.plans[source]))
