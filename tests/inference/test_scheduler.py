@@ -199,6 +199,6 @@ def test_config_names_the_key_of_a_value_out_of_range():
         try:
             RolloutConfig(**{key: value}).validate()
         except ValueError as error:
-            assert str(error).startswith(f"rollout.{key}={value}: expected "), error
+            assert str(error).startswith(f"rollout.{key}={value!r}: expected "), error
         else:
             raise AssertionError(key)
