@@ -15,14 +15,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 MIB = 1 << 20
+
+F = TypeVar("F", bound="RankFailure")
 
 COLLECTIVES = "torch.distributed.distributed_c10d"
 """The module whose functions run collectives; those that set groups up (`SETUP`) fail by themselves."""
@@ -30,7 +32,7 @@ COLLECTIVES = "torch.distributed.distributed_c10d"
 SETUP = frozenset(("init_process_group", "new_group", "destroy_process_group"))
 
 
-class FailureKind(StrEnum):
+class FailureKind(str, Enum):
     """Why a rank failed, the kinds that are causes before those that are consequences."""
 
     DIED = "died"
@@ -104,7 +106,7 @@ class RankFailure:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+    def from_json(cls: type[F], fields: Mapping[str, Any]) -> F:
         """The inverse of `to_json`; fields of subclasses are dropped."""
         known = {entry.name: fields[entry.name] for entry in dataclasses.fields(cls)}
         return cls(**{**known, "kind": FailureKind(fields["kind"])})
