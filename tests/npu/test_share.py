@@ -129,9 +129,9 @@ def test_a_block_that_comes_again_costs_no_page_faults(card):
 
 
 def test_what_cannot_be_shared_is_refused(card):
-    with pytest.raises(ValueError, match="what lies on a card"):
+    with pytest.raises(ValueError, match="lies on a card and has bytes"):
         card.share(torch.zeros(3))
-    with pytest.raises(ValueError, match="what lies on a card"):
+    with pytest.raises(ValueError, match="lies on a card and has bytes"):
         card.share(_bytes(card, 0))
     fixed = open_device("emulated", index=3, segments="fixed")
     assert card.can_share and not fixed.can_share

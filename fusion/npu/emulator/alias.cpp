@@ -1,4 +1,4 @@
-// CPU tensors over the bytes of the card's: what kernels of the CPU work on.
+// CPU tensors over the bytes of device tensors: the arguments of CPU kernels.
 #include "streams.h"
 
 #include <cstring>
@@ -38,7 +38,7 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   const int card = storage->device().index();
   const auto kept = std::min(bytes, storage->nbytes());
-  if (kept > 0 && is_late(card)) reach_end_of(card, current_stream(card)); // emptied or filled again, it is no kernel
+  if (kept > 0 && is_late(card)) reach_end_of(card, current_stream(card)); // resizing runs no kernel
   auto data = reallocate_on(card, bytes, storage->data_ptr());
   if (kept > 0) std::memcpy(data.get(), storage->data(), kept);
   storage->set_data_ptr_noswap(std::move(data));

@@ -1,4 +1,4 @@
-// Device memory as PyTorch asks for it: tensors' data, statistics, resizing. The blocks are those of cards.cpp.
+// PyTorch's device allocator: tensors' data, statistics, resizing. Its blocks come from cards.cpp.
 #include "emulator.h"
 
 #include <c10/util/Exception.h>
@@ -12,7 +12,7 @@ void free_block(void* memory) {
   if (!in_forked_child()) give_block(memory);
 }
 
-// A storage that was emptied still knows whose it is, for when its bytes come back.
+// An emptied storage keeps its owner, for when it is allocated again.
 struct Vacant {
   int owner;
 };

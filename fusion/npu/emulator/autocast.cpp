@@ -1,6 +1,6 @@
-// torch.autocast("npu"): PyTorch's own lists of operators, as every accelerator has them.
+// torch.autocast("npu"): PyTorch's lists of operators, as for every accelerator.
 //
-// One boxed kernel a policy; the templates PyTorch offers for it would take half of the build's time.
+// One boxed kernel per policy; PyTorch's templates for this would take half of the build's time.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -44,7 +44,7 @@ void fp32(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_cast(op, stack, at::kFloat);
 }
 
-// Reductions that take an output dtype: float32 where the caller asked for none.
+// Reductions that take an output dtype: float32 unless the caller chose one.
 void fp32_output(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::AutocastPrivateUse1);
   const auto& arguments = op.schema().arguments();

@@ -1,4 +1,4 @@
-// What Python sees; `runtime.py` makes `torch.npu` of it.
+// Python bindings; `runtime.py` builds `torch.npu` on them.
 #include "streams.h"
 
 #include <torch/csrc/utils/pybind.h>

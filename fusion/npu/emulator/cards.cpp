@@ -1,5 +1,5 @@
-// The cards of this process: a heap each (heap.h), and the account of who owns what in it. A table of live blocks finds each
-// by its address, so that a free takes the right bytes from the right account in whatever thread it happens.
+// The cards of this process: a heap for each (heap.h), and its bytes by owner. A table of live blocks finds each by its
+// address, so that any thread can free a block and is charged correctly.
 #include "heap.h"
 #include "streams.h"
 
@@ -13,7 +13,7 @@
 namespace npu {
 namespace {
 
-// A freed block that other streams were recorded to use, and what they have to reach before it can be had again.
+// A freed block that other streams use (record_stream), and what they must reach before it can be reused.
 struct Unused {
   Block* block;
   std::vector<Moment> when;
@@ -34,7 +34,7 @@ struct Card {
   }
 };
 
-// Every card this process uses, and every block on them, under one lock.
+// All cards that this process uses, and all blocks on them, under one lock.
 class Cards {
  public:
   void open(int index, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late) {
@@ -46,7 +46,8 @@ class Cards {
     if (same) return;
     TORCH_CHECK_VALUE(
         !card.ledger || card.stats.allocated.current == 0, "npu:", index, " is open in this process with a capacity of ",
-        card.ledger->capacity(), " bytes and in use; it cannot be opened with another capacity, session or mode now");
+        card.ledger->capacity(), " bytes and in use; free its tensors before opening it with another capacity, session "
+        "or mode");
     start(card, path, capacity, expandable, late);
     set_late(index, late);
   }
@@ -106,7 +107,7 @@ class Cards {
   void set_owner(void* memory, int owner) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blocks_.find(memory);
-    if (found == blocks_.end()) return; // no bytes, no owner
+    if (found == blocks_.end()) return; // an empty storage has no owner
     auto* block = found->second;
     auto& owners = cards_[block->card].stats.owners;
     owners[block->owner] -= block->bytes;
@@ -173,7 +174,7 @@ class Cards {
     return block->at;
   }
 
-  // A card that gives memory back has no work, as a real one: what is mapped no longer must not be written either.
+  // Finishes all work before memory is released, as a real card does: unmapped memory must not be written.
   std::unique_lock<std::mutex> lock_idle(int index) {
     while (true) {
       if (is_late(index)) reach_all(index);
@@ -183,7 +184,7 @@ class Cards {
     }
   }
 
-  // Poison is work of the stream that may use the block next: whatever that stream has to wait for comes first.
+  // Poisoning is enqueued on the stream that may reuse the block, after all that this stream must wait for.
   void free_unused(Card& card) {
     for (size_t i = 0; i < card.unused.size();) {
       const auto& [block, when] = card.unused[i];

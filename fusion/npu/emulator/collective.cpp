@@ -1,4 +1,4 @@
-// Collectives on gloo, seen at once or late (collective.h).
+// Collectives on gloo, with immediate or deferred results (collective.h).
 #include "collective.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -22,7 +22,7 @@ c10::intrusive_ptr<c10::ivalue::Future> new_future(const Tensors& outputs) {
   return c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::move(devices));
 }
 
-// gloo raises errors of many types when a peer is gone; a real backend raises one, which Python can tell from others.
+// gloo raises errors of many types when a peer is gone; real backends raise one type, which Python code can catch.
 template <typename F>
 auto as_backend_error(const char* name, F call) {
   try {
@@ -34,7 +34,7 @@ auto as_backend_error(const char* name, F call) {
   }
 }
 
-// gloo's send and receive hang when they are waited for twice; a real card's do not.
+// Waits once: gloo's send and receive hang on a second wait(), those of a real card do not.
 struct Gloo {
   Gloo(WorkPtr work, const char* name) : work(std::move(work)), name(name) {}
   bool wait(std::chrono::milliseconds timeout) {
@@ -48,7 +48,7 @@ struct Gloo {
   bool is_done = false;
 };
 
-// result() and futures must hand out tensors of the card, not what gloo worked on.
+// result() and futures must return device tensors, not those that gloo worked on.
 class EagerWork final : public c10d::Work {
  public:
   EagerWork(WorkPtr gloo, Tensors outputs, const char* name)
@@ -81,7 +81,7 @@ class EagerWork final : public c10d::Work {
   Tensors outputs_;
 };
 
-// Tensors stay alive until wait(), as long as those of a real collective; who frees them then must do so behind it.
+// Keeps tensors alive until wait(), as real collectives do; after that, freeing them must follow in stream order.
 struct Stash {
   std::vector<c10::Storage> storages;
 };
@@ -97,7 +97,7 @@ class LateWork final : public c10d::Work {
         stash_(std::move(stash)) {}
   bool isCompleted() override {
     if (reached(moment_)) return true;
-    if (gloo_->isCompleted()) reach(moment_); // "not yet" once more: who asks in a loop gets it next time
+    if (gloo_->isCompleted()) reach(moment_); // still "not completed" once: a caller that polls gets it next time
     return false;
   }
   bool isSuccess() const override { return gloo_->isSuccess(); }
@@ -147,7 +147,7 @@ at::Tensor copy_of(const at::Tensor& cpu) {
   return copy;
 }
 
-// Which bytes the unfinished collectives of a group will write, so that the next one that reads them waits.
+// The bytes that unfinished collectives of a group will write, so that a later one that reads them waits.
 struct Writes {
   std::mutex mutex;
   std::map<std::pair<int, c10::StreamId>, std::vector<std::tuple<const char*, const char*, Moment>>> of;
@@ -172,8 +172,10 @@ c10::StreamId new_comm_stream() {
 
 void Launch::prepare(const at::Tensor& tensor) {
   const int card = tensor.device().index();
-  TORCH_CHECK(card_ < 0 || card_ == card, "hccl: ", name_, " of tensors on two cards");
-  if (card_ < 0) reach_end_of(card, current_stream(card)); // the group's stream starts behind the caller's
+  TORCH_CHECK(
+      card_ < 0 || card_ == card, "hccl: ", name_, ": tensors on npu:", card_, " and npu:", card,
+      "; expected all of them on one card");
+  if (card_ < 0) reach_end_of(card, current_stream(card)); // the group's stream starts after the caller's
   card_ = card;
   const auto [begin, end] = bytes_of(unowned_alias(tensor));
   Moment last;
@@ -241,7 +243,7 @@ void Launch::finish(const std::vector<Copy>& copies, const char* name) {
     const auto now = copy_of(it.alias);
     TORCH_CHECK(
         std::memcmp(now.const_data_ptr(), it.copy.const_data_ptr(), now.nbytes()) == 0, "hccl: an input of ", name, " (",
-        it.copy.dtype(), " ", it.copy.sizes(), ") changed while the collective could still read it: wait() for it before "
+        it.copy.dtype(), " ", it.copy.sizes(), ") changed while the collective could still read it: call wait() before "
         "the tensor is written or freed, on the stream that does so (device.streams=adversarial)");
   }
   for (const auto& it : copies) {

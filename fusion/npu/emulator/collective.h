@@ -1,4 +1,4 @@
-// One collective, from its launch on gloo to the moment when its results are seen.
+// One collective, from its launch on gloo until its results become visible.
 #pragma once
 
 #include "streams.h"
@@ -15,11 +15,12 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 c10::StreamId new_comm_stream();
 
-// Gathers what a collective reads and writes, and what gloo gets in its place.
+// Collects the inputs and outputs of a collective, and the tensors that gloo works on instead.
 //
-// Eager: aliases. Late: gloo starts at once, on copies, as the other ranks must not wait for this one's synchronisation;
-// what it wrote appears in the outputs when the stream of the group is reached. A real card may read the inputs as late as
-// that: so they are then compared with what they were, and one that was written or freed in between is an error.
+// Eager: aliases. Late: gloo starts immediately, on copies, so that other ranks do not wait for this rank's
+// synchronisation; its results appear in the outputs when the group's stream is reached. A real card may read the
+// inputs as late as that, so they are then compared with their copies: an input that was written or freed meanwhile is
+// an error.
 class Launch {
  public:
   Launch(c10::intrusive_ptr<c10d::Backend> gloo, c10::StreamId stream, const char* name)
@@ -33,13 +34,13 @@ class Launch {
   TensorLists written(const TensorLists& lists);
   Tensors updated(const Tensors& tensors); // read and written
 
-  // Starts the collective on gloo. What gloo raises, now or in wait(), is a DistBackendError, as of a real backend.
+  // Starts the collective on gloo. Any error of gloo, now or in wait(), is a DistBackendError, as in a real backend.
   WorkPtr run(const std::function<WorkPtr()>& start);
 
  private:
   WorkPtr done(WorkPtr gloo_work);
   struct Copy {
-    at::Tensor alias; // the card's bytes
+    at::Tensor alias; // of the device tensor
     at::Tensor copy;
     bool is_input;
   };
@@ -51,7 +52,7 @@ class Launch {
   c10::StreamId stream_;
   const char* name_;
   int card_ = -1;
-  Tensors outputs_; // of the card
+  Tensors outputs_; // on the card
   std::vector<Copy> copies_; // late only
   std::vector<c10::Storage> kept_;
 };

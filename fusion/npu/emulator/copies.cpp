@@ -1,4 +1,4 @@
-// Copies: those on a card whose streams are late (streams.h), and those of whole rows.
+// Copies: deferred ones on a card whose streams are late (streams.h), and those of whole rows.
 #include "streams.h"
 
 #include <ATen/ExpandUtils.h>
@@ -11,8 +11,8 @@ namespace npu {
 
 namespace {
 
-// Like copies on a real card, a late one holds on to memory of the host but not to blocks of the card: whoever frees a
-// block too early is to see it.
+// Like a copy on a real card, a deferred copy keeps host memory alive but not device blocks, so that freeing a block
+// too early is a visible error.
 struct CopySide {
   explicit CopySide(const at::Tensor& tensor) : alias(unowned_alias(tensor)) {
     if (!is_device_block(tensor.storage().data_ptr())) kept = tensor.storage();
@@ -34,7 +34,7 @@ struct Axis {
   int64_t size, to, from; // strides in elements
 };
 
-// The axes of a copy from the outermost, neighbours that lie as one at both ends taken together.
+// The axes of a copy from the outermost; adjacent axes that are contiguous at both ends are merged.
 c10::SmallVector<Axis, 5> axes_of(const at::Tensor& to, const at::Tensor& from) {
   c10::SmallVector<Axis, 5> axes;
   for (int64_t i = 0; i < to.dim(); ++i) {

@@ -1,11 +1,11 @@
-// Every operator of the card is the CPU's kernel on aliases of its tensors.
+// Runs every device operator as the CPU's kernel on aliases of its tensors.
 //
-//   alias     a CPU tensor over the same bytes, with a storage of its own, that lives as long as the call
-//   call      the CPU kernel; what it allocates is charged to the card (ChargeScope)
-//   return    an alias goes back as the tensor it stands for, a view of an alias as a view of that tensor,
-//             a new result is turned into a tensor of the card without a copy
+//   alias     a CPU tensor over the same bytes, with a separate storage, that lives as long as the call
+//   call      the CPU kernel; its allocations are charged to the card (ChargeScope)
+//   return    an alias is returned as the tensor it stands for, a view of an alias as a view of that tensor;
+//             a new result becomes a device tensor without a copy
 //
-// Tensors on different devices are refused as a real card refuses them.
+// Tensors on different devices are rejected as on a real card.
 #include "streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -28,7 +28,7 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-// What a schema says of an operator, read once.
+// Properties of an operator, read once from its schema.
 struct Traits {
   std::vector<bool> writes; // by argument
   int generator = -1;
@@ -58,7 +58,7 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
   return traits;
 }
 
-// Lends the card's random state to the CPU's default generator.
+// Gives the CPU's default generator the card's random state during its lifetime.
 class RandomScope {
  public:
   explicit RandomScope(int card)
@@ -114,7 +114,7 @@ class Call {
     c10::Storage alias;
   };
 
-  // False: it is a kernel like any other.
+  // Handles a copy; false: run it as an ordinary kernel.
   bool copies(size_t begin) {
     const auto to = (*stack_)[begin].toTensor(), from = (*stack_)[begin + 1].toTensor();
     const auto card = (on_card(to) ? to : from).device().index();
@@ -146,7 +146,7 @@ class Call {
   at::Tensor take_tensor(const at::Tensor& tensor, bool writes) {
     if (!tensor.defined()) return tensor;
     if (!on_card(tensor)) {
-      // A one-element tensor of the CPU may stand for a number, as on a real card.
+      // A zero-dimensional CPU tensor may be used as a number, as on a real card.
       TORCH_CHECK(
           tensor.dim() == 0 || traits_.mixes_devices, "Expected all tensors to be on the same device, but found at "
           "least two devices, npu and ", tensor.device(), "! (", op_.operator_name(), ")");
@@ -155,7 +155,7 @@ class Call {
     }
     note_card(tensor.device());
     TORCH_CHECK_NOT_IMPLEMENTED(
-        tensor.layout() == c10::kStrided, op_.operator_name(), ": the emulated NPU has strided tensors only");
+        tensor.layout() == c10::kStrided, op_.operator_name(), ": the emulated NPU supports only strided tensors");
     tensors_.push_back({tensor, cpu_tensor_over(tensor, alias_of(tensor.storage())), writes});
     return tensors_.back().alias;
   }
@@ -188,14 +188,14 @@ class Call {
     value = host_generator(value.isNone() ? default_generator(card_) : value.toGenerator());
   }
 
-  // The storage of the card that this CPU storage stands for, or becomes.
+  // Returns the device storage that this CPU storage stands for, or turns it into one.
   c10::Storage real_of(const c10::Storage& cpu) {
     for (auto& pair : storages_) {
       if (pair.alias.unsafeGetStorageImpl() == cpu.unsafeGetStorageImpl()) return pair.real;
     }
     auto* storage = cpu.unsafeGetStorageImpl();
     if (storage->nbytes() > 0 && !is_device_block(storage->data_ptr())) {
-      // Not born under the hook (a kernel wrapped foreign memory): it moves into memory of the card.
+      // Not allocated through the hook (a kernel wrapped foreign memory): copy it into device memory.
       auto data = allocate_on(card_, storage->nbytes());
       std::memcpy(data.get(), storage->data(), storage->nbytes());
       return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
@@ -231,7 +231,7 @@ class Call {
     }
   }
 
-  // resize_, set_ and out= change what a tensor is, not only its bytes.
+  // resize_, set_ and out= change a tensor's storage and shape, not only its bytes.
   void write_back(const TensorPair& pair) {
     auto* real = pair.real.unsafeGetTensorImpl();
     auto* alias = pair.alias.unsafeGetTensorImpl();
@@ -239,7 +239,7 @@ class Call {
       auto* from = storage.alias.unsafeGetStorageImpl();
       auto* to = storage.real.unsafeGetStorageImpl();
       if (from != storage_of(pair.alias) || from->data() == to->data()) continue;
-      const int owner = owner_of(to->data_ptr()); // stays what it was
+      const int owner = owner_of(to->data_ptr()); // the owner does not change
       if (owner >= 0) set_owner_of(from->data_ptr(), owner);
       const auto bytes = from->nbytes();
       auto data = from->set_data_ptr(c10::DataPtr(const_cast<void*>(from->data()), c10::Device(c10::kCPU)));

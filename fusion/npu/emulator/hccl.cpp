@@ -1,5 +1,5 @@
-// The process-group backend `hccl`: gloo on zero-copy aliases of the card's tensors, or, where streams are late, on copies
-// that become visible when somebody has a right to them (collective.h).
+// The process-group backend `hccl`: gloo on zero-copy aliases of device tensors, or, where streams are late, on copies
+// that become visible only after synchronisation (collective.h).
 #include "collective.h"
 
 #include <torch/csrc/utils/pybind.h>

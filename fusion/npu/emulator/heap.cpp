@@ -62,7 +62,7 @@ Pool& Heap::pool_of(int64_t bytes, c10::StreamId stream) {
   return pools_.emplace(std::pair(stream, kind), Pool{kind, stream, expandable_, page, {}, {}}).first->second;
 }
 
-// The smallest free block that is large enough; its node in the tree is used again for what is split off.
+// Takes the smallest free block that is large enough; reuses its tree node for the remainder.
 Block* Heap::fit(Pool& pool, int64_t bytes) {
   Block wanted{nullptr, nullptr, bytes};
   const auto found = pool.free.lower_bound(&wanted);
@@ -83,7 +83,7 @@ bool Heap::worth_splitting(const Block& block, int64_t bytes) const {
   return fine ? rest >= sizes::kBlock : rest > sizes::kSmallLimit;
 }
 
-// A free block of at least so many bytes that is in no tree, from bytes of the card that nobody had.
+// Takes new bytes of the card; returns a free block of at least `bytes` that is in no tree.
 Block* Heap::grow(Pool& pool, int64_t bytes) {
   if (pool.expandable) return extend(pool, bytes);
   int64_t size = sizes::kUnit;
@@ -129,7 +129,7 @@ Block* Heap::extend(Pool& pool, int64_t bytes) {
   return block;
 }
 
-// Maps pages at the front of an unmapped block; returns the free block that they are then part of.
+// Maps pages at the front of an unmapped block; returns the free block that contains them.
 Block* Heap::map(Block* block, int64_t bytes) {
   auto& pool = block->segment->pool;
   bytes = std::min(round_up(bytes, pool.page), block->bytes);
@@ -180,7 +180,7 @@ void Heap::release_cached(bool from_host) {
   }
 }
 
-// From and to where, relative to its own begin, a block covers whole pages.
+// Returns the range of whole pages in a block, relative to its beginning.
 std::pair<int64_t, int64_t> Heap::whole_pages(const Block& block) const {
   const int64_t offset = block.at - block.segment->region.base;
   const int64_t page = block.segment->pool.page;
@@ -230,7 +230,7 @@ void Heap::remove(Segment* segment) {
   delete segment;
 }
 
-// Cuts the block behind `bytes`; returns the rest, which is in no tree.
+// Splits the block after `bytes`; returns the remainder, which is in no tree.
 Block* Heap::split(Block* block, int64_t bytes) {
   auto* rest = new Block{block->segment, block->at + bytes, block->bytes - bytes, block, block->after, block->mapped};
   if (rest->after) rest->after->before = rest;
@@ -239,7 +239,7 @@ Block* Heap::split(Block* block, int64_t bytes) {
   return rest;
 }
 
-// One block of this one, which is in no tree, and its free neighbours of the same kind, which are in theirs.
+// Merges a block that is in no tree with its free neighbours of the same kind, which are removed from theirs.
 Block* Heap::merged(Block* block) {
   auto& pool = block->segment->pool;
   const auto absorb = [&](Block* other) {

@@ -1,17 +1,17 @@
 // The caching allocator of one card, as PyTorch's CUDACachingAllocator and torch_npu's NPUCachingAllocator work.
 //
-//   request ──round to 512 B──► pool (small or large; one of each a stream) ──best fit──► free block, split
-//                                   │ nothing fits                                       ▲ merged with its neighbours
-//                                   └──► segment: bytes of the card are taken ───────────┘ when it is freed
+//   request ──round to 512 B──► pool (small or large; one of each per stream) ──best fit──► free block, split
+//                                   │ nothing fits                                         ▲ merged with its neighbours
+//                                   └──► segment: bytes of the card are taken ─────────────┘ when it is freed
 //
 // Segments are of one of two modes:
-//   expandable   one range of addresses a pool, of which pages are mapped when needed and unmapped wherever they lie
-//                wholly free (`expandable_segments:True` of both vendors: what large jobs use). The memory behind it
-//                is a file without a name, which other processes can map (shared.cpp)
-//   fixed        many ranges of a few sizes, given back when wholly free (both vendors' default)
+//   expandable   one range of addresses per pool, whose pages are mapped on demand and unmapped wherever they are
+//                entirely free (`expandable_segments:True` of both vendors: what large jobs use). The memory behind it
+//                is an unnamed file (memfd), which other processes can map (shared.cpp)
+//   fixed        many ranges of a few sizes, released when entirely free (both vendors' default)
 //
-// `reserved` is what segments hold of the card. A page that is unmapped is the card's no longer, but the host keeps its
-// memory at hand until empty_cache(), so that coming back costs no page fault.
+// `reserved` counts the bytes of the card that segments hold. An unmapped page no longer counts, but the host keeps its
+// memory until empty_cache(), so that mapping it again causes no page fault.
 #pragma once
 
 #include "emulator.h"
@@ -22,22 +22,22 @@
 namespace npu {
 
 // Sizes in bytes. Blocks are those of a real card; segments and pages are 512 times smaller than its 2 and 20 MiB, as are
-// the models that emulated cards hold: so what is lost to granularity is the same part of a shard or a bucket.
+// the models on emulated cards: so granularity wastes the same share of a shard or a bucket.
 namespace sizes {
 constexpr int64_t kBlock = 512;
-constexpr int64_t kUnit = 4096; // small segments and pages; a fixed segment of its own is a multiple of it
-constexpr int64_t kSmallLimit = kUnit / 2; // larger requests are of the large pool
+constexpr int64_t kUnit = 4096; // size of small segments and pages; a dedicated fixed segment is a multiple of it
+constexpr int64_t kSmallLimit = kUnit / 2; // larger requests go to the large pool
 constexpr int64_t kLargeSegment = 10 * kUnit; // and large pages
-constexpr int64_t kOwnSegment = 5 * kUnit; // requests from here on get a fixed segment of their own
+constexpr int64_t kOwnSegment = 5 * kUnit; // requests of at least this size get a dedicated fixed segment
 } // namespace sizes
 
-// Addresses, and host memory behind them as soon as it is touched.
+// A range of addresses; the host provides memory when it is touched.
 struct Region {
   Region(int64_t bytes, bool shared);
-  Region(int file, int64_t bytes); // what another process shares; takes the descriptor over
+  Region(int file, int64_t bytes); // memory that another process shares; owns the descriptor
   ~Region();
   Region(const Region&) = delete;
-  void drop(int64_t offset, int64_t bytes); // gives the host its memory back
+  void drop(int64_t offset, int64_t bytes); // returns memory to the host
   char* base = nullptr;
   int64_t bytes;
   int fd = -1; // of a shared region
@@ -62,7 +62,7 @@ struct Pool {
   PoolKind kind;
   c10::StreamId stream;
   bool expandable;
-  int64_t page; // what an expandable segment grows by
+  int64_t page; // granularity by which an expandable segment grows
   std::set<Block*, BySize> free; // mapped
   std::set<Block*, ByAddress> unmapped;
 };
@@ -94,9 +94,9 @@ class Heap {
   ~Heap();
   Block* allocate(int64_t bytes, c10::StreamId stream); // nullptr: the card is full
   void free(Block* block);
-  void release_cached(bool from_host); // wholly free pages and segments; from_host: their host memory too
-  int64_t releasable() const; // bytes that release_cached would give
-  int64_t largest(int64_t room) const; // of `room` bytes of the card, what one request can have
+  void release_cached(bool from_host); // entirely free pages and segments; from_host: their host memory too
+  int64_t releasable() const; // bytes that release_cached would release
+  int64_t largest(int64_t room) const; // the largest request that `room` bytes of the card can serve
   bool expandable() const { return expandable_; }
 
   Stat reserved, segments;
@@ -119,7 +119,7 @@ class Heap {
 
   CardLedger& ledger_;
   bool expandable_;
-  bool poisoned_; // fresh memory is
+  bool poisoned_; // whether new memory is poisoned
   std::map<std::pair<c10::StreamId, PoolKind>, Pool> pools_;
   std::set<Segment*> all_segments_;
 };

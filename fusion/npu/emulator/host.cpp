@@ -1,4 +1,4 @@
-// The host's side of memory: the hook that charges the CPU kernels' allocations to the card, and pinned memory.
+// Host memory: the hook that charges allocations of CPU kernels to the card, and pinned memory.
 #include "emulator.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -11,7 +11,7 @@ namespace {
 
 thread_local int t_charged_card = -1;
 
-// Stands before PyTorch's CPU allocator: plain CPU work passes through, kernels of the card are charged to it.
+// Wraps PyTorch's CPU allocator: plain CPU work passes through, device kernels are charged to the card.
 struct ChargingCpuAllocator final : c10::Allocator {
   explicit ChargingCpuAllocator(c10::Allocator* plain) : plain(plain) {}
   c10::DataPtr allocate(size_t bytes) override {
@@ -21,7 +21,7 @@ struct ChargingCpuAllocator final : c10::Allocator {
     return data;
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-  // Kernels also allocate raw pointers, which may be freed outside of the call that made them, or the other way round.
+  // Kernels also allocate raw pointers; these may be freed outside the call that allocated them, and vice versa.
   c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
   static void release_raw(void* memory) {
     if (!free_raw_block(memory)) c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
@@ -29,7 +29,7 @@ struct ChargingCpuAllocator final : c10::Allocator {
   c10::Allocator* plain;
 };
 
-// Pinned host memory: ordinary memory that is remembered, so that is_pinned() answers.
+// Pinned host memory: ordinary memory, recorded so that is_pinned() can answer.
 struct PinnedAllocator final : at::HostAllocator {
   struct Range {
     PinnedAllocator* self;

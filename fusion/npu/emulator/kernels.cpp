@@ -1,4 +1,4 @@
-// Which operators go to the fallback, and the few that have kernels of their own: making a tensor, and viewing one.
+// Registers operators for the fallback, and kernels for the few that bypass it: making a tensor, and viewing one.
 #include "emulator.h"
 
 #include <ATen/EmptyTensor.h>
@@ -21,7 +21,7 @@ namespace {
 at::Tensor empty_memory_format(
     c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
-  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "npu: strided tensors only");
+  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "npu: supports only strided tensors");
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(
@@ -32,7 +32,7 @@ at::Tensor empty_memory_format(
 at::Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "npu: strided tensors only");
+  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "npu: supports only strided tensors");
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(
@@ -40,7 +40,7 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
-// One call of many copies: each takes the way of a copy.
+// Runs each of the copies through the path of a single copy.
 void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
   TORCH_CHECK(to.size() == from.size(), "_foreach_copy_: ", from.size(), " tensors into ", to.size());
   for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
@@ -50,7 +50,7 @@ void record_stream(at::Tensor& tensor, at::Stream stream) {
   device_allocator()->recordStream(tensor.storage().data_ptr(), stream);
 }
 
-// Asked before attention is dispatched: the answer of the CPU, whose fused kernel then runs through the fallback.
+// Chooses the attention kernel before dispatch: the CPU's choice, whose fused kernel then runs through the fallback.
 int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout, bool causal, std::optional<double> scale, bool gqa) {
@@ -78,8 +78,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   const auto to_cpu = [&](const std::string& name) {
     m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   };
-  // An operator with a generic kernel for devices that lack one of their own would never reach the fallback; where the
-  // CPU has its own, that is nearer, faster and the same to the last bit.
+  // An operator with a generic kernel for all devices would never reach the fallback; where the CPU has a kernel of its
+  // own, that is closer to the CPU's behaviour, faster, and bitwise the same.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.getNamespace() != std::optional<std::string_view>("aten")) continue;
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -89,7 +89,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
       to_cpu(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
     }
   }
-  // These have only generic kernels, which know nothing of this device.
+  // These have only generic kernels, which do not support this device.
   for (const char* name : {"copy_", "_copy_from", "set_.source_Storage", "set_.source_Storage_storage_offset",
                            "set_.source_Tensor", "set_", "_fused_sdp_choice", "_grouped_mm"}) {
     to_cpu(name);

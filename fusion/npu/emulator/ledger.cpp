@@ -1,8 +1,8 @@
-// One card's bytes, shared between processes through a page of POSIX shared memory.
+// Accounts for one card's bytes, shared between processes through a page of POSIX shared memory.
 //
-// The page holds a total and one slot per process. Each process holds a lock on the byte of the file that stands for
-// its slot; the kernel drops that lock when the process ends, however it ends, so a slot without a lock is dead.
-// (A process id would not do: ids are reused, and a killed child that nobody waited for still answers.)
+// The page holds a total and one slot per process. Each process locks the byte of the file that stands for its slot;
+// the kernel releases that lock when the process ends for any reason, so an unlocked slot belongs to a dead process.
+// (Process ids would not work: they are reused, and a killed child that has not been reaped still exists.)
 #include "emulator.h"
 
 #include <c10/util/Exception.h>
@@ -73,7 +73,7 @@ CardLedger::CardLedger(const std::string& path, std::optional<int64_t> capacity)
     page_->capacity = capacity.value_or(kDefaultCapacity);
     return;
   }
-  while (true) { // the last process out unlinks the file; whoever opened it just before starts over
+  while (true) { // the last process to leave unlinks the file; a process that opened it just before retries
     fd_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     TORCH_CHECK(fd_ >= 0, "cannot open ", path_, ": ", strerror(errno));
     FileLock guard(fd_);
@@ -82,7 +82,7 @@ CardLedger::CardLedger(const std::string& path, std::optional<int64_t> capacity)
       close(fd_);
       continue;
     }
-    TORCH_CHECK(ftruncate(fd_, sizeof(LedgerPage)) == 0, "cannot size ", path_, ": ", strerror(errno));
+    TORCH_CHECK(ftruncate(fd_, sizeof(LedgerPage)) == 0, "cannot resize ", path_, ": ", strerror(errno));
     void* memory = mmap(nullptr, sizeof(LedgerPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
     TORCH_CHECK(memory != MAP_FAILED, "cannot map ", path_, ": ", strerror(errno));
     page_ = static_cast<LedgerPage*>(memory);
@@ -113,15 +113,15 @@ void CardLedger::join(std::optional<int64_t> capacity) {
       alone = false;
     }
   }
-  TORCH_CHECK(slot_ >= 0, path_, ": more than ", kSlots, " processes on one card");
+  TORCH_CHECK(slot_ >= 0, path_, ": expected at most ", kSlots, " processes on one card");
   if (alone) {
     page_->used = 0;
     page_->capacity = capacity.value_or(kDefaultCapacity);
   }
   TORCH_CHECK_VALUE(
       !capacity || *capacity == page_->capacity,
-      "device.capacity_bytes=", *capacity, ": the processes already on this card share one of ",
-      page_->capacity.load(), " bytes; give all of them the same capacity, or another session name");
+      "device.capacity_bytes=", *capacity, ": the processes already on this card have set it to ",
+      page_->capacity.load(), "; use the same capacity, or another session name");
   page_->slots[slot_].bytes = 0;
   page_->slots[slot_].pid = getpid();
   TORCH_CHECK(lock_byte(fd_, F_WRLCK, 1 + slot_, false), "cannot lock a slot of ", path_);

@@ -1,4 +1,4 @@
-// What memory is for: names of owners, the one that counts in this thread, and the table of them when memory is out.
+// Owners of memory: their names, the current one of this thread, and the table in out-of-memory messages.
 #include "emulator.h"
 
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -10,10 +10,10 @@
 namespace npu {
 namespace {
 
-// The owner travels in PyTorch's thread-local state, so that the threads of a backward pass inherit it from the caller,
-// who waits meanwhile. One entry a thread, made once and then changed in place: others use that state as a stack, and an
-// entry that came and went would have to keep their order. (Slots of one's own exist in new versions only; this one
-// every version has.)
+// The owner is part of PyTorch's thread-local state, so that the threads of a backward pass inherit it from the caller,
+// which waits meanwhile. One entry per thread, made once and then changed in place: others use that state as a stack,
+// and an entry that is pushed and popped would have to keep their order. (Dedicated slots exist only in newer versions
+// of torch; TEST_INFO_2 exists in all.)
 const auto kOwnerSlot = c10::DebugInfoKind::TEST_INFO_2;
 struct ThreadOwner final : c10::DebugInfoBase {
   std::atomic<int> owner{0};
@@ -54,7 +54,8 @@ int owner_id(const std::string& name) {
   for (size_t i = 0; i < all.names.size(); ++i) {
     if (all.names[i] == name) return static_cast<int>(i);
   }
-  TORCH_CHECK_VALUE(all.names.size() < kMaxOwners, "more than ", kMaxOwners, " memory owners");
+  TORCH_CHECK_VALUE(
+      all.names.size() < kMaxOwners, "memory owner '", name, "': expected at most ", kMaxOwners, " owners");
   all.names.push_back(name);
   return static_cast<int>(all.names.size()) - 1;
 }
@@ -71,7 +72,7 @@ int current_owner() {
 }
 
 int exchange_owner(int owner) {
-  TORCH_CHECK_VALUE(owner >= 0 && owner < kMaxOwners, "no memory owner ", owner);
+  TORCH_CHECK_VALUE(owner >= 0 && owner < kMaxOwners, "memory owner ", owner, ": expected 0 to ", kMaxOwners - 1);
   if (thread_owner() == nullptr) c10::ThreadLocalDebugInfo::_push(kOwnerSlot, std::make_shared<ThreadOwner>());
   return thread_owner()->owner.exchange(owner);
 }
@@ -80,7 +81,7 @@ std::string complaint(int card, int64_t bytes, const CardStats& stats, CardLedge
   std::ostringstream out;
   out << "npu:" << card << " out of memory: " << readable(bytes) << " requested, " << readable(stats.allocated.current)
       << " allocated here, " << readable(stats.reserved.current - stats.allocated.current)
-      << " reserved but unused (fragments that hold too little), " << readable(ledger.used() - ledger.used_here())
+      << " reserved but unused (fragments that are too small), " << readable(ledger.used() - ledger.used_here())
       << " by other processes, capacity " << readable(ledger.capacity())
       << " (device.capacity_bytes=" << ledger.capacity() << "). By owner:";
   const auto names = owner_names();

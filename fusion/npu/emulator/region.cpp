@@ -1,5 +1,5 @@
-// Addresses and the host memory behind them: anonymous memory, or a sparse file without a name (memfd) where other
-// processes may map it. Nothing is taken before it is touched.
+// Ranges of addresses and the host memory behind them: anonymous memory, or a sparse unnamed file (memfd) that other
+// processes can map. The host provides no memory before it is touched.
 #include "heap.h"
 
 #include <c10/util/Exception.h>
@@ -24,7 +24,7 @@ char* reserve(int64_t bytes, int fd) {
   const int kind = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kind | MAP_NORESERVE, fd, 0);
   TORCH_CHECK_WITH(
-      OutOfMemoryError, memory != MAP_FAILED, "the memory of this machine is full: ", bytes, " bytes of addresses: ",
+      OutOfMemoryError, memory != MAP_FAILED, "this machine has no memory left to map ", bytes, " bytes: ",
       strerror(errno));
   return static_cast<char*>(memory);
 }
@@ -40,7 +40,7 @@ int64_t inode_of(int fd) {
 Region::Region(int64_t size, bool shared) : bytes(size) {
   if (shared) {
     fd = memfd_create("rlfusion-npu", MFD_CLOEXEC);
-    TORCH_CHECK(fd >= 0 && ftruncate(fd, bytes) == 0, "cannot make memory to share: ", strerror(errno));
+    TORCH_CHECK(fd >= 0 && ftruncate(fd, bytes) == 0, "cannot create shared memory: ", strerror(errno));
     inode = inode_of(fd);
     mapped_ = base = reserve(bytes, fd);
     mapped_bytes_ = bytes;
@@ -54,7 +54,7 @@ Region::Region(int64_t size, bool shared) : bytes(size) {
   mapped_bytes_ = bytes + kHugePage;
   mapped_ = reserve(mapped_bytes_, -1);
   base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(mapped_) + kHugePage - 1) / kHugePage * kHugePage);
-  madvise(base, bytes, MADV_HUGEPAGE); // a twentieth of the page faults, where the host has huge pages
+  madvise(base, bytes, MADV_HUGEPAGE); // with huge pages, a twentieth of the page faults
 }
 
 Region::Region(int file, int64_t size) : bytes(size), fd(file), inode(inode_of(file)) {

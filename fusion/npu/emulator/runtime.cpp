@@ -18,14 +18,14 @@ namespace {
 thread_local int t_card = 0;
 thread_local std::array<c10::StreamId, kCards> t_streams{};
 std::atomic<c10::StreamId> next_stream{0};
-constexpr int kPooledStreams = 32; // handed out again and again, as on a real card
+constexpr int kPooledStreams = 32; // reused round-robin, as on a real card
 std::atomic<bool> forked_child{false};
 
 void check_card(int card) {
   TORCH_CHECK_VALUE(card >= 0 && card < kCards, "npu:", card, ": an emulated node has ", kCards, " cards");
 }
 
-// A generator of the card: a CPU generator that says it lives on the card. Kernels get the one inside.
+// A device generator: wraps a CPU generator and reports the card as its device. Kernels use the wrapped one.
 struct NpuGenerator final : c10::GeneratorImpl {
   explicit NpuGenerator(int card, at::Generator inside = at::detail::createCPUGenerator())
       : GeneratorImpl(device_of(card), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -46,7 +46,7 @@ struct NpuGenerator final : c10::GeneratorImpl {
 using Clock = std::chrono::steady_clock;
 
 struct Event {
-  Moment moment; // what must be done before it is
+  Moment moment; // the event is complete when this is reached
   std::shared_ptr<Clock::time_point> done_at = std::make_shared<Clock::time_point>();
 };
 
@@ -76,7 +76,7 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(device, std::exchange(t_streams[device.index()], stream.id()));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
-  // Who asks gets "not yet" once; then the work is done, as there may be no other way for who asks in a loop.
+  // Answers "not yet" once, then completes the work: a caller that polls may have no other way to make progress.
   static bool query(const Moment& moment) {
     if (reached(moment)) return true;
     reach(moment);
@@ -115,9 +115,9 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
     if (event) reach(static_cast<Event*>(event)->moment);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to, "both events must be recorded before their elapsed time is asked for");
+    TORCH_CHECK(from && to, "both events must be recorded before elapsed_time()");
     const auto &start = *static_cast<Event*>(from), &end = *static_cast<Event*>(to);
-    TORCH_CHECK(reached(start.moment) && reached(end.moment), "both events must be completed: synchronize them first");
+    TORCH_CHECK(reached(start.moment) && reached(end.moment), "both events must be completed: synchronize() first");
     return std::chrono::duration<double, std::milli>(*end.done_at - *start.done_at).count();
   }
 };

@@ -1,9 +1,9 @@
-// Blocks that other processes of the machine map, as cards of a supernode read each other's memory. Segments lie in files
-// without a name (memfd), which nothing but the processes that hold or map them keeps alive, so that neither an end nor
-// a kill leaves anything behind.
+// Shares blocks with other processes of the machine, as cards of a supernode read each other's memory. Segments are
+// unnamed files (memfd), which exist only as long as a process holds or maps them, so that neither a normal end nor a
+// kill leaves anything behind.
 //
-//   owner    /proc/<pid>/fd/<fd> at an offset is the handle
-//   mapper   maps the owner's whole file once and finds every later block of that owner in place; charged nothing
+//   owner    the handle is /proc/<pid>/fd/<fd> and an offset
+//   mapper   maps the owner's whole file once and reuses the mapping for later blocks of that owner; is not charged
 #include "heap.h"
 #include "streams.h"
 
@@ -20,7 +20,7 @@ namespace npu {
 
 namespace {
 
-// Another process's file, mapped as long as a block of it is held here or the owner lives.
+// Another process's file, mapped as long as this process holds a block of it or the owner is alive.
 struct Mapping {
   Mapping(int fd, const SharedHandle& handle, std::string path)
       : region(fd, handle.file_bytes), path(std::move(path)) {}
@@ -82,7 +82,8 @@ at::Tensor bytes_of(int card, c10::DataPtr data, int64_t bytes) {
 
 SharedHandle share(const at::Tensor& tensor) {
   const auto& data = tensor.storage().data_ptr();
-  TORCH_CHECK_VALUE(data.get() != nullptr && is_device_block(data), "only what lies on a card and has bytes is shared");
+  TORCH_CHECK_VALUE(
+      data.get() != nullptr && is_device_block(data), "share(): expected a tensor that lies on a card and has bytes");
   return shared_place(data.get());
 }
 

@@ -1,4 +1,4 @@
-// Queues of work, done no sooner than somebody has a right to its result (streams.h).
+// Queues of work, run as late as synchronisation allows (streams.h).
 #include "streams.h"
 
 #include <Python.h>
@@ -25,7 +25,7 @@ struct Stream {
   std::deque<Work> queue;
   uint64_t enqueued = 0;
   uint64_t done = 0;
-  std::optional<std::thread::id> worker; // does the front of the queue just now
+  std::optional<std::thread::id> worker; // the thread that runs the front of the queue
 };
 
 struct Streams {
@@ -39,7 +39,7 @@ Streams& streams() {
   return *one;
 }
 
-// Work takes long, may wait for other processes, and may drop Python objects.
+// Work may take long, wait for other processes, and release Python objects.
 struct WithoutGil {
   PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   ~WithoutGil() {
@@ -56,7 +56,7 @@ struct Turn {
     lock.unlock();
   }
   ~Turn() {
-    work = {}; // may free tensors, which comes back here
+    work = {}; // may free tensors, which re-enters this file
     lock.lock();
     stream.worker.reset();
     ++stream.done;
@@ -113,7 +113,7 @@ void reach(const Moment& moment) {
   auto& stream = all.all[{moment.card, moment.stream}];
   while (stream.done < moment.count && !(stream.queue.empty() && !stream.worker)) {
     if (stream.worker) {
-      if (*stream.worker == std::this_thread::get_id()) return; // work that asks for what it is part of
+      if (*stream.worker == std::this_thread::get_id()) return; // work that waits for itself
       all.changed.wait(lock);
       continue;
     }

@@ -1,12 +1,12 @@
-// Streams of a card. Eager (the default): work is done when the call that asks for it returns, and a stream is a name.
+// Streams of a card. Eager (the default): work is complete when its call returns, and a stream is only a name.
 //
-// Late (`streams=adversarial`): a stream is a queue, and non-blocking copies and asynchronous collectives stay in it until
-// somebody has a right to their result: a synchronisation, a blocking copy, or a kernel on that stream or on one that was
-// told to wait for it. Until then their outputs hold what they held before. Kernels run when they are called, after all
-// that their stream has to wait for. Memory that is freed is poisoned as soon as its own stream may use it again.
+// Late (`streams=adversarial`): a stream is a queue; non-blocking copies and asynchronous collectives stay in it until a
+// program may rely on their result: at a synchronize, a blocking copy, or a kernel on that stream or on one that waits
+// for it. Until then their outputs keep their previous contents. Kernels run when they are called, after all that their
+// stream must wait for. Freed memory is poisoned as soon as its own stream may reuse it.
 //
-// So of all orders that a real card may choose, copies and collectives get the latest and kernels the earliest. A program
-// that waits where it must cannot tell; one that forgets reads what was there before, or poison.
+// So of all orders that a real card may choose, copies and collectives run as late and kernels as early as possible. A
+// correctly synchronised program sees no difference; one that forgets to wait reads previous contents or poison.
 #pragma once
 
 #include "emulator.h"
@@ -27,17 +27,17 @@ extern std::atomic<bool> late_cards[kCards];
 inline bool is_late(int card) {
   return late_cards[card].load(std::memory_order_relaxed);
 }
-void set_late(int card, bool late); // the card has no work
+void set_late(int card, bool late); // the card must be idle
 
 void enqueue(int card, c10::StreamId stream, std::function<void()> work);
 void enqueue_wait(int card, c10::StreamId stream, const Moment& moment); // returns at once
 Moment end_of(int card, c10::StreamId stream);
 bool reached(const Moment& moment);
-void reach(const Moment& moment); // does what is due; raises what the work raised
+void reach(const Moment& moment); // runs the work up to it; rethrows its errors
 void reach_end_of(int card, c10::StreamId stream);
 void reach_all(int card);
 bool is_idle(int card);
-void forget_work(); // at the end of the process: what nobody waited for is never done
+void forget_work(); // at the end of the process: drops work that was not waited for
 
 void poison(void* memory, int64_t bytes);
 
