@@ -1,16 +1,16 @@
-"""The model: one definition for training and inference, and what of it each rank holds.
+"""The model: one definition for training and inference, and the shards of it that each rank holds.
 
 config        ModelConfig: the shape, from and to a Hugging Face config.json
 parallel      Parallel: the grid of ranks as arithmetic;   mesh   Mesh: one rank's process groups
 table         LocalParam and Part: logical slices of global tensors, physical places in local ones
-weights       Buckets: storage in units (or buckets) that can be released, taken back and shared under live views
-holder        WeightHolder: what loading, switching and export need of whoever computes with weights
+weights       Buckets: storage in units (or buckets) that can be released, reallocated and shared under live views
+holder        WeightHolder: the interface of a model that weights are loaded into, switched and exported from
 matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients
-transformer   Transformer: embedding, layers, logits; `attend` is what the caller brings
+transformer   Transformer: embedding, layers, logits; the caller passes `attend`
 moe           router, token exchange over EP and expert-TP, grouped experts, load-balancing loss
-replay        the experts of a pass as a column, imposed on another pass
-huggingface   load_weights, save_folder: straight into and out of any layout;   folder   check_folder: reads an index
+replay        record the experts of a forward pass as a column and replay them in another pass
+huggingface   load_weights, save_folder: directly into and out of any layout;   folder   check_folder: reads the index
 """
 
 import lazy_loader

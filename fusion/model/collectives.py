@@ -1,6 +1,6 @@
-"""Collectives with gradients for tensor and expert parallelism.
+"""Run collectives with gradients for tensor and expert parallelism.
 
-Rows of a packed batch are split over the TP ranks as evenly as they go (`shard_sizes`), so a batch need not be padded
+Rows of a packed batch are split over the TP ranks as evenly as possible (`shard_sizes`), so a batch need not be padded
 to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank.
 """
 
@@ -15,32 +15,33 @@ from fusion.model.mesh import Mesh
 
 
 def shard_sizes(rows: int, ranks: int) -> list[int]:
-    """Rows of each rank: they differ by at most one, larger shards first."""
+    """Return the number of rows of each rank: they differ by at most one, larger shards first."""
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
 def gather_rows(x_shard: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
-    """[shard, …] of every TP rank → [rows, …] on all of them. Backward: reduce-scatter of the partial gradients."""
+    """Gather [shard, …] of every TP rank into [rows, …] on all of them. Backward: reduce-scatter of the gradients."""
     return x_shard if mesh.tp_group is None else _GatherRows.apply(x_shard, rows, mesh)
 
 
 def reduce_scatter_rows(x_partial: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Sum over TP of [rows, …], of which each rank keeps its shard. Backward: gather."""
+    """Sum [rows, …] over TP; each rank keeps its shard. Backward: gather."""
     return x_partial if mesh.tp_group is None else _ReduceScatterRows.apply(x_partial, mesh)
 
 
 def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
-    """All-to-all over EP: ``send[r]`` rows go to EP rank r, ``receive[r]`` come from it, in rank order."""
+    """Exchange rows by all-to-all over EP: send ``send[r]`` rows to EP rank r, receive ``receive[r]``, in rank
+    order."""
     return x if mesh.ep_group is None else _ExchangeRows.apply(x, send, receive, mesh)
 
 
 def gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[sizes[rank], …] of every rank of ``group`` → all of them in rank order. Backward: sum of partial gradients."""
+    """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: sum of partial gradients."""
     return x if group is None else _GatherUneven.apply(x, sizes, group)
 
 
 def reduce_scatter_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over ``group`` of [sum(sizes), …], of which each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
+    """Sum [sum(sizes), …] over ``group``; each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
     return x if group is None else _ReduceScatterUneven.apply(x, sizes, group)
 
 
@@ -59,16 +60,16 @@ def _gather(x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    # An exchange and a sum in rank order: reduction trees of the backends add in an order that depends on the buffer's
-    # size, and then a token's bits would depend on the batch it came in.
+    # An exchange and a sum in rank order: the backends' reduction trees add in an order that depends on the buffer's
+    # size, which would make a token's bits depend on the batch that it is in.
     assert mesh.tp_group is not None
     return _sum_scattered(x, shard_sizes(x.shape[0], mesh.parallel.tp), mesh.tp_group)
 
 
 def _sum_scattered(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    mine = sizes[dist.get_rank(group)]
-    pieces = x.new_empty(len(sizes), mine, *x.shape[1:])
-    dist.all_to_all_single(pieces.flatten(0, 1), x.contiguous(), [mine] * len(sizes), sizes, group=group)
+    num_rows = sizes[dist.get_rank(group)]
+    pieces = x.new_empty(len(sizes), num_rows, *x.shape[1:])
+    dist.all_to_all_single(pieces.flatten(0, 1), x.contiguous(), [num_rows] * len(sizes), sizes, group=group)
     total = pieces[0]
     for piece in pieces[1:]:
         total = total + piece
@@ -76,7 +77,7 @@ def _sum_scattered(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) 
 
 
 def _gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    # gloo has no uneven all-gather; everybody sends its rows to everybody
+    # gloo has no uneven all-gather, so every rank sends its rows to every rank
     ranks, out = len(sizes), x.new_empty(sum(sizes), *x.shape[1:])
     dist.all_to_all_single(out, torch.cat([x] * ranks), sizes, [x.shape[0]] * ranks, group=group)
     return out

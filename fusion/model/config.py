@@ -1,4 +1,4 @@
-"""The shape of a model, read from and written to a Hugging Face `config.json`."""
+"""Read the shape of a model from a Hugging Face `config.json` and write it back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ CLASSIFIER = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Qwen3 and Qwen3-MoE. ``num_experts == 0`` is the dense model; every layer of a MoE model is sparse.
+    """Holds the shape of a Qwen3 or Qwen3-MoE model.
 
-    ``num_labels > 0`` is a reward model (`Qwen3ForSequenceClassification`): a head of so many scores instead of logits.
+    ``num_experts == 0`` is the dense model; every layer of a MoE model is sparse. ``num_labels > 0`` is a reward model
+    (`Qwen3ForSequenceClassification`): its head returns ``num_labels`` scores instead of logits.
     """
 
     vocab_size: int
@@ -43,13 +44,13 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> ModelConfig:
-        """Reads a checkpoint folder, or the dictionary of its `config.json`.
+        """Read the config of a checkpoint folder, or of the dictionary of its `config.json`.
 
         Args:
-            key: of the user's config that led here, for error messages.
+            key: the user's config key that named the folder, for error messages.
 
         Raises:
-            ValueError: no `config.json`, or an architecture or a feature that is not supported, by name.
+            ValueError: there is no `config.json`, or an architecture or feature (named) is not supported.
         """
         hf = source if isinstance(source, dict) else read_json(Path(source) / "config.json", key)
         kind = hf.get("model_type")
@@ -83,7 +84,7 @@ class ModelConfig:
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
-        """The `config.json` of this model as transformers writes it."""
+        """Return the `config.json` of this model as transformers writes it."""
         kind = "qwen3_moe" if self.num_experts else "qwen3"
         hf: dict[str, Any] = {
             "architectures": [ARCHITECTURES[kind] + (CLASSIFIER if self.num_labels else "ForCausalLM")],
@@ -124,10 +125,10 @@ class ModelConfig:
 
 
 def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
-    """Reads a file of a checkpoint folder.
+    """Read a JSON file of a checkpoint folder.
 
     Raises:
-        ValueError: the file is absent (named, with the config key that led here).
+        ValueError: the file does not exist (named, with the config key).
     """
     if not path.is_file():
         raise ValueError(f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder")
@@ -135,7 +136,8 @@ def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def _labels(hf: dict[str, Any]) -> int:
-    """Scores of a reward model's head; 0 for a language model. transformers names the labels unless there are 2."""
+    """Return the number of scores of a reward model's head; 0 for a language model. transformers lists the labels
+    unless there are 2."""
     if not any(name.endswith(CLASSIFIER) for name in hf.get("architectures") or ()):
         return 0
     return len(hf["id2label"]) if "id2label" in hf else hf.get("num_labels", 2)

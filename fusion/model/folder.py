@@ -1,4 +1,4 @@
-"""Reads what a Hugging Face folder says it holds, without reading a tensor and without torch."""
+"""Read the index of a Hugging Face folder, without reading a tensor and without torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SINGLE = "model.safetensors"
 
 
 def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path") -> None:
-    """Checks before any worker starts that `load_weights` will find every tensor; reads the index only.
+    """Check, before any worker starts, that `load_weights` will find every tensor; reads the index only.
 
     Args:
-        key: of the user's config that led here, for error messages.
+        key: the user's config key that named the folder, for error messages.
 
     Raises:
-        ValueError: no weights, or a tensor is missing (named).
+        ValueError: the folder holds no weights, or a tensor (named) is missing.
     """
     files = tensor_files(Path(folder), key)
     for name in global_params(config):
@@ -27,10 +27,10 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
 
 
 def tensor_files(folder: Path, key: str = "model.path") -> dict[str, str]:
-    """Maps every tensor's name to the name of its safetensors file.
+    """Map every tensor's name to the name of its safetensors file.
 
     Raises:
-        ValueError: no safetensors in ``folder``.
+        ValueError: ``folder`` holds no safetensors file.
     """
     if (folder / INDEX).is_file():
         return read_json(folder / INDEX, key)["weight_map"]

@@ -1,4 +1,4 @@
-"""The seam between whoever computes with weights and whoever loads, moves, compares or exports them."""
+"""Define the interface of a model whose weights are loaded, resharded, compared and exported."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fusion.npu import Device
 
 
 class WeightHolder(Protocol):
-    """One rank's share of a model's weights in one layout. `Transformer` is one; any trainer or engine that can
-    describe its local tensors as a table and keep them in `Buckets` can be another.
+    """Holds one rank's shard of a model's weights in one layout. `Transformer` implements it; so can any trainer or
+    engine that describes its local tensors as a table and keeps them in `Buckets`.
 
     Invariant: ``weights.views[param.name]`` has the shape ``param.shape`` for every ``param`` of ``table``, before and
-    after its storage was released and allocated again.
+    after its storage is released and reallocated.
     """
 
     @property
     def config(self) -> ModelConfig:
-        """The whole model's shape."""
+        """The shape of the whole model."""
 
     @property
     def mesh(self) -> Mesh:
-        """The grid that the weights are sharded over; this rank's coordinates and process groups."""
+        """The grid of ranks that the weights are sharded over, with this rank's coordinates and process groups."""
 
     @property
     def device(self) -> Device:
@@ -33,12 +33,13 @@ class WeightHolder(Protocol):
 
     @property
     def table(self) -> tuple[LocalParam, ...]:
-        """This rank's local tensors in the order of the forward pass: which box of which global tensor lies where."""
+        """This rank's local tensors in the order of the forward pass: which box of which global tensor is stored
+        where."""
 
     @property
     def weights(self) -> Buckets:
-        """The storage of all of `table`, in units that can be released and allocated one by one."""
+        """The storage of every parameter of `table`, in units that can be released and allocated one by one."""
 
     @property
     def max_numel(self) -> int:
-        """Elements of the largest local matrix: larger ones are cut along their rows (`LocalParam.cut`)."""
+        """Upper bound on the elements of a local matrix: larger ones are cut along their rows (`LocalParam.cut`)."""

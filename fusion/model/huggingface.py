@@ -1,7 +1,7 @@
-"""Hugging Face folders, read into and written out of any parallel layout without assembling the model in one place.
+"""Load and save Hugging Face folders in any parallel layout, without assembling the whole model on one rank.
 
-Reading: every rank opens the safetensors files and reads just the boxes its parts name. Writing: ranks send the parts
-they own (one owner an element) to rank 0 tensor by tensor, which writes shards of bounded size as it goes.
+Loading: every rank opens the safetensors files and reads only the boxes of its own parts. Saving: ranks send the parts
+that they own (each element has one owner) to rank 0, tensor by tensor; rank 0 writes shards of bounded size meanwhile.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TOKENIZER_FILES = (
 
 
 def load_weights(model: WeightHolder, folder: str | Path) -> None:
-    """Fills the model's local tensors from a checkpoint folder, converting to their dtype.
+    """Load the model's local tensors from a checkpoint folder, converted to their dtype.
 
     Raises:
-        ValueError: a tensor is missing or has another shape than `config.json` implies (named).
+        ValueError: a tensor (named) is missing, or its shape differs from what `config.json` implies.
     """
     folder = Path(folder)
     files, shapes = tensor_files(folder), global_params(model.config)
@@ -66,9 +66,9 @@ def save_folder(
     views: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes config.json, safetensors shards and, from ``tokenizer_from``, the tokenizer's files.
+    """Write config.json, safetensors shards and, from ``tokenizer_from``, the tokenizer's files.
 
-    Collective over the model's mesh; rank 0 writes. What it writes, `transformers.AutoModelForCausalLM` loads.
+    Collective over the model's mesh; rank 0 writes. `transformers.AutoModelForCausalLM` loads the folder.
 
     Args:
         views, group: as of `gather_tensors`.
@@ -97,11 +97,12 @@ def save_folder(
 def gather_tensors(
     model: WeightHolder, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yields (name, whole CPU tensor) of every global tensor on rank 0, (name, None) elsewhere. Collective.
+    """Yield (name, whole CPU tensor) of every global tensor on rank 0, (name, None) on other ranks. Collective.
 
     Args:
-        views: the parameters of this rank by local name, where they are not to be the model's own: a copy, say.
-        group: over the ranks of the mesh, in their order, used by nobody else meanwhile. None: the mesh's own.
+        views: tensors to gather instead of the model's own, for example a copy: this rank's parameters by local name.
+        group: process group over the ranks of the mesh, in their order, unused by anything else meanwhile. None: the
+            mesh's own.
     """
     mesh = model.mesh
     views = model.weights.views if views is None else views
@@ -127,7 +128,7 @@ def gather_tensors(
 
 
 def _owners(tables: list[tuple[LocalParam, ...]]) -> dict[str, list[tuple[int, LocalParam, Part]]]:
-    """Global tensor → the parts that make it up, each from the lowest rank that holds it."""
+    """Map each global tensor to the parts that make it up, each from the lowest rank that holds it."""
     owners: dict[str, dict[tuple, tuple[int, LocalParam, Part]]] = {}
     for rank, table in enumerate(tables):
         for param in table:

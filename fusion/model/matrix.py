@@ -1,4 +1,4 @@
-"""A weight matrix as a layer sees it: one parameter, or blocks of its rows where it is too large for a storage unit."""
+"""Represent a weight matrix as one parameter, or as blocks of rows where it is too large for a storage unit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 from fusion.npu.ops import linear
 
 Weights = dict[str, torch.Tensor]
-"""Local tensors by name, below the name of the module that owns them."""
+"""Local tensors by name, relative to the module that owns them."""
 
 Matrix = nn.Parameter | nn.ParameterList
 
 
 def parameter(name: str, weights: Weights) -> Matrix:
-    """The matrix ``name`` [O, D]: a parameter, or the list of ``name.0``, ``name.1``, … as the table cuts it."""
+    """Create the matrix ``name`` [O, D]: a parameter, or the list of ``name.0``, ``name.1``, … as the table cuts it."""
     if name in weights:
         return nn.Parameter(weights[name])
     blocks: list[nn.Parameter] = []
@@ -25,12 +25,12 @@ def parameter(name: str, weights: Weights) -> Matrix:
 
 
 def blocks_of(matrix: Matrix) -> list[torch.Tensor]:
-    """The blocks of rows, in order."""
+    """Return the matrix's blocks of rows, in order."""
     return list(matrix) if isinstance(matrix, nn.ParameterList) else [matrix]
 
 
 def project(x_ND: torch.Tensor, matrix: Matrix, row_multiple: int = 1) -> torch.Tensor:
-    """x @ matrix.T [N, O], see `fusion.npu.ops.linear`."""
+    """Compute x @ matrix.T [N, O], see `fusion.npu.ops.linear`."""
     if isinstance(matrix, nn.Parameter):
         return linear(x_ND, matrix, row_multiple)
     return torch.cat([linear(x_ND, block, row_multiple) for block in matrix], dim=-1)

@@ -1,4 +1,4 @@
-"""Creates the process groups of one rank in a layout (`parallel.py` says who is in which)."""
+"""Create the process groups of one rank in a layout (`parallel.py` computes their members)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fusion.model.parallel import AXES, Parallel
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place in a layout and its process groups; a group is None where it has one member.
+    """Holds one rank's coordinates in a layout and its process groups; a group of one member is None.
 
-    ``ends_group``: this rank and the one on the other end of the pipeline, on the first and the last stage.
+    ``ends_group``: on the first and the last pipeline stage, this rank and the corresponding rank of the other end.
     """
 
     parallel: Parallel
@@ -62,38 +62,39 @@ class Mesh:
 
     @classmethod
     def single(cls) -> Mesh:
-        """One process, no torch.distributed."""
+        """Return the mesh of a single process, without torch.distributed."""
         return cls(Parallel(), 0)
 
     @classmethod
     def create(cls, parallel: Parallel, ranks: tuple[int, ...] | None = None) -> Mesh:
-        """The mesh of the calling process over ``ranks`` (global ranks, in layout order; default: all).
+        """Create the mesh of the calling process over ``ranks`` (global ranks, in layout order; default: all).
 
-        Collective over the whole world: every process calls it with the same arguments in the same order. A process
-        outside ``ranks`` gets a mesh with rank -1.
+        Collective over the whole world: every process must call it with the same arguments in the same order. A
+        process outside ``ranks`` gets a mesh with rank -1.
         """
         if not dist.is_initialized():
             assert parallel.world == 1
             return cls.single()
         ranks = ranks or tuple(range(parallel.world))
         assert len(ranks) == parallel.world
-        me = dist.get_rank()
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        own_rank = dist.get_rank()
+        group_by_members: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-        def group_of(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-            mine = None
+        def create_groups(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+            """Creates every group of an axis (collective) and returns the one of this rank."""
+            own_group = None
             for group in groups:
                 members = tuple(ranks[i] for i in group)
-                if len(members) > 1 and members not in made:
-                    made[members] = dist.new_group(list(members))
-                if me in members and len(members) > 1:
-                    mine = made[members]
-            return mine
+                if len(members) > 1 and members not in group_by_members:
+                    group_by_members[members] = dist.new_group(list(members))
+                if own_rank in members and len(members) > 1:
+                    own_group = group_by_members[members]
+            return own_group
 
-        found = {f"{axis}_group": group_of(parallel.groups(axis)) for axis in AXES}
-        found |= {
-            "ends_group": group_of(parallel.ends()),
-            "stage_group": group_of(parallel.stages()),
-            "world_group": group_of((tuple(range(parallel.world)),)),
+        own_groups = {f"{axis}_group": create_groups(parallel.groups(axis)) for axis in AXES}
+        own_groups |= {
+            "ends_group": create_groups(parallel.ends()),
+            "stage_group": create_groups(parallel.stages()),
+            "world_group": create_groups((tuple(range(parallel.world)),)),
         }
-        return cls(parallel, ranks.index(me) if me in ranks else -1, **found)
+        return cls(parallel, ranks.index(own_rank) if own_rank in ranks else -1, **own_groups)

@@ -1,11 +1,12 @@
-"""The sparse MLP: route, send tokens to their experts, grouped SwiGLU, send them back.
+"""Compute the sparse MLP: route tokens, dispatch them to their experts, run the grouped SwiGLU, combine.
 
     x_nD ─ router ─► top-k ─ sort by expert ─ all-to-all ─► group by local expert ─ grouped matmul ─┐
                           out_nD ◄─ Σ weight · y ◄─ back in order ◄─ all-to-all ◄────────────────────┘
 
-Every rank brings its own rows (rows are split over TP between blocks), so no token is computed twice. Where an expert
-is cut over ranks (expert-TP) they gather each other's rows after the first all-to-all and reduce-scatter their partial
-sums before the second. Sums over the k experts of a token run in the router's order, never in order of arrival.
+Every rank contributes its own rows (rows are split over TP between blocks), so no token is computed twice. Where an
+expert is split over ranks (expert-TP), these gather each other's rows after the first all-to-all and reduce-scatter
+their partial sums before the second. The sum over the k experts of a token runs in the router's order, never in order
+of arrival.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.mesh = config, mesh
         self.router = parameter("router", weights)
-        here = config.num_experts // mesh.parallel.ep
-        own = range(mesh.ep_rank * here, (mesh.ep_rank + 1) * here)
-        below: dict[int, Weights] = {expert: {} for expert in own}
+        num_local = config.num_experts // mesh.parallel.ep
+        local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
+        weights_by_expert: dict[int, Weights] = {expert: {} for expert in local_experts}
         for name, view in weights.items():
             if name.startswith("experts."):
                 _, expert, matrix = name.split(".", 2)
-                below[int(expert)][matrix] = view
-        self.experts = nn.ModuleDict({str(expert): Expert(matrices) for expert, matrices in below.items()})
-        # Looked up once: a decode step feels what nn.Module takes to find an attribute.
+                weights_by_expert[int(expert)][matrix] = view
+        self.experts = nn.ModuleDict({str(expert): Expert(matrices) for expert, matrices in weights_by_expert.items()})
+        # Looked up once: nn.Module's attribute access takes measurable time in a decode step.
         self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
         self._down: list[Any] = [expert.down for expert in self.experts.values()]
 
     def forward(
         self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None
     ) -> tuple[torch.Tensor, Routed]:
-        """Returns the output [n, D] and what the router did. Rows with ``forced`` experts go there, weighed by the
-        probabilities that this router gives them (with gradient), normalised as its own choice would be."""
+        """Return the output [n, D] and the routing. Rows with ``forced`` experts are sent to these, weighted by the
+        probabilities that this router gives them (with gradient), normalised like its own choice."""
         probs_nE = project(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
         weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
-        strayed = None
+        num_mismatched = None
         if forced is not None:
-            strayed, expert_nk = forced.strayed(expert_nk), forced.impose(expert_nk)
+            num_mismatched, expert_nk = forced.count_mismatched(expert_nk), forced.impose(expert_nk)
             weight_nk = probs_nE.gather(-1, expert_nk)
         if self.config.norm_topk_prob:
             weight_nk = weight_nk / weight_nk.sum(-1, keepdim=True)
         counts_E = torch.bincount(expert_nk.flatten(), minlength=self.config.num_experts)
-        routed = Routed(torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)]), expert_nk, strayed)
+        routed = Routed(torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)]), expert_nk, num_mismatched)
 
         order = expert_nk.flatten().argsort(stable=True)
         y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple)
@@ -72,7 +73,7 @@ class MoE(nn.Module):
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
 
     def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> torch.Tensor:
-        """Rows sorted by expert in, the experts' outputs in the same order out."""
+        """Run the experts on rows sorted by expert; returns their outputs in the same order."""
         mesh = self.mesh
         if mesh.ep_group is None and mesh.etp_group is None:
             return self._swiglu(x, counts_E, row_multiple)
@@ -87,7 +88,7 @@ class MoE(nn.Module):
         return exchange_rows(y, receive, send, mesh)
 
     def _exchange_counts(self, counts_E: torch.Tensor) -> tuple[list[int], list[list[list[int]]]]:
-        """Rows to each EP rank; and [etp rank][source rank][local expert] rows that arrive there."""
+        """Return the number of rows sent to each EP rank, and received as [etp rank][source rank][local expert]."""
         mesh, ranks = self.mesh, self.mesh.parallel.ep
         arriving = counts_E
         if mesh.ep_group is not None:
@@ -97,8 +98,8 @@ class MoE(nn.Module):
         if mesh.etp_group is not None:
             gathered = arriving.new_empty(mesh.parallel.etp * arriving.numel())
             dist.all_gather_into_tensor(gathered, arriving, group=mesh.etp_group)
-        both = torch.cat([counts_E, gathered]).view(1 + mesh.parallel.etp, ranks, -1).tolist()
-        return [sum(row) for row in both[0]], both[1:]
+        counts = torch.cat([counts_E, gathered]).view(1 + mesh.parallel.etp, ranks, -1).tolist()
+        return [sum(row) for row in counts[0]], counts[1:]
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
         counts = counts if isinstance(counts, list) else counts.tolist()
@@ -107,7 +108,7 @@ class MoE(nn.Module):
 
 
 def _grouped(x: torch.Tensor, matrices: list[Matrix], counts: list[int], row_multiple: int) -> torch.Tensor:
-    """`grouped_linear` over matrices that may be cut into blocks of rows, all of them alike."""
+    """Apply `grouped_linear` to matrices that may be cut into blocks of rows, all cut alike."""
     if isinstance(matrices[0], nn.Parameter):
         return grouped_linear(x, matrices, counts, row_multiple)  # type: ignore[arg-type]
     blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
@@ -115,7 +116,7 @@ def _grouped(x: torch.Tensor, matrices: list[Matrix], counts: list[int], row_mul
 
 
 def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices that turn rows ordered (source, expert) into (expert, source), and back."""
+    """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse."""
     starts: list[list[int]] = []
     position = 0
     for row in by_source:
@@ -142,14 +143,20 @@ def _weighted_sum(y_nkD: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
 
 
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:
-    """The auxiliary loss of Switch Transformers as transformers computes it for Qwen3-MoE, over all layers at once.
+    """Compute the auxiliary loss of Switch Transformers as transformers does for Qwen3-MoE, over all layers at once.
 
-    E · Σ_e f_e P_e, with f_e the mean number of times a token went to expert e, and P_e its mean probability. Where
-    routing is replayed f_e counts the replayed one, the load there really is, and P_e is this model's own, so the
-    gradient still takes from the experts that are loaded. ``stats`` is one
-    [2, E] a layer, of this rank's rows; ``total_counts_E`` (summed over layers) and ``total_rows`` (rows ×
-    layers) are those of the whole batch, so that the sum of the ranks' and micro-batches' losses is the loss of the
-    batch. Scalar, float32.
+    E · Σ_e f_e P_e, with f_e the mean number of times a token is routed to expert e, and P_e its mean probability.
+    Where routing is replayed, f_e counts the replayed routing (the actual load) and P_e is this model's own, so that
+    the gradient still shifts probability away from loaded experts.
+
+    Args:
+        stats: `Routed.stats` of each layer, float32 [2, E], over this rank's rows.
+        total_counts_E: tokens routed to each expert, summed over layers, of the whole batch.
+        total_rows: rows × layers of the whole batch, so that the losses of ranks and micro-batches add up to the
+            batch's.
+
+    Returns:
+        A float32 scalar.
     """
     probs_E = torch.stack(stats)[:, 1].sum(0)
     return probs_E.numel() * (total_counts_E / total_rows * probs_E / total_rows).sum()

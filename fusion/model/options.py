@@ -1,4 +1,4 @@
-"""The config groups `model` and `parallel`: which checkpoint, in which data type, in which layouts."""
+"""Define the config groups `model` and `parallel`: the checkpoint, its data type and the layouts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class PolicyModelConfig:
     """Data type of the compute weights: `float32`, or `bfloat16` with float32 master weights in the optimizer."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Check every value of the group.
+
+        Raises:
+            ValueError: a value (named by its key) is not accepted.
         """
         Checks("model", self).one_of("dtype", DTYPES)
 
@@ -37,7 +39,7 @@ class PolicyModelConfig:
 
 @dataclass
 class LayoutConfig:
-    """The sizes of one layout; data parallel takes the cards that are left."""
+    """Sizes of one layout; data parallel uses the remaining cards."""
 
     tp: int = 1
     """Tensor parallel: ranks that split the attention and dense layers of a token."""
@@ -54,7 +56,7 @@ class ParallelConfig:
     """The layouts of a run."""
 
     train: LayoutConfig = field(default_factory=LayoutConfig)
-    """Layout of the training phase; data parallel takes the cards that are left."""
+    """Layout of the training phase; data parallel uses the remaining cards."""
     infer: LayoutConfig = field(default_factory=LayoutConfig)
     """Layout of the generation phase; cards beyond one TP/EP group become further engines."""
     score: LayoutConfig = field(default_factory=LayoutConfig)
@@ -62,8 +64,10 @@ class ParallelConfig:
     pp must be 1, and a dense model ignores ep and etp."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a size below 1, by key.
+        """Check every size of the group.
+
+        Raises:
+            ValueError: a size (named by its key) is below 1.
         """
         for name in ("train", "infer", "score"):
             Checks(f"parallel.{name}", getattr(self, name)).integer("tp", "ep", "pp", "etp", at_least=1)

@@ -1,17 +1,17 @@
-"""Arithmetic of the grid of ranks: sizes, coordinates and groups of one layout. Pure; `mesh.py` makes the groups.
+"""Compute sizes, coordinates and groups of ranks of one layout. Pure; `mesh.py` creates the process groups.
 
-Pipeline stages are runs of neighbouring ranks. Inside a stage, attention and dense weights have tensor parallel as the
-fastest axis and data parallel as the next; experts have expert-tensor parallel (an expert cut over ranks) as the
+A pipeline stage is a range of consecutive ranks. Inside a stage, attention and dense weights have tensor parallel as
+the fastest axis and data parallel as the next; experts have expert-tensor parallel (an expert split over ranks) as the
 fastest, expert parallel as the next, and expert-data parallel (replicas of an expert) as the last. The two grids cover
-the ranks of a stage independently, as Megatron-Core lays them out, so TP2 EP2 PP2 on eight ranks is:
+the ranks of a stage independently, as in Megatron-Core, so TP2 EP2 PP2 on eight ranks is:
 
     rank   0  1  2  3 | 4  5  6  7
     pp     0  0  0  0 | 1  1  1  1
     tp     0  1  0  1 | 0  1  0  1      dp   0  0  1  1 | 0  0  1  1
     ep     0  1  0  1 | 0  1  0  1      edp  0  0  1  1 | 0  0  1  1
 
-Tokens between two blocks are split over TP (sequence parallel), so that every rank of an EP group brings other tokens
-to the experts, whatever TP is.
+Tokens are split over TP between blocks (sequence parallel), so that every rank of an EP group sends different tokens
+to the experts, for any TP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AXES: tuple[Axis, ...] = ("tp", "dp", "etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of one layout. ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
+    """Holds the sizes of one layout: ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
     expert-tensor parallel ``etp``."""
 
     world: int = 1
@@ -77,7 +77,7 @@ class Parallel:
                 return rank // self.stage_world
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks along an axis, each in the order of the axis."""
+        """Return all groups of ranks along an axis, each in the order of the axis."""
         grid = next(grid for grid in (("pp", "tp", "dp"), ("pp", "etp", "ep", "edp")) if axis in grid)
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
@@ -86,32 +86,36 @@ class Parallel:
         return tuple(tuple(group) for group in members.values())
 
     def ends(self) -> tuple[tuple[int, ...], ...]:
-        """Pairs of the ranks that hold the same rows of the embedding on the first and on the last stage."""
+        """Return the pairs of ranks that hold the same rows of the embedding on the first and the last stage."""
         return tuple((group[0], group[-1]) for group in self.groups("pp")) if self.pp > 1 else ()
 
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each pipeline stage."""
+        """Return the ranks of each pipeline stage."""
         size = self.stage_world
         return tuple(tuple(range(stage * size, (stage + 1) * size)) for stage in range(self.pp))
 
     def layers(self, num_layers: int, stage: int) -> range:
-        """The layers of a pipeline stage: as even as they go, earlier stages take the remainder (the last has the
-        logits to compute)."""
+        """Return the layers of a pipeline stage: split as evenly as possible, the remainder to earlier stages (the
+        last one also computes the logits)."""
         share, rest = divmod(num_layers, self.pp)
         start = stage * share + min(stage, rest)
         return range(start, start + share + (stage < rest))
 
     def check(self, config: ModelConfig, key: str) -> None:
-        """Raises:
-        ValueError: a dimension of the model that the layout does not divide, with both numbers; ``key`` names the
-            config node the user has to change.
+        """Check that the layout divides the model's dimensions.
+
+        Args:
+            key: the config node that the user has to change.
+
+        Raises:
+            ValueError: the layout does not divide a dimension of the model (with both numbers).
         """
-        wanted = {
+        divisible_sizes = {
             "num_attention_heads": config.num_heads,
             "vocab_size": config.vocab_size,
             "intermediate_size": config.intermediate_size if not config.num_experts else self.tp,
         }
-        for name, size in wanted.items():
+        for name, size in divisible_sizes.items():
             if size % self.tp:
                 raise ValueError(f"{key}.tp={self.tp} does not divide the model's {name}={size}")
         if config.num_kv_heads % self.tp and self.tp % config.num_kv_heads:
@@ -134,5 +138,5 @@ class Parallel:
             raise ValueError(f"{key}.pp={self.pp} exceeds the model's num_hidden_layers={config.num_layers}")
 
     def __str__(self) -> str:
-        rare = "".join(f"{axis.upper()}{size}" for axis, size in (("pp", self.pp), ("etp", self.etp)) if size > 1)
-        return f"TP{self.tp}EP{self.ep}{rare}DP{self.dp}"
+        optional = "".join(f"{axis.upper()}{size}" for axis, size in (("pp", self.pp), ("etp", self.etp)) if size > 1)
+        return f"TP{self.tp}EP{self.ep}{optional}DP{self.dp}"

@@ -1,30 +1,30 @@
-"""The parameter table: which slice of which global tensor every rank holds, and how it is stored there.
+"""Build the parameter table: which slice of which global tensor every rank holds, and how it is stored.
 
 *Logical*: the model is a set of global tensors under their Hugging Face names. A `Part` names a box of one of them.
-*Physical*: a rank stores parts inside local tensors, fused as its kernels like them. The box inside the local tensor,
-and whether it lies there transposed, is the other half of the `Part`. A reshard plan only compares logical boxes;
+*Physical*: a rank stores parts inside local tensors, fused as its kernels require. The box inside the local tensor,
+and whether it is stored transposed, is the other half of the `Part`. A reshard plan only compares logical boxes;
 another engine's format is another list of parts.
 
-Local tensors of a rank (l: its share under TP or expert-TP; i, e: numbers in the whole model, of the layers of its
-pipeline stage and of the experts of its EP rank):
+Local tensors of a rank (suffix l: its shard under TP or expert-TP; i and e index the whole model's layers, those of
+its pipeline stage, and experts, those of its EP rank):
 
     embed                           [Vl, D]            embed_tokens rows; first stage, and last where tied
     layers.i.input_norm             [D]
-    layers.i.attention.qkv          [(Hl + 2 Kl) C, D] q, k and v rows, one under the other
-    layers.i.attention.q_norm       [C]                (k_norm alike)
+    layers.i.attention.qkv          [(Hl + 2 Kl) C, D] q, k and v rows, concatenated
+    layers.i.attention.q_norm       [C]                (k_norm likewise)
     layers.i.attention.out          [D, Hl C]          o_proj columns
     layers.i.post_norm              [D]
-    layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows over up rows
+    layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows, then up rows
     layers.i.mlp.down               [D, Fl]            dense
     layers.i.moe.router             [E, D]
     layers.i.moe.experts.e.gate_up  [2 Fl, D]
     layers.i.moe.experts.e.down     [D, Fl]
     norm                            [D]                last stage
     lm_head                         [Vl, D]            last stage; absent where embeddings are tied
-    score                           [labels, D]        last stage of a reward model, in the place of lm_head
+    score                           [labels, D]        last stage of a reward model, in place of lm_head
 
-A matrix that is too large for a storage unit is cut along its rows into `name.0`, `name.1`, …: local tensors of their
-own, whose outputs are laid side by side.
+A matrix that is too large for a storage unit is cut along its rows into separate local tensors `name.0`, `name.1`, …,
+whose outputs are concatenated.
 
 Invariant: over the ranks of one grid the parts cover every element of every global tensor, and every element of a local
 tensor belongs to exactly one part.
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     import torch
 
 Box = tuple[tuple[int, int], ...]
-"""One (start, stop) a dimension."""
+"""One (start, stop) per dimension."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of the global tensor ``name`` and where it lies in a local tensor.
+    """Maps a box of the global tensor ``name`` to its place in a local tensor.
 
-    ``local`` has one range for each dimension of the local tensor; leading ranges of size one may be more than the
-    global tensor has dimensions (one expert of a stack). ``transposed``: the last two dimensions lie swapped.
+    ``local`` has one range for each dimension of the local tensor, which may have more leading dimensions of size one
+    than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Part:
         return tuple(stop - start for start, stop in self.region)
 
     def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
-        """The part's elements as a view in the global orientation, shape `Part.shape`."""
+        """Return the part's elements as a view in the global orientation, shape `Part.shape`."""
         view = local_tensor[tuple(slice(start, stop) for start, stop in self.local)]
         for _ in range(view.dim() - len(self.region)):
             view = view.squeeze(0)
@@ -73,7 +73,8 @@ class Part:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different elements."""
+    """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
+    elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,7 +87,8 @@ class LocalParam:
         return prod(self.shape)
 
     def cut(self, max_numel: int) -> list[LocalParam]:
-        """The tensor as blocks of rows of at most ``max_numel`` elements; itself where it fits or is a vector."""
+        """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is
+        not split."""
         if self.numel <= max_numel or len(self.shape) < 2:
             return [self]
         rows = max(1, max_numel * self.shape[0] // self.numel)
@@ -107,7 +109,7 @@ class LocalParam:
 
 
 def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
-    """(first, last + 1) of the key/value heads of a rank; several ranks share one where TP exceeds their number."""
+    """Return the half-open range of key/value heads of a rank; ranks replicate heads where TP exceeds their number."""
     if parallel.tp <= config.num_kv_heads:
         per_rank = config.num_kv_heads // parallel.tp
         return tp_rank * per_rank, (tp_rank + 1) * per_rank
@@ -116,7 +118,7 @@ def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int
 
 
 def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name → shape of every tensor of a checkpoint."""
+    """Map the Hugging Face name of every tensor of a checkpoint to its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
     for param in local_params(config, Parallel(), 0):
         for part in param.parts:
@@ -127,7 +129,7 @@ def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def local_params(
     config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None
 ) -> tuple[LocalParam, ...]:
-    """The local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements each."""
+    """Return the local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements."""
     rows = _TableRows(config, parallel, rank)
     stage = parallel.coordinate("pp", rank)
     first, last = stage == 0, stage == parallel.pp - 1
@@ -154,7 +156,7 @@ class _TableRows:
         self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
         self.etp_rank = parallel.coordinate("etp", rank)
 
-    def share(self, size: int) -> tuple[int, int]:
+    def tp_range(self, size: int) -> tuple[int, int]:
         per_rank = size // self.parallel.tp
         return self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank
 
@@ -163,7 +165,7 @@ class _TableRows:
         return LocalParam(name, shape, (Part(hf_name, box, box),))
 
     def vocabulary(self, name: str, hf_name: str) -> LocalParam:
-        return self.stacked_rows(name, [(hf_name, self.share(self.config.vocab_size))])
+        return self.stacked_rows(name, [(hf_name, self.tp_range(self.config.vocab_size))])
 
     def stacked_rows(self, name: str, pieces: list[tuple[str, tuple[int, int]]], expert: bool = False) -> LocalParam:
         width, offset, parts = self.config.hidden_size, 0, []
@@ -184,7 +186,7 @@ class _TableRows:
         first_kv, end_kv = kv_heads(config, self.parallel, self.tp_rank)
         kv_rows = (first_kv * c, end_kv * c)
         qkv = [
-            (f"{hf}.self_attn.q_proj.weight", self.share(config.num_heads * c)),
+            (f"{hf}.self_attn.q_proj.weight", self.tp_range(config.num_heads * c)),
             (f"{hf}.self_attn.k_proj.weight", kv_rows),
             (f"{hf}.self_attn.v_proj.weight", kv_rows),
         ]
@@ -193,14 +195,16 @@ class _TableRows:
             self.stacked_rows(f"{local}.attention.qkv", qkv),
             self.whole(f"{local}.attention.q_norm", f"{hf}.self_attn.q_norm.weight", (c,)),
             self.whole(f"{local}.attention.k_norm", f"{hf}.self_attn.k_norm.weight", (c,)),
-            self.columns(f"{local}.attention.out", f"{hf}.self_attn.o_proj.weight", self.share(config.num_heads * c)),
+            self.columns(
+                f"{local}.attention.out", f"{hf}.self_attn.o_proj.weight", self.tp_range(config.num_heads * c)
+            ),
             self.whole(f"{local}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
         ]
         return rows + (self.experts(layer) if config.num_experts else self.dense_mlp(layer))
 
     def dense_mlp(self, layer: int) -> list[LocalParam]:
         hf, local = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
-        share = self.share(self.config.intermediate_size)
+        share = self.tp_range(self.config.intermediate_size)
         return [
             self.stacked_rows(f"{local}.gate_up", _gate_up(hf, share)),
             self.columns(f"{local}.down", f"{hf}.down_proj.weight", share),
@@ -211,12 +215,12 @@ class _TableRows:
         width = config.moe_intermediate_size // self.parallel.etp
         share = self.etp_rank * width, (self.etp_rank + 1) * width
         rows = [self.whole(f"{local}.router", f"{hf}.gate.weight", (config.num_experts, config.hidden_size))]
-        here = config.num_experts // self.parallel.ep
-        for expert in range(self.ep_rank * here, (self.ep_rank + 1) * here):
-            one = f"{hf}.experts.{expert}"
+        num_local = config.num_experts // self.parallel.ep
+        for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
+            hf_expert = f"{hf}.experts.{expert}"
             rows += [
-                self.stacked_rows(f"{local}.experts.{expert}.gate_up", _gate_up(one, share), expert=True),
-                self.columns(f"{local}.experts.{expert}.down", f"{one}.down_proj.weight", share, expert=True),
+                self.stacked_rows(f"{local}.experts.{expert}.gate_up", _gate_up(hf_expert, share), expert=True),
+                self.columns(f"{local}.experts.{expert}.down", f"{hf_expert}.down_proj.weight", share, expert=True),
             ]
         return rows
 

@@ -1,14 +1,14 @@
-"""Qwen3 and Qwen3-MoE, once, for training and for inference, in any layout.
+"""Define Qwen3 and Qwen3-MoE once, for training and inference, in any layout.
 
-Between blocks the rows of a packed batch are split over TP. A block gathers them, works on its heads or its columns,
-and reduce-scatters the sum; the MoE works on the split rows and exchanges them over EP.
+Between blocks the rows of a packed batch are split over TP. A block gathers them, computes its heads or its columns,
+and reduce-scatters the sum; the MoE computes on the split rows and exchanges them over EP.
 
     ids_N ─ embed ─► x_[N/tp]D ─► { norm ─ gather ─ qkv ─ rope ─ attend ─ out ─ scatter ─(+)
                                     norm ─ MLP or MoE ─(+) } × layers ─► norm ─ gather ─► hidden_ND
 
-A pipeline stage has a run of the layers: x enters it as ``hidden`` and leaves it before the norm, both split over TP.
-What differs between a trainer and an engine is only ``attend``: the trainer attends inside packed sequences, the engine
-writes to and reads from its paged cache.
+A pipeline stage holds consecutive layers: x enters it as ``hidden`` and leaves it before the norm, both split over TP.
+A trainer and an engine differ only in ``attend``: the trainer attends within packed sequences, the engine writes to and
+reads from its paged KV cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ are already applied."""
 
 
 class PackedAttention:
-    """`Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
+    """Implements `Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
 
     def __init__(self, lengths: list[int]):
         self.lengths = lengths
@@ -48,14 +48,14 @@ class PackedAttention:
 
 
 class Transformer(nn.Module):
-    """One rank's share of the model. Its parameters are views into `weights` (flat `Buckets`) and start at zero.
+    """Computes one rank's shard of the model. Its parameters are views into `weights` (flat `Buckets`), initially zero.
 
     Args:
         dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
-        bucket_bytes: of which the largest unit of storage is a part (`unit_bytes`).
-        batch_invariant: a row's result does not depend, to the bit, on which rows it is computed with.
-        share: weights of another model on this card; what both hold alike is stored once, in ``share``.
-        resident: False: the weights hold no memory yet.
+        bucket_bytes: determines the size of the largest unit of storage (`unit_bytes`).
+        batch_invariant: make a row's result bitwise independent of the other rows in its batch.
+        share: weights of another model on this card; units that both hold are stored once, in ``share``.
+        resident: False: allocate no memory for the weights yet.
     """
 
     def __init__(
@@ -104,12 +104,19 @@ class Transformer(nn.Module):
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """int64 token ids and positions [N] (the same on all TP ranks) → hidden states [N, D] after the final norm.
+        """Compute the hidden states [N, D] after the final norm.
 
-        On a pipeline's inner ends: ``hidden`` is what the stage before returned (None on the first stage), and a stage
-        that is not the last returns this TP rank's rows [n, D] before the norm (`hidden_rows`). All ranks of an EP
-        group call it equally often; N may be 0. ``routed`` collects one `Routed` a MoE layer of this
-        rank's rows; ``replay`` says where they go.
+        All ranks of an EP group must call it equally often; N may be 0.
+
+        Args:
+            ids_N, positions_N: int64 [N], the same on all TP ranks.
+            routed: one `Routed` of this rank's rows is appended per MoE layer.
+            hidden: what the previous pipeline stage returned; None on the first stage.
+            replay: the experts to route the rows to.
+
+        Returns:
+            On the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
+            (`hidden_rows`).
         """
         rows = ids_N.shape[0]
         rope = self._rope(positions_N)
@@ -118,27 +125,29 @@ class Transformer(nn.Module):
         replay = None if replay is None else replay.of_rank(self.mesh)
         for index, layer in enumerate(self.layers.values()):
             forced = None if replay is None else replay.layer(index)
-            inputs = x, rows, rope, attend, self.row_multiple, forced
+            inputs: dict[str, Any] = dict(
+                rows=rows, rope=rope, attend=attend, row_multiple=self.row_multiple, forced=forced
+            )
             if self.recompute and torch.is_grad_enabled():
-                x, found = checkpoint(layer, *inputs, use_reentrant=False, early_stop=False)
+                x, layer_routed = checkpoint(layer, x, use_reentrant=False, early_stop=False, **inputs)
             else:
-                x, found = layer(*inputs)
-            if routed is not None and found is not None:
-                routed.append(found)
+                x, layer_routed = layer(x, **inputs)
+            if routed is not None and layer_routed is not None:
+                routed.append(layer_routed)
         if not self.mesh.last_stage:
             return x
         return gather_rows(rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
 
     def hidden_rows(self, rows: int) -> int:
-        """Rows of a batch of ``rows`` that this TP rank holds between two blocks, and between two stages."""
+        """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
         return shard_sizes(rows, self.mesh.parallel.tp)[self.mesh.tp_rank]
 
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, D] → this TP rank's columns of the logits [n, V / tp]. On the last stage."""
+        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
         return project(hidden_nD, self.lm_head, self.row_multiple)
 
     def scores(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, D] → the scores [n, labels] of a reward model, on every TP rank. On the last stage."""
+        """Compute a reward model's scores [n, labels] from hidden states [n, D], on all TP ranks. On the last stage."""
         return linear(hidden_nD, self.score, self.row_multiple)
 
     def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
@@ -149,8 +158,8 @@ class Transformer(nn.Module):
         partial = None
         for block in blocks:
             local = ids_N - first
-            here = (local >= 0) & (local < block.shape[0])
-            looked_up = F.embedding(local.where(here, 0), block) * here.unsqueeze(-1)
+            is_local = (local >= 0) & (local < block.shape[0])
+            looked_up = F.embedding(local.where(is_local, 0), block) * is_local.unsqueeze(-1)
             partial = looked_up if partial is None else partial + looked_up
             first += block.shape[0]
         assert partial is not None
@@ -164,18 +173,18 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """``index``: among the layers of this rank's stage."""
+    """Computes attention and the MLP or MoE. ``index`` counts from the first layer of this rank's stage."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, mine: Weights):
+    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: Weights):
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.input_norm = nn.Parameter(mine["input_norm"])
-        self.attention = Attention(config, mesh, index, _below("attention.", mine))
-        self.post_norm = nn.Parameter(mine["post_norm"])
+        self.input_norm = nn.Parameter(weights["input_norm"])
+        self.attention = Attention(config, mesh, index, _below("attention.", weights))
+        self.post_norm = nn.Parameter(weights["post_norm"])
         if config.num_experts:
-            self.moe = MoE(config, mesh, _below("moe.", mine))
+            self.moe = MoE(config, mesh, _below("moe.", weights))
         else:
-            self.mlp = MLP(mesh, _below("mlp.", mine))
+            self.mlp = MLP(mesh, _below("mlp.", weights))
 
     def forward(
         self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int, forced: Forced | None = None
@@ -204,7 +213,7 @@ class Attention(nn.Module):
         x_ND = gather_rows(x, rows, self.mesh)
         qkv = project(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        # queries and keys in one go: a decode step is as long as its operations are many
+        # Queries and keys together: the time of a decode step grows with its number of operations.
         norm = torch.cat([self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)])
         q, k = apply_rope(rms_norm(qk, norm, self.eps), *rope).split([self.heads, self.kv_heads], dim=1)
         attended = attend(self.index, q, k, v).flatten(1)
@@ -224,7 +233,7 @@ class MLP(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, in float32 whatever the dtype of x, as transformers does."""
+    """Normalise the last dimension by its root mean square, in float32 for any dtype of x, as transformers does."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     x32 = x.to(torch.float32)

@@ -1,22 +1,22 @@
-"""The storage of one rank's weights: flat pieces whose memory can go and come back while every view stays valid.
+"""Store one rank's weights in flat pieces whose memory can be released and reallocated while every view stays valid.
 
 Units, in which weights are stored, freed, moved and shared:
 
     layer 3, replicated | input_norm | q_norm | k_norm | post_norm | router |
-    layer 3, TP share   | attention.qkv | attention.out |
+    layer 3, TP shard   | attention.qkv | attention.out |
     layer 3, expert 17  | gate_up | down |
 
-Buckets, in which gradients and optimizer states lie and are reduced:
+Buckets, in which gradients and optimizer states are stored and reduced:
 
     bucket 0 (dense)    | embed | layers.0.input_norm | layers.0.attention.qkv | …
     bucket 1 (expert)   | layers.0.moe.experts.0.gate_up | layers.0.moe.experts.0.down | …
 
-Invariants: a parameter lies whole in one piece, at an offset that is a multiple of ALIGN elements; a bucket is no
-larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is. What a unit holds
-depends on the slices alone, so layouts that hold the same slices hold equal units, and two models on one card can share
-them. Dense and expert parameters never share a bucket (their gradients are reduced over different ranks), and a
-bucket's size is a multiple of its number of replicas, so that an optimizer can shard it evenly. `release` gives back
-every byte.
+Invariants: a parameter is stored whole in one piece, at an offset that is a multiple of ALIGN elements; a bucket is no
+larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is. The content of a
+unit depends on the slices alone, so layouts that hold the same slices hold equal units, and two models on one card can
+share them. Dense and expert parameters never share a bucket (their gradients are reduced over different ranks), and a
+bucket's size is a multiple of its number of replicas, so that an optimizer can shard it evenly. `release` frees every
+byte.
 """
 
 from __future__ import annotations
@@ -31,46 +31,48 @@ from fusion.model.table import LocalParam
 from fusion.npu import Device
 
 ALIGN = 16
-"""Elements: 64 bytes in fp32, what vector units and DMA engines want."""
+"""Alignment in elements: 64 bytes in fp32, as vector units and DMA engines require."""
 
 UNITS_A_BUCKET = 8
-"""Holes that units leave in the allocator's segments have to take the units that come. With units as large as a bucket
-it reserved up to 7 buckets more than the larger layout, with quarters 4, with eighths 2 (`benchmarks/switch.py`)."""
+"""Units per bucket. Arriving units must fit into the holes that released units leave in the allocator's segments. With
+units as large as a bucket the allocator reserved up to 7 buckets more than the larger layout, with quarters 4, with
+eighths 2 (`benchmarks/switch.py`)."""
 
 
 def unit_bytes(bucket_bytes: int) -> int:
-    """Size of the largest unit of storage."""
+    """Return the upper bound on a unit of storage, in bytes."""
     return bucket_bytes // UNITS_A_BUCKET
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which parameters lie in one flat piece: (parameter, offset in elements) and the piece's size in elements."""
+    """Lists the parameters of one flat piece as (parameter, offset in elements); ``numel`` is the piece's size in
+    elements."""
 
     expert: bool
     numel: int
     entries: tuple[tuple[LocalParam, int], ...]
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters, by name, in a piece of this plan."""
+        """Return views of the parameters, by name, in a piece of this plan."""
         return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
 
 
-def plan_units(params: Iterable[LocalParam], itemsize: int, most_bytes: int) -> tuple[BucketPlan, ...]:
-    """Packs parameters into units of at most ``most_bytes``, in the order in which a forward pass needs them."""
+def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> tuple[BucketPlan, ...]:
+    """Pack parameters into units of at most ``max_bytes``, in the order in which a forward pass uses them."""
     kinds: dict[tuple[str, str], list[LocalParam]] = {}
     for param in params:
         kinds.setdefault(_unit_kind(param), []).append(param)
     units = []
     for members in kinds.values():
-        for entries in _fill(members, itemsize, most_bytes):
+        for entries in _fill(members, itemsize, max_bytes):
             last, offset = entries[-1]
             units.append(BucketPlan(last.expert, offset + last.numel, tuple(entries)))
     return tuple(units)
 
 
 def _unit_kind(param: LocalParam) -> tuple[str, str]:
-    """(layer or parameter, which ranks hold the same): parameters of one kind may share a unit."""
+    """Return (layer or parameter, which ranks replicate it): parameters of one kind may share a unit."""
     path = param.name.split(".")
     scope = ".".join(path[:2]) if path[0] == "layers" else path[0]
     if param.expert:
@@ -81,7 +83,7 @@ def _unit_kind(param: LocalParam) -> tuple[str, str]:
 def plan_buckets(
     params: Iterable[LocalParam], parallel: Parallel, itemsize: int, bucket_bytes: int
 ) -> tuple[BucketPlan, ...]:
-    """Packs parameters in order into buckets of at most ``bucket_bytes`` (a larger parameter gets one of its own)."""
+    """Pack parameters in order into buckets of at most ``bucket_bytes`` (a larger parameter gets its own bucket)."""
     params = list(params)
     plans: list[BucketPlan] = []
     for expert in (False, True):
@@ -93,13 +95,13 @@ def plan_buckets(
     return tuple(plans)
 
 
-def _fill(params: list[LocalParam], itemsize: int, most_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
-    """Runs of (parameter, offset in elements) that fit into a piece each."""
+def _fill(params: list[LocalParam], itemsize: int, max_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
+    """Yield lists of consecutive (parameter, offset in elements), each of which fits into one piece."""
     entries: list[tuple[LocalParam, int]] = []
     end = 0
     for param in params:
         offset = end + -end % ALIGN
-        if entries and (offset + param.numel) * itemsize > most_bytes:
+        if entries and (offset + param.numel) * itemsize > max_bytes:
             yield entries
             entries, offset = [], 0
         entries.append((param, offset))
@@ -109,12 +111,12 @@ def _fill(params: list[LocalParam], itemsize: int, most_bytes: int) -> Iterator[
 
 
 class Buckets:
-    """Flat storage for every parameter of a plan: weights in units, or gradients in buckets.
+    """Holds flat storage for every parameter of a plan: weights in units, or gradients in buckets.
 
     Args:
-        share: pieces equal to one of these (same parameters, slices and dtype) are the same storage, which is
-            ``share``'s to allocate and release; `shared` maps their indices.
-        resident: False: no memory is held yet.
+        share: pieces equal to one of these (same parameters, slices and dtype) use its storage, which only ``share``
+            allocates and releases; `shared` maps their indices.
+        resident: False: allocate no memory yet.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class Buckets:
         resident: bool = True,
     ):
         self.plans, self.dtype, self.owner, self._device = plans, dtype, owner, device
-        theirs = {plan.entries: i for i, plan in enumerate(share.plans)} if share and share.dtype == dtype else {}
-        self.shared = {i: theirs[plan.entries] for i, plan in enumerate(plans) if plan.entries in theirs}
+        shareable = {plan.entries: i for i, plan in enumerate(share.plans)} if share and share.dtype == dtype else {}
+        self.shared = {i: shareable[plan.entries] for i, plan in enumerate(plans) if plan.entries in shareable}
         """Index of a shared piece → its index in ``share``."""
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
@@ -157,11 +159,11 @@ class Buckets:
         return all(self.held(index) > 0 for index in range(len(self.flats)))
 
     def held(self, index: int) -> int:
-        """Bytes that a piece holds now."""
+        """Return the bytes that a piece holds now; 0 after `release`."""
         return self.flats[index].untyped_storage().nbytes()
 
     def allocate(self, index: int | Sequence[int] | None = None) -> None:
-        """Takes memory for all pieces that are this object's own, or for some. What was not resident is undefined."""
+        """Allocate memory for all of this object's own pieces, or for some. Newly allocated content is undefined."""
         with self._device.owner(self.owner):
             for i in self._own(index):
                 storage = self.flats[i].untyped_storage()
@@ -169,8 +171,8 @@ class Buckets:
                     storage.resize_(self.plans[i].numel * self.dtype.itemsize)
 
     def release(self, index: int | Sequence[int] | None = None) -> None:
-        """Gives the memory of all pieces that are this object's own, or of some, back to the device; views stay, their
-        content is gone."""
+        """Release the device memory of all of this object's own pieces, or of some; views stay valid, their content is
+        lost."""
         for i in self._own(index):
             self.flats[i].untyped_storage().resize_(0)
 

@@ -1,4 +1,4 @@
-"""Verifiable rewards, scored outside the controller in processes that may fail.
+"""Score responses with verifiable rewards in guarded processes, whose failures never reach the controller.
 
     RewardSample(prompt, response, answer, fields)
          │                                         controller's process
@@ -7,12 +7,12 @@
          │                     ▼
          │      arithmetic   exact match             a sample that raises, hangs past
          │      math         math-verify             `reward.time_limit_s`, returns no number or
-         │      user         file.py:function        kills its process costs itself only
+         │      user         file.py:function        kills its process fails alone
          │                     │
     RewardOutcome(reward | None, error | None, …) ◄┘
 
-`reward is None` means "not scored": it is counted by `reward_metrics`, shown once per distinct error, and never becomes
-0.
+`reward is None` means "not scored": `reward_metrics` counts it, each distinct error is logged once, and it is never
+replaced by 0.
 """
 
 import lazy_loader

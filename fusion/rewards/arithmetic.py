@@ -1,4 +1,4 @@
-"""Exact match of the answer of a generated arithmetic problem."""
+"""Score a generated arithmetic problem by exact match of its answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ MARKER = "#"
 
 
 def arithmetic(prompt: str, response: str, answer: str, **fields: object) -> float:
-    """1.0 where `response` (special tokens left out) ends in the right answer, else 0.0.
+    """Return 1.0 where `response` (without special tokens) ends with the correct answer, else 0.0.
 
-    An answer without the marker `#` must be the whole response. An answer that starts with it (`#0b4a6`, what stands
-    after the working) must end the response, and the response may hold only that one marker: guessing several times
-    does not pay.
+    An answer without the marker `#` must be the whole response. An answer that starts with it (`#0b4a6`, written after
+    the working) must end the response, which may contain only that one marker, so that several guesses earn nothing.
     """
     response, answer = response.strip(), answer.strip()
     if not answer.startswith(MARKER):

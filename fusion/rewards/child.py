@@ -1,6 +1,6 @@
-"""The guarded process: reads samples, scores them one after the other, answers each as soon as it is done.
+"""Run the guarded process: read samples, score them one by one, return each result as soon as it is available.
 
-Imports the standard library only, plus what the chosen reward needs, so that a replacement is ready in a fraction of a
+Imports only the standard library and what the selected reward needs, so that a replacement starts in a fraction of a
 second.
 """
 
@@ -27,11 +27,10 @@ DETAIL_CHARS = 8000
 
 
 def main(options_json: str) -> None:
-    """Entry of a child; the options are those that `process.start_child` writes."""
+    """Run a child with the options that `process.start_child` writes."""
     options = json.loads(options_json)
     die_with_parent(options["life_fd"])
-    # Both write from C, so they also speak for code that holds the interpreter (a regular expression gone wild, a
-    # crash).
+    # Both write from C, so they also report code that blocks the interpreter (a runaway regular expression, a crash).
     faulthandler.enable(file=options["trace_fd"])
     faulthandler.register(signal.SIGUSR1, file=options["trace_fd"], all_threads=False)
     connection = socket.socket(fileno=options["socket_fd"])
@@ -48,22 +47,25 @@ def main(options_json: str) -> None:
 
 
 def die_with_parent(life_fd: int) -> None:
-    """Has the kernel kill this process group when the other end of the pipe closes, which only the pool's process
-    holds.
+    """Make the kernel kill this process group when the other end of the pipe, held only by the pool's process, closes.
 
-    A watching thread could be locked out by the code it watches, and a parent-death signal follows the *thread* that
+    A watchdog thread could be blocked by the code that it watches, and a parent-death signal follows the *thread* that
     started the child, not the process.
     """
     fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
     fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)  # type: ignore[attr-defined]
-    gone, _, _ = select.select([life_fd], [], [], 0)
-    if gone:
+    closed, _, _ = select.select([life_fd], [], [], 0)
+    if closed:
         os._exit(1)
 
 
 def load(kind: str, path: str | None) -> Callable[..., float]:
-    """The reward function in force; raises `ValueError` naming the key for what the user got wrong."""
+    """Load the reward function.
+
+    Raises:
+        ValueError: the user's function or a required package cannot be loaded (names the config key).
+    """
     if kind == "custom":
         from fusion.rewards.user import load_user_function
 
@@ -71,7 +73,7 @@ def load(kind: str, path: str | None) -> Callable[..., float]:
         return load_user_function(path)
     if kind == "math":
         try:
-            import math_verify  # noqa: F401  (its import takes time that no sample should be charged for)
+            import math_verify  # noqa: F401  (imported now, so that the time does not count against a sample's limit)
         except ImportError as error:
             raise ValueError(f"reward.name='math' needs the package math-verify: {error}") from error
         from fusion.rewards.math import math_answer
@@ -83,6 +85,7 @@ def load(kind: str, path: str | None) -> Callable[..., float]:
 
 
 def serve(connection: socket.socket, function: Callable[..., float]) -> None:
+    """Score samples from the socket until it closes."""
     requests = connection.makefile("rb")
     while header := requests.read(HEADER.size):
         index, size = HEADER.unpack(header)
@@ -92,15 +95,15 @@ def serve(connection: socket.socket, function: Callable[..., float]) -> None:
 
 
 def score(function: Callable[..., float], payload: bytes) -> tuple[float | None, str | None, str, str]:
-    """(reward, error, detail, key); errors with the same key are one and the same to a reader."""
+    """Score one sample; returns (reward, error, detail, key). Errors with the same key are logged once."""
     try:
         prompt, response, answer, fields = pickle.loads(payload)
         value = function(prompt, response, answer, **{k: v for k, v in fields.items() if k not in RESERVED})
-    except BaseException as error:  # a user's sys.exit() costs its sample too
+    except BaseException as error:  # including a user's sys.exit()
         frame = traceback.extract_tb(error.__traceback__)[-1]
         key = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
         return None, "raised", traceback.format_exc()[-DETAIL_CHARS:], key
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value), None, "", ""
-    shown = f"returned {value!r:.200} ({type(value).__name__}); expected a finite number"
-    return None, "bad_type", shown, type(value).__name__
+    detail = f"returned {value!r:.200} ({type(value).__name__}); expected a finite number"
+    return None, "bad_type", detail, type(value).__name__

@@ -1,4 +1,4 @@
-"""The config group `reward`."""
+"""Define the config group `reward`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class RewardConfig:
 
     @property
     def kind(self) -> str:
-        """The reward in force: `model` or `custom` where `reward.model` or `reward.path` is set, else `name`."""
+        """The effective reward: `model` or `custom` where `reward.model` or `reward.path` is set, else `name`."""
         return "model" if self.model else "custom" if self.path else self.name
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Check every value of the group.
+
+        Raises:
+            ValueError: a value (named by its key) is not accepted.
         """
         check = Checks("reward", self)
         check.one_of("name", NAMES)
@@ -53,10 +55,10 @@ class RewardConfig:
 
 
 def split_path(path: str | None) -> tuple[Path, str]:
-    """Splits `reward.path` into its file and the name of its function.
+    """Split `reward.path` into its file and the name of its function.
 
     Raises:
-        ValueError: no path, not of the form `file.py:function`, or no such file.
+        ValueError: the path is not set, is not of the form `file.py:function`, or its file does not exist.
     """
     if not path:
         raise ValueError("reward.path=None: expected file.py:function, as reward.name='custom'")

@@ -1,4 +1,4 @@
-"""What goes into a reward and what comes out of it, and the figures of a batch."""
+"""Define the input and outcome of a reward, and compute a batch's reward metrics."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ERRORS = ("raised", "timeout", "bad_type", "died", "too_long")
-"""Of rules: the function raised, ran out of time, killed its process. Of either: the reward is no finite number. Of a
-reward model: the sample has more tokens than it has positions."""
+"""Rules: `raised`, `timeout`, `died` (the function killed its process). Rules and reward models: `bad_type` (the reward
+is not a finite number). Reward models: `too_long` (the sample has more tokens than the model has positions)."""
 
 
 @dataclass(frozen=True)
 class RewardSample:
-    """One response to be scored. `fields` (picklable) are the other columns of the data row."""
+    """Holds one response to score. `fields` (picklable) are the other columns of the data row."""
 
     prompt: str
     response: str
@@ -24,7 +24,8 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """`reward` is a finite float, or None with `error` one of `ERRORS` and `detail` its traceback or message."""
+    """Holds the result of one sample: a finite `reward`, or None with `error` one of `ERRORS` and `detail` its
+    traceback or message; `seconds` of wall time were spent on it."""
 
     reward: float | None
     error: str | None = None
@@ -33,16 +34,17 @@ class RewardOutcome:
 
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
-    """`critic/rewards/{mean,max,min,std}` over what was scored (absent where nothing was; std is the population's), and
-    counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_bad_type`, `…_died`, `…_too_long`."""
+    """Compute `critic/rewards/{mean,max,min,std}` over the scored samples (absent where there are none; std is the
+    population's) and the counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_bad_type`, `…_died`,
+    `…_too_long`."""
     rewards = [o.reward for o in outcomes if o.reward is not None]
-    figures: dict[str, float] = {"reward/failed": float(len(outcomes) - len(rewards))}
+    metrics: dict[str, float] = {"reward/failed": float(len(outcomes) - len(rewards))}
     for error in ERRORS:
-        figures[f"reward/failed_{error}"] = float(sum(o.error == error for o in outcomes))
+        metrics[f"reward/failed_{error}"] = float(sum(o.error == error for o in outcomes))
     if rewards:
         mean = sum(rewards) / len(rewards)
-        figures["critic/rewards/mean"] = mean
-        figures["critic/rewards/max"] = max(rewards)
-        figures["critic/rewards/min"] = min(rewards)
-        figures["critic/rewards/std"] = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
-    return figures
+        metrics["critic/rewards/mean"] = mean
+        metrics["critic/rewards/max"] = max(rewards)
+        metrics["critic/rewards/min"] = min(rewards)
+        metrics["critic/rewards/std"] = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+    return metrics

@@ -1,4 +1,4 @@
-"""One guarded child as its pool sees it: start, frames in and out, stack dump, end."""
+"""Control one guarded child from the pool: start it, exchange frames, dump its stack, kill it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ main(sys.argv[1])"""
 
 
 class Child:
-    """A process and what it was given. `pending[0]` is the sample it is at; `deadline` (`time.monotonic`) is that
-    sample's."""
+    """Holds a process and the indices of its unfinished samples. `pending[0]` is the sample being scored, and
+    `deadline` (`time.monotonic`) its time limit."""
 
     def __init__(self, process: subprocess.Popen, connection: socket.socket, life_fd: int, trace: IO[bytes]) -> None:
         self.process = process
@@ -46,37 +46,38 @@ class Child:
     def wants_write(self) -> bool:
         return bool(self._outbox)
 
-    def hand(self, samples: Sequence[tuple[int, Any]]) -> None:
-        """Queues samples (index, picklable) for the child; `flush` sends as much as fits."""
+    def enqueue(self, samples: Sequence[tuple[int, Any]]) -> None:
+        """Queue samples (index, picklable) for the child and send as much as the socket accepts."""
         self.pending.extend(index for index, _ in samples)
         for index, sample in samples:
             self._outbox += pack(index, sample)
         self.flush()
 
     def flush(self) -> None:
+        """Send as much of the outbox as the socket accepts."""
         try:
             del self._outbox[: self.connection.send(self._outbox)]
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            # It is gone; reading says so too, after the results it still managed to write.
+            # The child has ended; `receive` reports that after the results that it still wrote.
             self._outbox.clear()
 
     def receive(self) -> tuple[list[tuple[int, Any]], bool]:
-        """(frames that arrived, whether the child is still there)."""
-        there = True
+        """Return the frames that arrived and whether the connection is still open."""
+        alive = True
         try:
             data = self.connection.recv(1 << 18)
-            there = bool(data)
+            alive = bool(data)
             self._inbox += data
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            there = False
-        return list(take_frames(self._inbox)), there
+            alive = False
+        return list(take_frames(self._inbox)), alive
 
     def dump_stack(self) -> str:
-        """Where the child is now, as `faulthandler` writes it; empty where it does not answer."""
+        """Return the child's current stack as `faulthandler` writes it; empty if there is none in `DUMP_WAIT_S`."""
         self.process.send_signal(signal.SIGUSR1)
         until = time.monotonic() + DUMP_WAIT_S
         text = self.written_trace()
@@ -88,12 +89,13 @@ class Child:
         return text
 
     def written_trace(self) -> str:
+        """Return what `faulthandler` has written so far."""
         self._trace.seek(0)
         return self._trace.read().decode(errors="replace")
 
     def end(self, grace_s: float = 0.0) -> int:
-        """Kills the child and whatever it started, after `grace_s` to end by itself; returns its exit status (negative:
-        the signal)."""
+        """Kill the child's process group, after `grace_s` seconds to exit by itself; returns the child's exit status
+        (negative: the signal)."""
         try:
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -112,16 +114,16 @@ class Child:
 
 
 def start_child(config: RewardConfig) -> Child:
-    """Starts a fresh interpreter (never a fork of this one, which may hold a device and threads); returns without
-    waiting."""
-    ours, theirs = socket.socketpair()
+    """Start a new interpreter (never a fork of this one, which may hold a device and threads) without waiting for
+    it."""
+    parent_end, child_end = socket.socketpair()
     life_read, life_write = os.pipe()
     trace = tempfile.TemporaryFile()
     options = {
         "sys_path": [path or os.getcwd() for path in sys.path],
         "kind": config.kind,
         "path": config.path,
-        "socket_fd": theirs.fileno(),
+        "socket_fd": child_end.fileno(),
         "life_fd": life_read,
         "trace_fd": trace.fileno(),
     }
@@ -129,17 +131,17 @@ def start_child(config: RewardConfig) -> Child:
         process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(options)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), life_read, trace.fileno()),
+            pass_fds=(child_end.fileno(), life_read, trace.fileno()),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
     except BaseException:
-        ours.close()
+        parent_end.close()
         os.close(life_write)
         trace.close()
         raise
     finally:
-        theirs.close()
+        child_end.close()
         os.close(life_read)
-    ours.setblocking(False)
-    return Child(process, ours, life_write, trace)
+    parent_end.setblocking(False)
+    return Child(process, parent_end, life_write, trace)

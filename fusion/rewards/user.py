@@ -1,4 +1,4 @@
-"""A user's own reward function, loaded from `file.py:function`."""
+"""Load a user's own reward function from `file.py:function`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ RewardFunction = Callable[..., float]
 
 
 def load_user_function(path: str) -> RewardFunction:
-    """Imports the file (its folder becomes importable) and returns `fn(prompt, response, answer, **fields) -> float`.
+    """Import the file (its folder becomes importable) and return `fn(prompt, response, answer, **fields) -> float`.
 
-    A function without `**fields` gets only those fields of the data row that it names. Runs the file's code: call it in
-    a guarded child only.
+    A function without `**fields` receives only the fields of the data row that it names. Executes the file's code: call
+    it in a guarded child only.
 
     Raises:
-        ValueError: naming `reward.path`: no such file or function, the file cannot be imported, or the arguments do not
-        fit.
+        ValueError: the file or function does not exist, the file cannot be imported, or the function does not accept
+            the arguments (names `reward.path`).
     """
     file, name = split_path(path)
     file = file.absolute()
-    # A name of its own: a user's `math.py` must not stand in for the standard library's.
+    # A unique module name, so that a user's `math.py` does not shadow the standard library's.
     spec = importlib.util.spec_from_file_location(f"reward_of_user_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -44,7 +44,7 @@ def load_user_function(path: str) -> RewardFunction:
 def _fit_arguments(function: RewardFunction, path: str) -> RewardFunction:
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepts_any_field = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     try:
         signature.bind_partial("", "", "")
@@ -54,7 +54,7 @@ def _fit_arguments(function: RewardFunction, path: str) -> RewardFunction:
         ) from error
 
     def call(prompt: str, response: str, answer: str, **fields: object) -> float:
-        wanted = fields if takes_all else {k: v for k, v in fields.items() if k in named}
-        return function(prompt, response, answer, **wanted)
+        accepted = fields if accepts_any_field else {k: v for k, v in fields.items() if k in named}
+        return function(prompt, response, answer, **accepted)
 
     return call

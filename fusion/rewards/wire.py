@@ -1,4 +1,4 @@
-"""Frames between the pool and its children: `<index, size>` and a pickle, either way over one socket."""
+"""Encode and decode frames between the pool and its children: `<index, size>` and a pickle, in both directions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 HEADER = struct.Struct("<II")
 START = 0xFFFFFFFF
-"""Index of the one frame a child sends before any sample: None, or why it cannot score."""
+"""Index of the frame that a child sends before any sample: None, or why it cannot score."""
 
 
 def pack(index: int, value: Any) -> bytes:
+    """Encode one frame."""
     payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(index, len(payload)) + payload
 
 
 def take_frames(buffer: bytearray) -> Iterator[tuple[int, Any]]:
-    """Removes the whole frames at the front of `buffer` and yields them as (index, value)."""
+    """Remove the complete frames at the front of `buffer` and yield them as (index, value)."""
     at = 0
     try:
         while len(buffer) - at >= HEADER.size:

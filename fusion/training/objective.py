@@ -111,15 +111,15 @@ class Objective:
         """Counts where this stage's routers would have chosen another set of experts than the one they were given."""
         if batch.routing is None:
             return
-        strayed = torch.stack([layer.strayed for layer in routed if layer.strayed is not None])
-        self._add(MISMATCH, strayed.sum())
+        mismatched = torch.stack([layer.num_mismatched for layer in routed if layer.num_mismatched is not None])
+        self._add(MISMATCH, mismatched.sum())
         known = batch.rows - len(batch.last_rows())
-        self._add(REPLAYED, torch.tensor(float(known * len(routed)), device=strayed.device))
+        self._add(REPLAYED, torch.tensor(float(known * len(routed)), device=mismatched.device))
 
     def metrics(self) -> dict[str, float]:
         """Means over the global batch. Collective over the mesh, and the same on every rank."""
         sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
-        balance, loss, gaps, strayed, replayed = (
+        balance, loss, gaps, mismatched, replayed = (
             sums.pop(name, None) for name in (BALANCE, LOSS, GAPS, MISMATCH, REPLAYED)
         )
         weight, means = self.totals.weight, {}
@@ -127,8 +127,8 @@ class Objective:
             means = {name: float(value) / weight for name, value in sums.items()}
             means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
             means |= {} if gaps is None else gap_metrics(gaps)
-        if replayed and strayed is not None:
-            means[MISMATCH] = float(strayed) / float(replayed)
+        if replayed and mismatched is not None:
+            means[MISMATCH] = float(mismatched) / float(replayed)
         if balance is not None:
             means[BALANCE] = float(balance)
             means[LOSS] = means.get(LOSS, 0.0) + self.balancing_coef * means[BALANCE]

@@ -51,7 +51,7 @@ def test_math(response, answer, reward):
 
 
 def test_a_reference_without_mathematics_is_an_error_of_the_data():
-    with pytest.raises(ValueError, match="holds no mathematical expression"):
+    with pytest.raises(ValueError, match="contains no mathematical expression"):
         math_answer("", "18", "#### ")
 
 
