@@ -88,7 +88,7 @@ class StageLog:
             yield
             self.device.synchronize()
         if self.pacer:
-            self.pacer.tell(self.metrics, kind)
+            self.pacer.report(self.metrics, kind)
         self.stage_name = "idle"
 
     @contextmanager
@@ -124,7 +124,7 @@ class StageLog:
     def interim_report(self) -> StageReport:
         """Returns the report of the running stage since the last report. On the thread that runs it."""
         if self.pacer:
-            self.pacer.tell(self.metrics, self._kind)
+            self.pacer.report(self.metrics, self._kind)
         self.timeline.cut()
         until_ns = self.timeline.clock_ns()
         return StageReport(self.metrics.take(), self.timeline.drain(), MemoryLedger(), until_ns=until_ns)

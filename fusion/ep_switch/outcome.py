@@ -58,7 +58,7 @@ class SwitchFailure(RankFailure):
 class SwitchError(AbortedOnAllRanks):
     """A switch that was aborted; raised on every rank of the group with the failures of all ranks."""
 
-    what = "weight switch "
+    subject = "weight switch "
 
 
 def first_by_rank(failures: Iterable[SwitchFailure]) -> list[SwitchFailure]:

@@ -1,6 +1,6 @@
-"""Cards that PyTorch sees as a device: Ascend, CUDA and the emulated NPU.
+"""Implement `Device` for cards that PyTorch supports as a device: Ascend, CUDA and the emulated NPU.
 
-All three answer to the same names in their device module (`torch.npu`, `torch.cuda`); they differ in how memory is
+All three offer the same functions in their device module (`torch.npu`, `torch.cuda`); they differ in how memory is
 attributed to owners and how capacity is set.
 """
 
@@ -25,7 +25,7 @@ PROCESS_GROUPS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class AcceleratorDevice(Device):
-    """What the three have in common; `module` is the device module."""
+    """Implements what the three have in common; `module` is the device module."""
 
     def __init__(self, kind: str, type_: str, module: Any, index: int) -> None:
         if not 0 <= index < module.device_count():
@@ -68,8 +68,11 @@ class AcceleratorDevice(Device):
 
 
 class RealDevice(AcceleratorDevice):
-    """An Ascend or CUDA card. Owners are weak references to storages; what nobody claimed is activations. Its memory is
-    not shared between processes: torch's IPC handles export whole segments, expandable ones only with newer drivers."""
+    """Implements `Device` for an Ascend or CUDA card.
+
+    Owners are tracked by weak references to storages; unclaimed memory counts as activations. Memory is not shared
+    between processes: torch's IPC handles export whole segments, expandable ones only with newer drivers.
+    """
 
     def __init__(self, kind: str, module: Any, index: int, capacity_bytes: int | None) -> None:
         super().__init__(kind, kind, module, index)
@@ -118,13 +121,21 @@ class RealDevice(AcceleratorDevice):
 
 
 class EmulatedDevice(AcceleratorDevice):
-    """The NPU on the CPU (`fusion/npu/emulator`). Its allocator stores the owner with every block."""
+    """Implements `Device` for the NPU emulated on the CPU (`fusion/npu/emulator`), whose allocator stores the owner of
+    every block.
+
+    Args:
+        session: processes that open the same card in the same session share its capacity; None: this process only.
+        late: run asynchronous work as late as synchronisation allows (`device.streams=adversarial`).
+        expandable: use expandable segments; only these can be shared with other processes.
+    """
 
     def __init__(
         self,
         extension: Any,
         index: int,
         capacity_bytes: int | None,
+        *,
         session: str | None,
         late: bool = False,
         expandable: bool = True,
@@ -150,11 +161,11 @@ class EmulatedDevice(AcceleratorDevice):
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:
         check_owner(name)
-        before = self._extension.exchange_owner(self._owner_ids[name])
+        previous_owner = self._extension.exchange_owner(self._owner_ids[name])
         try:
             yield
         finally:
-            self._extension.exchange_owner(before)
+            self._extension.exchange_owner(previous_owner)
 
     def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
         check_owner(name)
@@ -180,7 +191,8 @@ class EmulatedDevice(AcceleratorDevice):
 
 
 def session_file(session: str | None, index: int) -> str:
-    """Where the processes of one session and card keep their common account; "" for a card of one's own."""
+    """Return the path of the file in which the processes of one session count a card's memory; "" without a
+    session."""
     if session is None:
         return ""
     if not re.fullmatch(r"[\w.-]{1,100}", session):

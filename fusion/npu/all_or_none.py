@@ -1,15 +1,15 @@
-"""Runs work that succeeds on all ranks of a group or fails on all: the one protocol for it in this house.
+"""Run work that succeeds on all ranks of a group or fails on all; the only implementation of this protocol.
 
     rank 0  work ─ done ───────┐            rank 0  AbortedOnAllRanks([rank 1 failed in optimizer: OutOfMemoryError …])
     rank 1  work ─ raised ─────┼─ agree ──► rank 1  the same, from its own exception
     rank 2  work ─ done ───────┘            rank 2  the same
 
-A rank that fails reports it before any rank continues: no rank waits for it in the next collective, and none serves
-while another cannot. `all_or_none` agrees over a process group; `attempt` over whatever its caller brings (a switch
-agrees over sockets, and survives the end of a process: `fusion.ep_switch.exchange`).
+A rank that fails reports it before any rank continues, so that no rank waits for it in the next collective or starts
+to serve while another cannot. `all_or_none` agrees over a process group; `attempt` over the caller's `agree` (a weight
+switch agrees over sockets and survives the end of a process: `fusion.ep_switch.exchange`).
 
-`distqueue.hierarchy` stands apart, as it imports nothing of this house: there only the leader can fail, and its
-exception is broadcast in place of the samples.
+`distqueue.hierarchy` does not use it, since distqueue imports nothing of fusion: there only the leader can fail, and
+its exception is broadcast in place of the samples.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def all_or_none(
     stage: str,
     device: Device | None = None,
 ) -> T:
-    """Runs ``work``; returns its result once it has succeeded on every rank of the group. Collective over it.
+    """Run ``work`` and return its result once it has succeeded on every rank of the group. Collective over the group.
 
     Args:
         group: None: this rank alone.
-        rank: global, for messages.
-        stage: what is being done, for messages.
-        device: whose memory is reported by owner where ``work`` runs out of it.
+        rank: this rank's global number, for messages.
+        stage: name of the work, for messages.
+        device: the device whose memory is reported by owner if ``work`` runs out of it.
 
     Raises:
-        AbortedOnAllRanks: on all ranks, if it failed on any.
-        CollectiveFailed: the ranks could not agree, as one has ended.
+        AbortedOnAllRanks: on all ranks, if ``work`` failed on any.
+        CollectiveFailed: the ranks could not agree, because one has ended.
     """
 
     def describe(error: Exception) -> list[RankFailure]:
@@ -62,14 +62,14 @@ def attempt(
     agree: Callable[[Sequence[Failure]], Sequence[RankFailure]],
     error_type: type[AbortedOnAllRanks] = AbortedOnAllRanks,
 ) -> T:
-    """Runs ``work`` and returns its result if the ranks agree that it failed on none.
+    """Run ``work`` and return its result if the ranks agree that it failed on none.
 
     Args:
-        describe: an exception → the failures that this rank reports.
-        agree: the failures of this rank → those of all ranks, the same on all.
+        describe: maps an exception to the failures that this rank reports.
+        agree: maps the failures of this rank to those of all ranks, the same on all.
 
     Raises:
-        AbortedOnAllRanks: of ``error_type``, if it failed on any rank; from this rank's exception, if it raised one.
+        AbortedOnAllRanks: of ``error_type``, if it failed on any rank; chained to this rank's exception, if any.
     """
     own: Sequence[Failure] = ()
     cause: Exception | None = None
@@ -83,14 +83,14 @@ def attempt(
     except CollectiveFailed:
         if cause is None:
             raise
-        failures = own  # the others cannot be told, the caller can
+        failures = own  # the other ranks are unreachable, but the caller still gets the cause
     if failures:
         raise error_type(failures) from cause
     return result
 
 
 def gather_failures(own: Sequence[RankFailure], group: dist.ProcessGroup | None) -> list[RankFailure]:
-    """Returns the failures of all ranks, each once. One all_reduce of a number where there are none."""
+    """Return the failures of all ranks, without duplicates. Costs one all_reduce of a number where there are none."""
     if group is None:
         return list(own)
     failed = torch.tensor([len(own)])
@@ -102,7 +102,7 @@ def gather_failures(own: Sequence[RankFailure], group: dist.ProcessGroup | None)
     except RuntimeError as error:
         raise CollectiveFailed(f"the ranks could not agree: {error}") from error
     failures: list[RankFailure] = []
-    for fields in (fields for each in gathered for fields in each):
+    for fields in (fields for rank_failures in gathered for fields in rank_failures):
         failure = RankFailure.from_json(fields)
         if failure not in failures:
             failures.append(failure)
@@ -110,12 +110,12 @@ def gather_failures(own: Sequence[RankFailure], group: dist.ProcessGroup | None)
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns the values of all ranks in the order of the group, as JSON has them. Collective; on the host."""
+    """Return the values of all ranks, decoded from JSON, in the order of the group. Collective; on the host."""
     return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), group)]
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Returns the bytes of all ranks in the order of the group. Collective; on the host."""
+    """Return the bytes of all ranks in the order of the group. Collective; on the host."""
     if group is None:
         return [data]
     world = dist.get_world_size(group)
@@ -125,11 +125,11 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     rows = torch.empty(world * largest, dtype=torch.uint8)
     row = torch.frombuffer(bytearray(data.ljust(largest, b"\0")), dtype=torch.uint8)
     dist.all_gather_into_tensor(rows, row, group=group)
-    return [each[:size].numpy().tobytes() for each, size in zip(rows.view(world, largest), sizes.tolist(), strict=True)]
+    return [row[:size].numpy().tobytes() for row, size in zip(rows.view(world, largest), sizes.tolist(), strict=True)]
 
 
 def owners_if_out_of_memory(error: Exception, device: Device | None) -> Mapping[str, int] | None:
-    """HBM by owner, if the error says that it ran out: to be asked before any memory is released."""
+    """Return the device's memory by owner if the error is out-of-memory; call it before any memory is released."""
     if device is None or kind_of(error) is not FailureKind.OUT_OF_MEMORY:
         return None
     return device.memory_by_owner()

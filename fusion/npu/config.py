@@ -1,4 +1,4 @@
-"""The config group `device`."""
+"""Define the config group `device`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_CAPACITY_BYTES = 2 << 30
 
 @dataclass
 class DeviceConfig:
-    """Which cards a run uses, and how emulated ones behave."""
+    """Selects the cards of a run and configures emulated ones."""
 
     kind: str = "auto"
     """`npu` (Ascend, through torch_npu), `cuda`, `emulated` (an NPU on the CPU), or `auto`: the first of these that is
@@ -26,12 +26,12 @@ class DeviceConfig:
 
     streams: str = "eager"
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
-    copies and collectives as late as synchronisation allows, and freed memory is poisoned, so that a missing wait shows
-    (slower)."""
+    copies and collectives as late as synchronisation allows, and freed memory is poisoned, so that a missing wait
+    becomes a wrong result (slower)."""
 
     pace: str | None = None
-    """Emulated cards: the model whose step times they reproduce, on the cards that `cluster.hardware` names: a preset
-    of recipes/shapes or a Hugging Face folder (`fusion/costmodel/pace.py`). null: as fast as the host computes."""
+    """Emulated cards: the model whose step times are reproduced, on the cards that `cluster.hardware` names: a preset
+    of recipes/shapes or a Hugging Face folder (`fusion/costmodel/pace.py`). null: steps run at the host's speed."""
 
     pace_tokens: int = 1
     """Tokens of the modelled run per token of this run, in prompts, responses and contexts."""
@@ -41,11 +41,13 @@ class DeviceConfig:
     as in the modelled engine."""
 
     pace_training: float = 1.0
-    """Factor on the time of a training step, for what a step of the modelled run trains or scores beyond this one."""
+    """Factor on the time of a training step, for the additional samples that the modelled run trains or scores."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Check every value of the group.
+
+        Raises:
+            ValueError: a value (named by its key) is not accepted.
         """
         check = Checks("device", self)
         check.one_of("kind", KINDS)
@@ -58,15 +60,15 @@ class DeviceConfig:
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:
-    """Returns the kind of card a run gets on a Ray cluster with these resources, and the resources an actor requests.
+    """Return the kind of card that a run uses on a Ray cluster with these resources, and an actor's resource request.
 
-    ``auto`` takes Ascend cards if the cluster has any, else CUDA cards, else emulated ones.
+    ``auto`` selects Ascend cards if the cluster has any, else CUDA cards, else emulated ones.
     """
     if kind == "auto":
         kind = "npu" if cluster.get("NPU") else "cuda" if cluster.get("GPU") else "emulated"
-    asks: dict[str, dict[str, Any]] = {
+    requests: dict[str, dict[str, Any]] = {
         "npu": {"num_cpus": 1, "resources": {"NPU": 1}},
         "cuda": {"num_cpus": 1, "num_gpus": 1},
         "emulated": {"num_cpus": 0},
     }
-    return kind, asks[kind]
+    return kind, requests[kind]

@@ -1,4 +1,4 @@
-"""`Device`: one card of this process, and `open_device`, which finds it."""
+"""Define `Device`, one card of this process, and `open_device`, which selects and opens it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ import torch
 from fusion.npu.config import DeviceConfig
 
 OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
-"""What memory is for. Whatever nobody claimed is `activations`."""
+"""What device memory is used for. Unclaimed memory is `activations`."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one card. `requested` (what tensors asked for), `allocated` (the same, rounded to blocks) and `reserved`
-    (segments of the card, cached blocks included) are this process's. `fragmented`: reserved and unused, but in pieces
-    that cannot be given back. `free`: what this process could still allocate at once; other processes on the card and
-    its own cached blocks are taken into account."""
+    """Holds the memory statistics of one card, in bytes.
+
+    `requested` (by tensors), `allocated` (the same, rounded to blocks) and `reserved` (segments of the card, cached
+    blocks included) are this process's. `fragmented`: reserved and unused, but in pieces that cannot be released.
+    `free`: what this process can still allocate, accounting for other processes on the card and its own cached blocks.
+    """
 
     allocated: int
     reserved: int
@@ -42,7 +44,7 @@ HANDLE_BYTES = 48
 
 
 class Device(ABC):
-    """One card. `kind` is `npu`, `cuda`, `emulated`, or `ledger` (an emulated card without a compiler)."""
+    """Represents one card. `kind` is `npu`, `cuda`, `emulated`, or `ledger` (an emulated card without a compiler)."""
 
     kind: str
     index: int
@@ -53,46 +55,57 @@ class Device(ABC):
     """For `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
 
     @abstractmethod
-    def memory(self) -> Memory: ...
+    def memory(self) -> Memory:
+        """Return the current memory statistics."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Peaks start again from what is allocated now."""
+        """Reset the peaks to the current values."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when all work of the card is done."""
+        """Wait until all work of the card is done."""
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Gives cached blocks back to the card. Slow on a real one: never on a hot path."""
+        """Release cached blocks to the card. Slow on a real one: never on a hot path."""
 
     @abstractmethod
     def owner(self, name: str) -> AbstractContextManager[None]:
-        """Attributes what is allocated inside, also by a backward pass, to `name`, one of OWNERS; the innermost scope
-        counts. Meant for long-lived allocations: on a real card it costs some microseconds an operation."""
+        """Attribute what is allocated inside, also by a backward pass, to `name`, one of OWNERS; the innermost scope
+        wins. Meant for long-lived allocations: on a real card it costs some microseconds per operation."""
 
     @abstractmethod
     def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
-        """Attributes tensors that exist already (gradients after the first backward pass, say) to `name`."""
+        """Attribute existing tensors (such as gradients after the first backward pass) to `name`."""
 
     @abstractmethod
     def memory_by_owner(self) -> dict[str, int]:
-        """Bytes by owner, one entry for each of OWNERS; they add up to `memory().allocated`."""
+        """Return the bytes by owner, one entry for each of OWNERS; they add up to `memory().allocated`."""
 
     @abstractmethod
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor, pinned where the card can pin; not counted as memory of the card."""
+        """Allocate an uninitialised CPU tensor, pinned where the card supports it; not counted as memory of the
+        card."""
 
     def share(self, tensor: torch.Tensor) -> bytes:
-        """A handle by which other processes of this user and machine map the storage of ``tensor``. It costs nothing
-        and keeps nothing alive: once the storage is freed, its bytes belong to the next block. Raises RuntimeError
-        where `can_share` is False."""
+        """Return a handle by which other processes of this user and machine map the storage of ``tensor``.
+
+        The handle is free and does not keep the storage alive: once the storage is freed, its bytes are reused.
+
+        Raises:
+            RuntimeError: `can_share` is False.
+        """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
     def map(self, handle: bytes) -> torch.Tensor:
-        """The bytes behind a handle as a tensor of this card (uint8 [nbytes]), which is not charged for them. Who
-        writes and who reads when is between the processes. Raises ValueError if the owner has ended."""
+        """Map the bytes behind a handle as a tensor of this card, uint8 [nbytes], which does not count as its memory.
+        The processes synchronise reads and writes themselves.
+
+        Raises:
+            ValueError: the process that owns the memory has ended.
+            RuntimeError: `can_share` is False.
+        """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
     @abstractmethod
@@ -106,14 +119,16 @@ class Device(ABC):
 
     @abstractmethod
     def event(self, timing: bool = False) -> Any:
-        """Has `record(stream)`, `wait(stream)`, `synchronize()`, `query()`; if timing, `elapsed_time(end)` in ms."""
+        """Create an event with `record(stream)`, `wait(stream)`, `synchronize()`, `query()` and, if timing,
+        `elapsed_time(end)` in ms."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people."""
+        """Return a one-line description of the card."""
 
 
 def check_owner(name: str) -> None:
+    """Raise ValueError unless ``name`` is one of OWNERS."""
     if name not in OWNERS:
         raise ValueError(f"memory owner {name!r}: expected one of {', '.join(OWNERS)}")
 
@@ -126,16 +141,20 @@ def open_device(
     streams: str = "eager",
     segments: str = "expandable",
 ) -> Device:
-    """Opens card `index` and makes it the current one of this thread.
+    """Open card `index` and make it the current one of this thread.
 
-    kind: see DeviceConfig.kind. capacity_bytes: HBM of an emulated card (None: 2 GiB, or what the session has), a limit
-    for this process on a real one. session: emulated only; processes that open the same card in the same session share
-    its capacity, without one the card is this process's own. streams: see DeviceConfig.streams. segments: how an
-    emulated card's allocator takes memory, `expandable` or `fixed` (emulator/heap.h); a real one goes by
-    PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, and is expandable where these say nothing: fixed segments that a
-    switch frees seldom fit what it takes.
+    Args:
+        kind: see DeviceConfig.kind.
+        capacity_bytes: HBM of an emulated card (None: 2 GiB, or the session's); a limit for this process on a real one.
+        session: emulated only; processes that open the same card in the same session share its capacity. None: the
+            card belongs to this process alone.
+        streams: see DeviceConfig.streams.
+        segments: how an emulated card's allocator reserves memory, `expandable` or `fixed` (emulator/heap.h). A real
+            card's allocator follows PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF; where these are not set it uses
+            expandable segments, since fixed segments that a switch frees rarely fit what it allocates.
 
-    Raises ValueError for a kind that does not exist or is not there.
+    Raises:
+        ValueError: the kind does not exist or is not available.
     """
     DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams).validate()
     if segments not in ("expandable", "fixed"):
@@ -146,7 +165,8 @@ def open_device(
         raise ValueError("device.kind=cuda: this machine or this build of torch has no CUDA card; try device.kind=auto")
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         return _accelerator("cuda", torch.cuda, index, capacity_bytes)
-    return _emulated(index, capacity_bytes, session, streams == "adversarial", segments == "expandable")
+    late, expandable = streams == "adversarial", segments == "expandable"
+    return _emulated(index, capacity_bytes, session=session, late=late, expandable=expandable)
 
 
 def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
@@ -156,7 +176,7 @@ def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None)
     return RealDevice(kind, module, index, capacity_bytes)
 
 
-def _emulated(index: int, capacity_bytes: int | None, session: str | None, late: bool, expandable: bool) -> Device:
+def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, late: bool, expandable: bool) -> Device:
     from fusion.npu.emulator import BuildError, install
 
     try:
@@ -171,13 +191,18 @@ def _emulated(index: int, capacity_bytes: int | None, session: str | None, late:
         return LedgerDevice(index, capacity_bytes)
     from fusion.npu.accelerator import EmulatedDevice
 
-    return EmulatedDevice(extension, index, capacity_bytes, session, late, expandable)
+    return EmulatedDevice(extension, index, capacity_bytes, session=session, late=late, expandable=expandable)
 
 
 def _torch_npu(required: bool) -> Any:
-    """`torch.npu` of torch_npu if it loads and finds a card. It is imported here and nowhere else: with torch_npu but
-    without Ascend's CANN libraries the import fails (and plain `import torch` does too, unless
-    TORCH_DEVICE_BACKEND_AUTOLOAD=0)."""
+    """Return `torch.npu` of torch_npu if it loads and finds a card, else None.
+
+    torch_npu is imported only here: without Ascend's CANN libraries the import fails (and so does plain `import torch`
+    where torch_npu is installed, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0).
+
+    Raises:
+        ValueError: ``required``, and torch_npu is missing, does not load or finds no card.
+    """
     reason = "torch_npu is not installed"
     if importlib.util.find_spec("torch_npu") is not None:
         try:
@@ -185,7 +210,7 @@ def _torch_npu(required: bool) -> Any:
         except (ImportError, OSError, RuntimeError) as error:
             reason = f"torch_npu does not load ({error})"
             if not required:
-                warnings.warn(f"{reason}: going on without Ascend cards.", stacklevel=4)
+                warnings.warn(f"{reason}: continuing without Ascend cards.", stacklevel=4)
         else:
             if torch.get_device_module("npu").is_available():
                 return torch.get_device_module("npu")

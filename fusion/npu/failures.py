@@ -1,4 +1,4 @@
-"""Describes what failed, on which rank and in which stage, as typed plain data that travels between processes.
+"""Describe what failed, on which rank and in which stage, as typed plain data that is sent between processes.
 
     exception of any type ──RankFailure.of──► RankFailure (rank, stage, kind, type name, message, bytes by owner)
                                                   │ JSON, over a process group or sockets (`all_or_none`)
@@ -27,32 +27,32 @@ MIB = 1 << 20
 F = TypeVar("F", bound="RankFailure")
 
 COLLECTIVES = "torch.distributed.distributed_c10d"
-"""The module whose functions run collectives; those that set groups up (`SETUP`) fail by themselves."""
+"""The module whose functions run collectives, except those that set groups up (`SETUP`)."""
 
 SETUP = frozenset(("init_process_group", "new_group", "destroy_process_group"))
 
 
 class FailureKind(str, Enum):
-    """Why a rank failed, the kinds that are causes before those that are consequences."""
+    """Classifies why a rank failed; causes are listed before consequences."""
 
     DIED = "died"
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
-    """It raised an error of its own."""
+    """The rank raised an error of its own."""
     QUEUE_CLOSED = "queue_closed"
-    """The sample queue ended under it."""
+    """The sample queue was closed while the rank used it."""
     PEER_FAILED = "peer_failed"
-    """Another rank of its group failed, and all aborted."""
+    """Another rank of its group failed, and all ranks aborted."""
     PEER_LOST = "peer_lost"
-    """A collective failed: another rank has ended, or has left it."""
+    """A collective failed because another rank has ended or left it."""
 
 
 class CollectiveFailed(RuntimeError):
-    """A collective of this rank failed, as another rank has ended or has left it."""
+    """Raised when a collective of this rank fails because another rank has ended or left it."""
 
 
 class OutOfMemory(RuntimeError):
-    """A card ran out of memory in a stage; the message says who held the memory then."""
+    """Raised when a card runs out of memory in a stage; the message lists the memory by owner."""
 
     def __init__(self, stage: str, failure: RankFailure):
         super().__init__(stage, failure)
@@ -64,7 +64,7 @@ class OutOfMemory(RuntimeError):
 
     @property
     def bytes_by_owner(self) -> Mapping[str, int]:
-        """HBM by owner (`Device.memory_by_owner`) when memory ran out, before any was released."""
+        """HBM by owner (`Device.memory_by_owner`) at the failure, before any was released."""
         return self.failure.bytes_by_owner
 
     def __str__(self) -> str:
@@ -77,11 +77,11 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of one rank."""
+    """Describes the failure of one rank."""
 
     rank: int
     stage: str
-    """What the rank was doing."""
+    """Name of the work that failed."""
     kind: FailureKind
     error: str
     """Name of the exception's type; empty where another rank reports the failure."""
@@ -93,10 +93,12 @@ class RankFailure:
     def of(
         cls, error: BaseException, *, rank: int, stage: str, bytes_by_owner: Mapping[str, int] | None = None
     ) -> RankFailure:
-        """Describes an exception. ``bytes_by_owner`` is kept where memory ran out."""
+        """Describe an exception. ``bytes_by_owner`` is recorded only for out-of-memory errors."""
         kind = kind_of(error)
-        held = dict(bytes_by_owner or {}) if kind is FailureKind.OUT_OF_MEMORY else {}
-        return cls(rank, stage, kind, type(error).__name__, str(error), held)
+        owners = dict(bytes_by_owner or {}) if kind is FailureKind.OUT_OF_MEMORY else {}
+        return cls(
+            rank=rank, stage=stage, kind=kind, error=type(error).__name__, message=str(error), bytes_by_owner=owners
+        )
 
     @property
     def where(self) -> str:
@@ -107,21 +109,21 @@ class RankFailure:
 
     @classmethod
     def from_json(cls: type[F], fields: Mapping[str, Any]) -> F:
-        """The inverse of `to_json`; fields of subclasses are dropped."""
+        """Invert `to_json`; fields of subclasses are dropped."""
         known = {entry.name: fields[entry.name] for entry in dataclasses.fields(cls)}
         return cls(**{**known, "kind": FailureKind(fields["kind"])})
 
     def __str__(self) -> str:
-        held = f"; HBM by owner: {format_owners(self.bytes_by_owner)}" if self.bytes_by_owner else ""
+        owners = f"; HBM by owner: {format_owners(self.bytes_by_owner)}" if self.bytes_by_owner else ""
         reason = f"{self.error}: {self.message}" if self.error else self.message
-        return f"rank {self.rank} failed in {self.where}: {reason}{held}"
+        return f"rank {self.rank} failed in {self.where}: {reason}{owners}"
 
 
 class AbortedOnAllRanks(RuntimeError):
-    """Raised on every rank of a group when work failed on any; ``failures`` are those of all ranks."""
+    """Raised on every rank of a group when work fails on any; ``failures`` are those of all ranks."""
 
-    what = ""
-    """What was aborted, if the failures do not say it."""
+    subject = ""
+    """Prefix of the message: what was aborted, where the failures do not name it."""
 
     def __init__(self, failures: Sequence[RankFailure]):
         super().__init__(failures)
@@ -131,20 +133,20 @@ class AbortedOnAllRanks(RuntimeError):
         return next((failure for failure in self.failures if failure.rank == rank), None)
 
     def __str__(self) -> str:
-        return f"{self.what}aborted on all cards: " + "; ".join(map(str, self.failures))
+        return f"{self.subject}aborted on all cards: " + "; ".join(map(str, self.failures))
 
 
 def failures_in(
     error: BaseException, *, rank: int, stage: str, bytes_by_owner: Mapping[str, int] | None = None
 ) -> list[RankFailure]:
-    """Describes an exception: as this rank's failure, or as those of all ranks where they have aborted already."""
+    """Describe an exception as this rank's failure, or as those of all ranks if they have already aborted."""
     if isinstance(error, AbortedOnAllRanks):
         return list(error.failures)
     return [RankFailure.of(error, rank=rank, stage=stage, bytes_by_owner=bytes_by_owner)]
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    """Classifies an exception by its type, and by where it was raised if it is a plain RuntimeError."""
+    """Classify an exception by its type, and a plain RuntimeError by where it was raised."""
     if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
         return FailureKind.OUT_OF_MEMORY
     if isinstance(error, (CollectiveFailed, dist.DistError, ConnectionError)):
@@ -155,10 +157,10 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def wait_for(work: dist.Work) -> None:
-    """Waits for an asynchronous collective.
+    """Wait for an asynchronous collective.
 
     Raises:
-        CollectiveFailed: another rank has ended or has left it.
+        CollectiveFailed: another rank has ended or left the collective.
     """
     try:
         work.wait()
@@ -169,6 +171,7 @@ def wait_for(work: dist.Work) -> None:
 
 
 def format_owners(bytes_by_owner: Mapping[str, int]) -> str:
+    """Format the owners with any memory, in MiB."""
     return ", ".join(f"{owner} {nbytes / MIB:.1f} MiB" for owner, nbytes in bytes_by_owner.items() if nbytes)
 
 

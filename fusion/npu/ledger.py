@@ -1,7 +1,7 @@
-"""An emulated card without a compiler: plain CPU tensors, counted.
+"""Emulate a card without a compiler, by counting the bytes of plain CPU tensors.
 
-Every tensor that an operation makes in the thread that opened the card is taken for memory of the card, except those of
-`host_empty`. Workspaces inside an operation, other threads and the capacity of other processes are not seen.
+Every tensor that an operation creates in the thread that opened the card counts as memory of the card, except those of
+`host_empty`. Workspaces inside an operation, other threads and other processes are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Ledger:
-    """Bytes of the storages that live, by owner; raises torch.OutOfMemoryError at capacity."""
+    """Counts the bytes of live storages by owner; raises torch.OutOfMemoryError at capacity."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -35,6 +35,11 @@ class Ledger:
         self._lock = threading.RLock()  # a storage may die, and call back, while the lock is held
 
     def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, until it is freed.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit into the capacity.
+        """
         key, nbytes = storage._cdata, storage.nbytes()
         with self._lock:
             if key in self._entries or not self.counting:
@@ -51,7 +56,7 @@ class Ledger:
             self._change(nbytes)
 
     def refresh(self) -> None:
-        """Takes the sizes as they are now: a storage may have been resized."""
+        """Update the sizes of all storages, which may have been resized."""
         with self._lock:
             for entry in list(self._entries.values()):
                 storage = entry[0]()
@@ -83,7 +88,7 @@ class Ledger:
 
 
 class LedgerMode(TorchDispatchMode):
-    """Shows every storage that comes out of an operation to the ledger."""
+    """Adds every new storage that an operation returns to the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -92,17 +97,17 @@ class LedgerMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = storages_of(result, CPU)
-        if made:
-            known = storages_of((args, kwargs), CPU)
-            for key, storage in made.items():
-                if key not in known:
+        outputs = storages_of(result, CPU)
+        if outputs:
+            inputs = storages_of((args, kwargs), CPU)
+            for key, storage in outputs.items():
+                if key not in inputs:
                     self.ledger.add(storage)
         return result
 
 
 class HostStream:
-    """A stream where everything is done when the call returns."""
+    """Implements a stream on which all work is done when the call returns."""
 
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -118,9 +123,10 @@ class HostStream:
 
 
 class HostEvent:
-    """A point in time."""
+    """Implements an event as a time of the host's clock."""
 
-    recorded_s: float | None = None
+    def __init__(self) -> None:
+        self.recorded_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
         self.recorded_s = time.perf_counter()
@@ -132,14 +138,14 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to `end`."""
         if self.recorded_s is None or end.recorded_s is None:
-            raise RuntimeError("both events must be recorded before their elapsed time is asked for")
+            raise RuntimeError("elapsed_time requires both events to be recorded")
         return (end.recorded_s - self.recorded_s) * 1e3
 
 
 class LedgerDevice(Device):
-    """Counts from the moment it is opened until `close()`."""
+    """Implements `Device` with CPU tensors that a ledger counts from its creation until `close()`."""
 
     kind = "ledger"
     torch_device = CPU
@@ -152,7 +158,7 @@ class LedgerDevice(Device):
         self._mode.__enter__()
 
     def close(self) -> None:
-        """Stops counting; devices are closed in the reverse order of opening."""
+        """Stop counting. Devices must be closed in the reverse order of opening."""
         self._mode.__exit__(None, None, None)
 
     def memory(self) -> Memory:
@@ -170,11 +176,11 @@ class LedgerDevice(Device):
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:
         check_owner(name)
-        before, self.ledger.owner = self.ledger.owner, name
+        previous_owner, self.ledger.owner = self.ledger.owner, name
         try:
             yield
         finally:
-            self.ledger.owner = before
+            self.ledger.owner = previous_owner
 
     def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
         check_owner(name)

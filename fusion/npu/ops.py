@@ -1,6 +1,6 @@
-"""Operations for which a card has a fused kernel and the CPU needs another way to avoid padding.
+"""Implement operations for which a card has a fused kernel and the CPU needs another way to avoid padding.
 
-Sequences are packed: one leading token dimension, no padding rows, lengths beside it.
+Sequences are packed: one leading token dimension without padding rows, and a list of lengths.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch.nn.functional as F
 
 BATCH_INVARIANT_ROWS = 16
 """Row counts are rounded up to this multiple where results must not depend on the batch: below it (and, in fp64,
-between its multiples) a BLAS picks kernels by row count that add in another order."""
+between its multiples) a BLAS selects kernels by row count that add in a different order."""
 
 
 def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
-    """x @ weight.T. With ``row_multiple`` > 1 rows are zero-padded up to it, so a row's bits do not depend on N."""
+    """Compute x @ weight.T. With ``row_multiple`` > 1, N is zero-padded to a multiple of it, so that a row's bits do
+    not depend on N."""
     rows = x_ND.shape[0]
     padding = -rows % row_multiple
     if padding == 0:
@@ -51,7 +52,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weights: list[torch.Tensor | None] = []
         chunks = zip(x_ND.split(ctx.counts), grad_NO.split(ctx.counts), grad_x.split(ctx.counts), strict=True)
         for weight, (x, grad, gx) in zip(weights, chunks, strict=True):
-            # an expert without a row has no gradient at all: nothing to clear, nothing to add
+            # An expert without rows gets no gradient instead of a zero one, which would have to be added.
             grad_weights.append(torch.mm(grad.t(), x) if x.shape[0] else None)
             if x.shape[0]:
                 torch.mm(grad, weight, out=gx)
@@ -61,10 +62,10 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(
     x_ND: torch.Tensor, weights: Sequence[torch.Tensor], counts: list[int] | torch.Tensor, row_multiple: int = 1
 ) -> torch.Tensor:
-    """Row block e of x (``counts[e]`` rows) times ``weights[e].T`` [D, O], without padding any block.
+    """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block.
 
-    One matrix product a non-empty expert, as long as no card offers a kernel over weights in storages of their own
-    (Ascend's `npu_grouped_matmul` takes such a list).
+    Runs one matrix product per non-empty expert. A card's grouped kernel would have to accept weights in separate
+    storages (Ascend's `npu_grouped_matmul` does).
     """
     counts = counts if isinstance(counts, list) else counts.tolist()
     assert len(counts) == len(weights) and sum(counts) == x_ND.shape[0]
@@ -76,10 +77,10 @@ def grouped_linear(
 def varlen_causal_attention(
     q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int]
 ) -> torch.Tensor:
-    """Causal attention inside each of the packed sequences. Query head h reads key/value head h // (H // K).
+    """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
 
-    Neighbouring sequences of one length share a kernel call as a view [n, length, heads, C]: nothing is padded and
-    nothing is copied, and a packer that sorts by length makes the runs long.
+    Adjacent sequences of equal length share a kernel call as a view [n, length, heads, C], without padding or copying;
+    sorting sequences by length when packing reduces the number of calls.
     """
     assert sum(lengths) == q_NHC.shape[0]
     outputs, start = [], 0

@@ -1,6 +1,6 @@
-"""Who owns which storage, by weak references: for devices whose allocator cannot be asked.
+"""Track the owner of every storage by weak references, for devices whose allocator does not store it.
 
-A dispatch mode sees every operation inside `owner()`; a storage that comes out and did not go in was made there.
+A dispatch mode intercepts every operation inside `owner()`; an output storage that is no input was allocated there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRUNE_EVERY = 1024
 
 
 class StorageOwners:
-    """Owner by storage. Entries whose storage is gone count nothing and are dropped now and then."""
+    """Maps storages to owners. Entries of freed storages count nothing and are pruned periodically."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -26,7 +26,7 @@ class StorageOwners:
 
     def assign(self, storage: torch.UntypedStorage, owner: str) -> None:
         with self._lock:
-            # The weak reference keeps the address from being used again while the entry stands.
+            # The weak reference prevents reuse of the address while the entry exists.
             self._owners[storage._cdata] = (StorageWeakRef(storage), owner)
             self._until_prune -= 1
             if self._until_prune <= 0:
@@ -34,7 +34,7 @@ class StorageOwners:
                 self._until_prune = max(PRUNE_EVERY, len(self._owners))
 
     def bytes_by_owner(self) -> dict[str, int]:
-        """Bytes of the storages that still live, as large as they are now."""
+        """Return the current bytes of the live storages by owner."""
         sizes: dict[str, int] = {}
         with self._lock:
             for reference, owner in self._owners.values():
@@ -46,7 +46,7 @@ class StorageOwners:
 
 
 def storages_of(values: Any, device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """The storages on `device` of all tensors in nested arguments or results."""
+    """Return the storages on `device` of all tensors in nested arguments or results."""
     return {
         storage._cdata: storage
         for value in tree_iter(values)
@@ -56,8 +56,8 @@ def storages_of(values: Any, device: torch.device) -> dict[int, torch.UntypedSto
 
 
 class OwnerMode(TorchDispatchMode):
-    """Inside, new storages on `device` belong to `owner`. Nested scopes all see an operation, the outermost first, so
-    that the innermost has the last word."""
+    """Assigns new storages on `device` to `owner`. Nested scopes all intercept an operation, the outermost first, so
+    that the innermost one wins."""
 
     def __init__(self, owners: StorageOwners, owner: str, device: torch.device) -> None:
         super().__init__()
@@ -68,10 +68,10 @@ class OwnerMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = storages_of(result, self.device)
-        if made:
-            known = storages_of((args, kwargs), self.device)
-            for key, storage in made.items():
-                if key not in known:
+        outputs = storages_of(result, self.device)
+        if outputs:
+            inputs = storages_of((args, kwargs), self.device)
+            for key, storage in outputs.items():
+                if key not in inputs:
                     self.owners.assign(storage, self.owner)
         return result

@@ -64,12 +64,12 @@ def test_work_that_takes_longer_than_modelled_is_overrun_and_not_slept():
     assert clock.slept == 0
     assert sum(pacer.overrun_s.values()) == pytest.approx(10 * 0.029)
     metrics, later = Metrics(), Metrics()
-    pacer.tell(metrics, "gen")
+    pacer.report(metrics, "gen")
     figures = metrics.result()
     assert figures["pace/overrun"] == figures["pace/overrun/gen"] == pytest.approx(29.0)
     assert figures["pace/modelled_s/decode"] == pytest.approx(0.01)
     assert figures["pace/overrun_s/decode"] == pytest.approx(0.29)
-    pacer.tell(later, "gen")
+    pacer.report(later, "gen")
     assert later.result() == {"pace/waited_s": 0.0}, "handed over once"
 
 

@@ -1,15 +1,15 @@
-"""The emulated NPU: a PyTorch device `npu` on the CPU, with its own memory, streams, generators and collectives.
+"""Emulate an NPU on the CPU: a PyTorch device `npu` with its own memory, streams, generators and collectives.
 
     build.py      sources ──g++, once──► cache folder ──► rlfusion_npu.so
     frontend/     the module `torch.npu`, with the names of torch_npu
-    *.h, *.cpp    the device itself (emulator.h says which file holds what)
+    *.h, *.cpp    the device itself (emulator.h lists the files)
 
     from fusion.npu.emulator import install
     install()                               # builds on first use; afterwards torch.empty(8, device="npu") works
 
-Its allocator rounds, caches and splits as a real one does, with segments as much smaller as the models are (heap.h).
-Work is done when the call returns; with `streams=adversarial` copies and collectives as late as synchronisation allows
-(streams.h). Left out: kernels that run late, sparse and quantised tensors, convolutions, graph capture.
+The allocator rounds, caches and splits like a real one, with segments scaled down to the size of the models (heap.h).
+Work is done when the call returns; with `streams=adversarial`, copies and collectives run as late as synchronisation
+allows (streams.h). Not emulated: asynchronous kernels, sparse and quantised tensors, convolutions, graph capture.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ _extension: ModuleType | None = None
 
 
 def installed() -> bool:
-    """Whether the device `npu` of this process is the emulated one."""
+    """Return whether the device `npu` of this process is the emulated one."""
     return _extension is not None
 
 
 def install() -> ModuleType:
-    """Makes `npu` a device of this process, once, and returns the extension. Raises BuildError, or ValueError where
-    another backend (torch_npu) already owns the name."""
+    """Register `npu` as a device of this process, once, and return the extension.
+
+    Raises:
+        BuildError: the extension could not be built.
+        ValueError: another backend (torch_npu) already owns the name.
+    """
     global _extension
     with _lock:
         if _extension is None:
@@ -51,14 +55,14 @@ def install() -> ModuleType:
 
             frontend.register(extension)
             atexit.register(extension.forget_work)
-            atexit.register(_let_backward_threads_rest)
+            atexit.register(_wait_for_backward_threads)
             _extension = extension
         return _extension
 
 
-def _let_backward_threads_rest() -> None:
-    """A card's backward pass runs in a thread of its own, which still drops Python objects after `backward()` returned.
-    If the interpreter ends in that moment the process aborts; so wait until none of these threads is running."""
+def _wait_for_backward_threads() -> None:
+    """Wait until no backward thread runs. A card's backward pass has its own thread, which still drops Python objects
+    after `backward()` has returned; the process aborts if the interpreter ends meanwhile."""
     quiet = 0
     for _ in range(500):
         quiet = 0 if any(_is_running_backward(task) for task in Path("/proc/self/task").iterdir()) else quiet + 1

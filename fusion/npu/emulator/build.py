@@ -1,10 +1,10 @@
-"""Builds the emulated NPU on first use and loads it.
+"""Build the emulated NPU on first use and load it.
 
     sources + torch + Python + compiler flags ──hash──► ~/.cache/rlfusion/npu-<hash>/rlfusion_npu.so
 
-The library is tied to the installed torch by the hash, so that an upgrade builds anew. Processes that need it at the
-same time wait for one of them to build (a lock on a file beside it), and it appears by an atomic rename: whoever sees
-the file sees all of it. Two compilers run side by side, each on one half of the sources.
+The hash ties the library to the installed torch, so that an upgrade rebuilds it. Concurrent processes wait for one of
+them to build it (a file lock beside it), and an atomic rename publishes the complete file. Two compilers run in
+parallel, each on one part of the sources.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 class BuildError(RuntimeError):
-    """The emulator could not be built; the message is one line that says why and what to do."""
+    """Raised when the emulator cannot be built; the message is one line that says why and what to do."""
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: `$XDG_CACHE_HOME/rlfusion` or `~/.cache/rlfusion`."""
+    """Return the folder of built libraries: `$XDG_CACHE_HOME/rlfusion` or `~/.cache/rlfusion`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "rlfusion"
 
 
 def compiler() -> str | None:
-    """The path of a C++ compiler, or None."""
+    """Return the path of a C++ compiler, or None."""
     return next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
 
 
@@ -59,12 +59,16 @@ def _key() -> str:
 
 
 def library_path() -> Path:
-    """Where the library for this torch, Python and these sources is or will be."""
+    """Return the path of the library for this torch, Python and these sources, built or not."""
     return cache_folder() / f"npu-{_key()}" / f"{NAME}.so"
 
 
 def build() -> Path:
-    """Returns the library, building it if needed (15–30 s on two cores). Raises BuildError."""
+    """Build the library if needed (15–30 s on two cores) and return its path.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
     target = library_path()
     if target.exists():
         return target
@@ -111,7 +115,11 @@ def _finish(process: subprocess.Popen[str]) -> None:
 
 
 def load_extension() -> ModuleType:
-    """Builds if needed and imports the library. Raises BuildError."""
+    """Build the library if needed and import it.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
     path = build()
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_loader(NAME, loader)
