@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on answers with their working written out, 40 to 80 tokens (data.max_digits=8: up to 155), which exercise
-# paging, chunked prefill and long tails. Warms up the base model first, in a few minutes. Arguments are overrides.
+# Trains on sums whose answers write out every step, 40 to 80 tokens (data.max_digits=8: up to 155), to exercise paging,
+# chunked prefill and long tails. First makes the base model, which takes a few minutes. Arguments are overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
