@@ -104,7 +104,7 @@ def _run(
             folder.rewind(0)
         else:
             run.restore(checkpoint)
-            view.note(f"going on from {checkpoint}, step {run.step}")
+            view.note(f"resuming from {checkpoint}, step {run.step}")
         try:
             report["answers"] = run.run()
         except QueueClosed as error:

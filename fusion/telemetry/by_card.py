@@ -1,4 +1,4 @@
-"""The table of where the time of each card went, as text cells. Pure but for `read_cards`."""
+"""Tabulate how each card spent its time, as text cells. Pure except `read_cards`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from fusion.telemetry.memory import human_bytes
 from fusion.telemetry.timeline import WAITING, CardSummary, summarize_run
 from fusion.telemetry.trace import read_timeline
 
-MOST_CARDS = 8
-"""Columns of the table by card …"""
+MAX_CARDS = 8
+"""Maximum number of cards with a column each."""
 
 EXTREMES = 3
-"""… or, where there are more, so many of the least and of the most busy"""
+"""With more cards: the number of least busy and of most busy ones that are shown."""
 
-LARGEST_TIMELINE = 1 << 28
-"""Bytes of a timeline.json that is still read for that table; reading takes about ten times as much memory."""
+MAX_TIMELINE_BYTES = 1 << 28
+"""Maximum size of a timeline.json that is read for the table; reading takes about ten times as much memory."""
 
 
 def read_cards(timeline: Path) -> tuple[list[CardSummary], list[str]]:
-    """Where the time of each card went, or a line why that is not told."""
+    """Summarise each card's time; the second value holds a line that explains a missing table."""
     if not timeline.exists():
         return [], []
-    if (size := timeline.stat().st_size) > LARGEST_TIMELINE:
-        limit = human_bytes(LARGEST_TIMELINE)
-        return [], [f"  timeline.json has {human_bytes(size)}: no table by card is made of more than {limit}"]
+    if (size := timeline.stat().st_size) > MAX_TIMELINE_BYTES:
+        limit = human_bytes(MAX_TIMELINE_BYTES)
+        return [], [f"  timeline.json has {human_bytes(size)}: the table by card is omitted above {limit}"]
     return summarize_run(read_timeline(timeline)), []
 
 
 def card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:
-    """A line for each kind of work, the most first, then for waiting and idle; they add up to the wall clock. Of many
-    cards those that were the least and the most busy are shown; the share is that of all."""
+    """List the seconds of each kind of work, largest first, then waiting and idle; they add up to wall time.
+
+    Of more than `MAX_CARDS` cards only the least and the most busy are shown; the share is that of all cards.
+    """
     title, shown = "seconds by card", list(cards)
-    if len(cards) > MOST_CARDS:
+    if len(cards) > MAX_CARDS:
         by_use = sorted(cards, key=lambda card: card.utilisation)
         shown = by_use[:EXTREMES] + by_use[-EXTREMES:]
         title = f"seconds, {len(shown)} of {len(cards)} cards"
@@ -54,9 +56,9 @@ def card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:
 
 
 def _by_main_kind(card: CardSummary) -> dict[str, int]:
-    """Nanoseconds by kind and of `idle`; kinds such as `switch/kv` are part of `switch`."""
-    found = {"idle": card.idle_ns}
-    for kind, length in card.by_kind_ns.items():
+    """Sum nanoseconds by kind, including `idle`; kinds such as `switch/kv` count as `switch`."""
+    kinds_ns = {"idle": card.idle_ns}
+    for kind, length_ns in card.by_kind_ns.items():
         main = kind.partition("/")[0]
-        found[main] = found.get(main, 0) + length
-    return found
+        kinds_ns[main] = kinds_ns.get(main, 0) + length_ns
+    return kinds_ns

@@ -63,8 +63,8 @@ COLUMNS = (
 
 
 def columns_for(row: Row) -> tuple[Column, ...]:
-    """The columns for rows like this one. Without a reference model, the KL is that to the policy that generated, and
-    the header says so."""
+    """Choose the columns for rows like this one. Without a reference model, the KL is that to the policy that
+    generated, and its header is different."""
     if any(name in row for name in REFERENCE_KL) or "actor/ppo_kl" not in row:
         return COLUMNS
     return tuple(

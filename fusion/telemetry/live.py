@@ -25,16 +25,16 @@ from rich.text import Text
 from fusion.telemetry.columns import COLUMNS, align, columns_for, duration, header_lines
 
 HEADER_EVERY = 20
-"""Plain view: the header comes again after this many steps."""
+"""Plain view: the header is repeated after this many steps."""
 
 QUIET_S = 10.0
-"""Plain view: what goes on inside a step is said when nothing was printed for this long."""
+"""Plain view: the phase within a step is printed when nothing was printed for this long."""
 
 
 class LiveView:
     """The view of a run of `total_steps` steps, of which `first_step` were done before (a resumed run).
 
-    Use it as a context manager; the terminal is given back however the block ends. `console` defaults to rich's own.
+    Use it as a context manager; the terminal is restored however the block ends. `console` defaults to rich's own.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LiveView:
             self._print(f"{align([column.cell(row) for column in columns], columns)}   {self.eta()}")
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """What goes on inside the step: `generate`, and how far if that is known. Cheap enough for each engine step."""
+        """Show the phase within the step and its progress if known. Cheap enough to call at every engine step."""
         self._phase = name if done is None else f"{name} {done}" if total is None else f"{name} {done}/{total}"
         now = time.monotonic()
         if self._live is None and now - self._last_print >= QUIET_S:

@@ -62,7 +62,7 @@ class MemoryLedger:
 
     @classmethod
     def from_metrics(cls, figures: Mapping[str, float | None]) -> MemoryLedger:
-        """The ledger that a row of metrics.jsonl tells of."""
+        """Rebuild the ledger from a row of metrics.jsonl."""
         ledger = cls()
         for name, value in figures.items():
             area, _, rest = name.partition("/")

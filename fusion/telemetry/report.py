@@ -1,4 +1,4 @@
-"""What the user is told at the end of a run: from plain data, or from the folder a run left, also a killed one."""
+"""Report on a run at its end: from plain data, or from the folder of any run, also a killed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_A_PHASE = ("step", "total")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to one prompt before the training and after it."""
+    """Responses to one prompt before and after training."""
 
     prompt: str
     before: str
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass
 class RunReport:
-    """Everything the report shows; what is empty is left out."""
+    """The contents of the report; empty parts are left out."""
 
     folder: Sequence[str] = ()
     """Lines of `RunFolder.describe()`."""
@@ -49,7 +49,7 @@ class RunReport:
     reward_start: float | None = None
     reward_end: float | None = None
     reward_window: int = 1
-    """Over how many steps the two rewards are means."""
+    """Number of steps over which each of the two rewards is a mean."""
     answers: Sequence[Answer] = ()
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase over the whole run."""
@@ -59,26 +59,26 @@ class RunReport:
     cards: Sequence[CardSummary] = ()
     """Of `summarize_run(spans)`."""
     notes: Sequence[str] = ()
-    """Counts worth saying: rewards that failed, prompts that were skipped."""
+    """Counts such as failed rewards or skipped prompts."""
     next_steps: Sequence[str] = ()
 
     @classmethod
-    def from_folder(cls, path: Path | str, **given: Any) -> RunReport:
-        """The report of a run folder; `given` fields replace or add to what its files tell."""
+    def from_folder(cls, path: Path | str, **fields: Any) -> RunReport:
+        """Read the report from a run folder; ``fields`` replace or add to what its files contain."""
         rows = read_jsonl(Path(path) / "metrics.jsonl")
-        told: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
-        told |= _rewards(rows)
-        told["phase_s"] = _phases(rows)
-        told["switch_s"] = _parts(rows, "switch")
-        told["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
-        told["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
-        told["cards"], left_out = read_cards(Path(path) / "timeline.json")
-        told["folder"] += left_out
-        told["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
-        return cls(**(told | given))
+        from_files: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
+        from_files |= _rewards(rows)
+        from_files["phase_s"] = _phases(rows)
+        from_files["switch_s"] = _parts(rows, "switch")
+        from_files["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
+        from_files["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
+        from_files["cards"], left_out = read_cards(Path(path) / "timeline.json")
+        from_files["folder"] += left_out
+        from_files["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
+        return cls(**(from_files | fields))
 
     def render(self) -> Group:
-        """For a rich console; print it with `crop=False`, so that paths stay whole."""
+        """Render for a rich console; print it with `crop=False`, so that paths stay whole."""
         tables = [_answers(self.answers)] if self.answers else []
         tables += [_phase_table(self.phase_s)] if self.phase_s else []
         tables += [_part_table(self.switch_s, self.steps)] if self.switch_s and self.steps else []
@@ -95,7 +95,7 @@ class RunReport:
         return Group(*parts)
 
     def text(self, width: int = 100) -> str:
-        """As plain text; tables fit `width`, paths and commands are never cut."""
+        """Render as plain text; tables fit `width`, paths and commands are never cut."""
         file = io.StringIO()
         Console(file=file, width=width, color_system=None, force_terminal=False).print(self.render(), crop=False)
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"

@@ -1,13 +1,13 @@
-"""What a run leaves: one folder, readable while the run goes on and after it was killed.
+"""Write the output folder of a run, readable while it runs and after it was killed.
 
 runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object a step
             tensorboard/      the same figures as TensorBoard events
             samples.jsonl     a few samples of every step: step, prompt, response, reward
             groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), lag
-            control.jsonl     how generation was changed while the run went on, and what was refused
-            timeline.json     what every card did, opens in https://ui.perfetto.dev
-            checkpoints/      what a run resumes from
+            control.jsonl     changes to generation during the run, and requests that were refused
+            timeline.json     spans of every card, opens in https://ui.perfetto.dev
+            checkpoints/      from which a run resumes
             hf/               the model as a Hugging Face folder
 """
 
@@ -27,17 +27,16 @@ IfExists = Literal["suffix", "resume", "refuse"]
 
 
 class RunFolder:
-    """Makes or takes up `root/name`.
+    """Creates `root/name` or reopens it.
 
-    A name that exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` goes on in the
-    folder; `refuse` raises ValueError. `choice` says in a sentence what happened.
+    If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
+    folder; `refuse` raises ValueError. `choice` states in a sentence which it was.
     """
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not name or name != Path(name).name or name.startswith("."):
             raise ValueError(f"run name {name!r}: expected one folder name, without / and not starting with a dot")
-        self.path, self.choice = _claim(Path(root), name, if_exists)
-        self.resumed = self.choice.startswith("going on")
+        self.path, self.choice, self.resumed = _claim(Path(root), name, if_exists)
         self.samples_per_step = samples_per_step
         self._metrics: JsonLines | None = None
         self._samples: JsonLines | None = None
@@ -52,12 +51,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints; made when asked for."""
+        """The folder of the checkpoints; created on first access."""
         return self._made("checkpoints")
 
     @property
     def hf(self) -> Path:
-        """The folder of the Hugging Face export; made when asked for."""
+        """The folder of the Hugging Face export; created on first access."""
         return self._made("hf")
 
     def write_config(self, config: str | Mapping[str, Any] | Any) -> None:
@@ -157,7 +156,7 @@ def describe(path: Path | str) -> list[str]:
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
         ("samples.jsonl", (path / "samples.jsonl").exists(), "samples of every step with their rewards"),
         ("groups.jsonl", (path / "groups.jsonl").exists(), "how every group of samples has ended"),
-        ("control.jsonl", (path / "control.jsonl").exists(), "how generation was changed while the run went on"),
+        ("control.jsonl", (path / "control.jsonl").exists(), "changes to generation during the run"),
         ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
         ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),
         ("hf/", exports, f"AutoModelForCausalLM.from_pretrained({str(path / 'hf')!r})"),
@@ -165,20 +164,21 @@ def describe(path: Path | str) -> list[str]:
     return [f"{path}/"] + [f"  {name:<15} {what}" for name, there, what in entries if there]
 
 
-def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str]:
+def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str, bool]:
+    """Creates or reopens the folder; returns its path, a sentence that states which, and whether it was reopened."""
     if if_exists not in ("suffix", "resume", "refuse"):
         raise ValueError(f"if_exists={if_exists!r}: expected suffix, resume or refuse")
     root.mkdir(parents=True, exist_ok=True)
     path = root / name
     try:
-        # mkdir is what claims the name: of two runs started at the same time only one gets it.
+        # mkdir claims the name: of two runs started at the same time only one succeeds.
         path.mkdir()
-        return path, f"new run folder {path}"
+        return path, f"new run folder {path}", False
     except FileExistsError:
         if not path.is_dir():
             raise ValueError(f"{path} is a file: expected a free name or a run folder") from None
     if if_exists == "resume":
-        return path, f"going on in {path}"
+        return path, f"resuming in {path}", True
     if if_exists == "refuse":
         raise ValueError(f"run folder {path} exists: choose another name, or resume it")
     number = 2
@@ -186,7 +186,7 @@ def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str]:
         fresh = root / f"{name}-{number}"
         try:
             fresh.mkdir()
-            return fresh, f"{path} exists, so this run writes to {fresh}"
+            return fresh, f"{path} exists, so this run writes to {fresh}", False
         except FileExistsError:
             number += 1
 

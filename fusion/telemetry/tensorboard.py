@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, written by tensorboard's own record writer: no thread of its own, flushed at every step."""
+"""Write scalars with tensorboard's record writer: without a thread, flushed at every step."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def wall_ns() -> int:
 
 
 class Span(NamedTuple):
-    """One thing one card did. What goes on beside it, in another thread, is on a `lane` of its own: shown, and no part
-    of where the card's time went."""
+    """One activity of one card. Concurrent work in another thread is on a separate `lane`: shown, but not part of the
+    card's time."""
 
     card: str
     name: str

@@ -23,15 +23,15 @@ class Usage:
         self._spans: list[Span] = []
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Spans of stages that have ended; what was before the last count is left out."""
+        """Add spans of stages that have ended; those that ended before the last count are ignored."""
         self._spans += (span for span in spans if span.end_ns > self._start_ns)
 
     def count(self, end_ns: int) -> dict[str, float]:
-        """Figures of the time since the last count; nothing, if none has passed. All stages that began before
-        ``end_ns`` have been added.
+        """Compute figures of the time since the last count; empty if no time has passed. All stages that began before
+        ``end_ns`` must have been added.
 
         perf/utilisation: busy share, 0 to 1, mean over cards; timing_s/card/<kind>: seconds of each kind of work of the
-        mean card, a switch as a whole, and `idle`: all that is no work, as what a card waits for is known later.
+        mean card, a switch as a whole, and `idle`: everything else, as it is known only later what a card waited for.
         """
         if end_ns <= self._start_ns:
             return {}

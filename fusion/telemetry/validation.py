@@ -91,7 +91,7 @@ class Checks:
 
 
 def is_finite(value: Any) -> bool:
-    """Tells whether ``value`` is an int or a float other than nan and inf."""
+    """Returns whether ``value`` is an int or a float other than nan and inf."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -52,7 +52,7 @@ def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(ba
         assert 0 < saved < STEPS, "it was killed under way"
     done = train(base, tmp_path, *OPTIONS, "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on from" in done.stdout
+    assert "resuming from" in done.stdout
     assert _figures(folder) == _figures(whole) and len(_figures(whole)) == STEPS
     ours, theirs = weights_of(folder / "hf"), weights_of(whole / "hf")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -89,7 +89,7 @@ def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path, options, st
         options_of_start = [f"run.steps={steps}", resume, "run.eval_prompts=0", "training.lr=1e-3", *options]
         done = train(base, tmp_path, *options_of_start)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert ("going on from" in done.stdout) == (len(starts) > 1)
+    assert ("resuming from" in done.stdout) == (len(starts) > 1)
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     rewards = straight_line.run(load(tmp_path / "run" / "config.yaml"), tmp_path / "straight")
     assert [row["critic/rewards/mean"] for row in rows_of(tmp_path / "run")] == rewards

@@ -103,7 +103,7 @@ def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_p
     steps = max(row["step"] for row in rows_of(folder)) + 3
     done = train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on from" in done.stdout
+    assert "resuming from" in done.stdout
     groups = _groups(folder)
     assert [row["step"] for row in rows_of(folder)] == list(range(1, steps + 1))
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"

@@ -45,6 +45,7 @@ def test_a_version_that_does_not_fit_is_missing(doctor):
 
 def test_an_emulator_that_does_not_open_is_a_warning_with_its_error(doctor, monkeypatch, tmp_path):
     (tmp_path / "fusion").mkdir()
+    (tmp_path / "fusion" / "__init__.py").touch()  # else a checkout on PYTHONPATH goes before it
     (tmp_path / "fusion" / "npu.py").write_text("def open_device(kind): raise OSError('capacity of card 0 is taken')")
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     check = doctor.emulator()
@@ -54,6 +55,7 @@ def test_an_emulator_that_does_not_open_is_a_warning_with_its_error(doctor, monk
 @pytest.mark.parametrize("kind, status", [("emulated", "ok"), ("ledger", "warn")])
 def test_the_device_says_itself_what_it_is(doctor, monkeypatch, tmp_path, kind, status):
     (tmp_path / "fusion").mkdir()
+    (tmp_path / "fusion" / "__init__.py").touch()  # else a checkout on PYTHONPATH goes before it
     (tmp_path / "fusion" / "npu.py").write_text(
         f"class D:\n kind = {kind!r}\n def describe(self): return 'card 0, 1 GiB'\ndef open_device(kind): return D()"
     )

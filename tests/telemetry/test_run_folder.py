@@ -93,7 +93,7 @@ def test_a_name_that_exists(tmp_path):
     assert [folder.name for folder in (first, second, third)] == ["run", "run-2", "run-3"]
     assert first.choice == f"new run folder {tmp_path / 'run'}"
     assert third.choice == f"{tmp_path / 'run'} exists, so this run writes to {tmp_path / 'run-3'}"
-    assert RunFolder(tmp_path, "run", if_exists="resume").choice == f"going on in {tmp_path / 'run'}"
+    assert RunFolder(tmp_path, "run", if_exists="resume").choice == f"resuming in {tmp_path / 'run'}"
     with pytest.raises(ValueError, match="run folder .*run exists: choose another name, or resume it"):
         RunFolder(tmp_path, "run", if_exists="refuse")
 
