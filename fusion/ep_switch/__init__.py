@@ -1,7 +1,7 @@
-"""From any layout of the weights to any other on the same cards, bucket by bucket, without a second copy.
+"""Reshard weights from any layout to any other on the same cards, bucket by bucket, without a second copy.
 
     Layout(config, parallel, ranks) ─┐  layout     which rank holds which box of which tensor, in which unit of storage
-    Layout(config, parallel, ranks) ─┤  topology   where ranks live and how fast their links are
+    Layout(config, parallel, ranks) ─┤  topology   location of the ranks and bandwidth of their links
                                      ▼
     plan_switch(source, target, bucket_bytes) ──► Plan      plan, order (pure): moves in rounds, storage in order
                                                    │        moves: Move, Round, Step (a round as a rank sees it)
@@ -15,7 +15,7 @@
     weights_checksum: equal in every layout                 checksum: also of what travels
     FusionConfig                                            config: the group `fusion`
 
-Every rank makes the same plan from the same two layouts; nothing but weights (and, if asked, checksums) travels.
+Every rank computes the same plan from the same two layouts; only weights (and, if enabled, checksums) are sent.
 """
 
 import lazy_loader

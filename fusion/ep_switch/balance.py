@@ -1,8 +1,8 @@
-"""Shares loads among those who can carry them, so that the busiest carries as little as possible. Pure.
+"""Balance loads among the ranks that can carry them, minimising the maximum load. Pure.
 
-A *demand* is an amount that any mix of a set of ranks may carry. The least possible load of the busiest is the maximum,
-over sets of ranks T, of (demands that only members of T can carry) / |T|: max-flow, min-cut. Invariants: the parts of a
-demand sum to 1; the busiest under `shares` is within TOLERANCE of that optimum.
+A *demand* is an amount that may be split among a set of ranks in any way. The minimum of the maximum load is the
+maximum, over sets of ranks T, of (demands that only members of T can carry) / |T|: max-flow, min-cut. Invariants: the
+fractions of a demand sum to 1; the maximum load of `shares` is within TOLERANCE of that optimum.
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from collections.abc import Mapping
 Ranks = tuple[int, ...]
 
 TOLERANCE = 1.005
-"""How far above the optimum the busiest may stay."""
+"""Accepted ratio of the maximum load to the optimum."""
 
 
 def shares(demands: Mapping[Ranks, float]) -> tuple[dict[Ranks, dict[int, float]], float]:
-    """The part of each demand that every rank of its set takes, and the load of the busiest.
+    """Compute the fraction of each demand that every rank of its set carries, and the maximum load.
 
-    Set after set pours its demand anew onto its ranks, the least loaded first, until some set of ranks proves that the
-    busiest is busy for want of others. Each pouring is the exact minimum of the sum of squared loads over one demand,
-    so the sum falls to its minimum, where the busiest is at the optimum too.
+    Redistributes each demand over its ranks by water-filling (least loaded rank first), in turn, until a set of ranks
+    proves the maximum load to be within TOLERANCE of its lower bound. Each redistribution is the exact minimum of the
+    sum of squared loads over one demand, so the sum converges to its minimum, at which the maximum load is optimal too.
     """
-    given = {ranks: dict.fromkeys(ranks, amount / len(ranks)) for ranks, amount in demands.items()}
+    amounts = {ranks: dict.fromkeys(ranks, amount / len(ranks)) for ranks, amount in demands.items()}
     load: dict[int, float] = defaultdict(float)
-    for parts in given.values():
-        for rank, amount in parts.items():
+    for amount_by_rank in amounts.values():
+        for rank, amount in amount_by_rank.items():
             load[rank] += amount
-    choosing = [ranks for ranks, amount in demands.items() if len(ranks) > 1 and amount]
-    while choosing and max(load.values()) > TOLERANCE * _least(demands, load):
-        for ranks in choosing:
-            parts = given[ranks]
-            others = {rank: load[rank] - parts[rank] for rank in ranks}
+    divisible = [ranks for ranks, amount in demands.items() if len(ranks) > 1 and amount]
+    while divisible and max(load.values()) > TOLERANCE * _lower_bound(demands, load):
+        for ranks in divisible:
+            amount_by_rank = amounts[ranks]
+            others = {rank: load[rank] - amount_by_rank[rank] for rank in ranks}
             level = _level(sorted(others.values()), demands[ranks])
             for rank in ranks:
-                parts[rank] = max(0.0, level - others[rank])
-                load[rank] = others[rank] + parts[rank]
-    found = {r: {rank: part / (demands[r] or 1.0) for rank, part in parts.items()} for r, parts in given.items()}
-    return found, max(load.values(), default=0.0)
+                amount_by_rank[rank] = max(0.0, level - others[rank])
+                load[rank] = others[rank] + amount_by_rank[rank]
+    fractions = {
+        ranks: {rank: amount / (demands[ranks] or 1.0) for rank, amount in amount_by_rank.items()}
+        for ranks, amount_by_rank in amounts.items()
+    }
+    return fractions, max(load.values(), default=0.0)
 
 
 def _level(heights: list[float], amount: float) -> float:
-    """The level to which ``amount`` fills columns of these heights, ascending."""
+    """Return the level to which ``amount`` fills columns of these heights, ascending."""
     total, level = amount, 0.0
     for count, height in enumerate(heights, start=1):
         total += height
@@ -52,8 +55,8 @@ def _level(heights: list[float], amount: float) -> float:
     return level
 
 
-def _least(demands: Mapping[Ranks, float], load: Mapping[int, float]) -> float:
-    """A lower bound on the load of the busiest, from the sets of the busiest one, two, three, … ranks."""
+def _lower_bound(demands: Mapping[Ranks, float], load: Mapping[int, float]) -> float:
+    """Return a lower bound on the maximum load, from the sets of the one, two, three, … most loaded ranks."""
     order = sorted(load, key=lambda rank: (-load[rank], rank))
     place = {rank: index for index, rank in enumerate(order)}
     only = [0.0] * len(order)
@@ -67,38 +70,39 @@ def _least(demands: Mapping[Ranks, float], load: Mapping[int, float]) -> float:
 
 
 class Deal:
-    """Deals pieces to ranks so that each demand's set carries its parts, and each rank its sum, at every time.
+    """Assigns pieces to ranks so that, at any time, each rank has carried about its fraction of every demand.
 
-    A piece goes whole to the rank that is furthest behind; one of more than ``grain`` is cut among those behind.
+    A piece is assigned whole to the rank with the largest deficit; one of more than ``grain`` is split among the ranks
+    with a deficit.
     """
 
-    def __init__(self, parts: Mapping[Ranks, Mapping[int, float]], grain: float):
-        self.parts, self.grain = parts, grain
+    def __init__(self, fractions: Mapping[Ranks, Mapping[int, float]], grain: float):
+        self.fractions, self.grain = fractions, grain
         self.load: dict[int, float] = defaultdict(float)
-        self._behind: dict[int, float] = defaultdict(float)
-        self._behind_in: dict[Ranks, dict[int, float]] = {ranks: dict.fromkeys(ranks, 0.0) for ranks in parts}
+        self._deficit: dict[int, float] = defaultdict(float)
+        self._deficit_by_set: dict[Ranks, dict[int, float]] = {ranks: dict.fromkeys(ranks, 0.0) for ranks in fractions}
 
     def take(self, ranks: Ranks, amount: float) -> list[tuple[int, float]]:
-        """(rank, amount) whose amounts sum to ``amount``; what they really take is to be told by `charge`."""
+        """Propose (rank, amount) pairs that sum to ``amount``; report the amounts actually assigned by `charge`."""
         if len(ranks) == 1:
             return [(ranks[0], amount)]
-        parts, behind = self.parts[ranks], self._behind_in[ranks]
+        fractions, deficit = self.fractions[ranks], self._deficit_by_set[ranks]
         if amount <= self.grain:
-            return [(max(ranks, key=lambda r: (self._behind[r] + behind[r] + 2 * parts[r] * amount, -r)), amount)]
-        want = {rank: max(0.0, behind[rank] + parts[rank] * amount) for rank in ranks}
-        least = min(self.grain / 4, max(want.values()))
-        want = {rank: wish for rank, wish in want.items() if wish >= least and wish > 0}
-        total = sum(want.values())
-        return [(rank, amount * wish / total) for rank, wish in want.items()]
+            return [(max(ranks, key=lambda r: (self._deficit[r] + deficit[r] + 2 * fractions[r] * amount, -r)), amount)]
+        due = {rank: max(0.0, deficit[rank] + fractions[rank] * amount) for rank in ranks}
+        min_due = min(self.grain / 4, max(due.values()))
+        due = {rank: rank_due for rank, rank_due in due.items() if rank_due >= min_due and rank_due > 0}
+        total = sum(due.values())
+        return [(rank, amount * rank_due / total) for rank, rank_due in due.items()]
 
     def charge(self, ranks: Ranks, rank: int, amount: float) -> None:
-        """Counts that ``rank`` carries ``amount`` of a demand of ``ranks``."""
+        """Record that ``rank`` carries ``amount`` of a demand of ``ranks``."""
         self.load[rank] += amount
         if len(ranks) == 1:
             return
-        behind = self._behind_in[ranks]
-        for other, part in self.parts[ranks].items():
-            behind[other] += part * amount
-            self._behind[other] += part * amount
-        behind[rank] -= amount
-        self._behind[rank] -= amount
+        deficit = self._deficit_by_set[ranks]
+        for other, fraction in self.fractions[ranks].items():
+            deficit[other] += fraction * amount
+            self._deficit[other] += fraction * amount
+        deficit[rank] -= amount
+        self._deficit[rank] -= amount

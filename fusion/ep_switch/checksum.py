@@ -1,10 +1,10 @@
-"""Checksums of weights that do not depend on the layout.
+"""Compute checksums of weights that do not depend on the layout.
 
     checksum of a box = Σ over its elements  bits(element) · weight(global tensor, global index)   mod 2^64
 
-``weight`` is an odd number mixed from the tensor's name and the element's global index. So one changed element always
-changes the sum (an odd factor is invertible mod 2^64), exchanged elements change it but for a chance of about
-2^-64, and the sums of boxes add up to the sum of the tensor, however it is cut.
+``weight`` is an odd number mixed from the tensor's name and the element's global index. A changed element therefore
+always changes the sum (an odd factor is invertible mod 2^64), exchanged elements change it except with a probability of
+about 2^-64, and the sums of boxes add up to the sum of the tensor, however it is cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = 1 << 18
 """Elements hashed at once: bounds the int64 temporaries to a few MB."""
 
 NO_SUM = -(1 << 63)
-"""In the place of a checksum of what was never packed."""
+"""Stands for the checksum of data that was never packed."""
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDES = (0x9E3779B97F4A7C1, 0xC2B2AE3D27D4EB5, 0x165667B19E3779F)
@@ -31,7 +31,7 @@ _MIX = 0x2545F4914F6CDD1D
 
 
 def box_checksum(view: torch.Tensor, name: str, region: Box) -> torch.Tensor:
-    """Checksum of the elements ``region`` of the global tensor ``name``, a 0-dim int64 tensor on the view's device.
+    """Compute the checksum of the elements ``region`` of the global tensor ``name``: 0-dim int64 on the view's device.
 
     Args:
         view: the elements in the global orientation, any dtype of 1, 2, 4 or 8 bytes; the sum is over its bits.
@@ -56,10 +56,10 @@ def box_checksum(view: torch.Tensor, name: str, region: Box) -> torch.Tensor:
 
 
 def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    """Checksums of the runs [0, ends[0]), [ends[0], ends[1]), … of what goes over the wire, int64 [len(ends)].
+    """Compute the checksums of the runs [0, ends[0]), [ends[0], ends[1]), … of a wire buffer, int64 [len(ends)].
 
-    Σ bits(element) · weight(index on the wire) mod 2^64 of every run, as differences of one running sum: a few
-    operations, however many runs there are.
+    Σ bits(element) · weight(index on the wire) mod 2^64 of every run, as differences of one running sum: the number of
+    operations does not depend on the number of runs.
 
     Args:
         wire: [numel] contiguous, any dtype of 1, 2, 4 or 8 bytes.
@@ -79,15 +79,15 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
 
 
 def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> int:
-    """64 bits that are equal for equal weights, whatever layout they lie in. Collective over the model's mesh.
+    """Compute a 64-bit checksum that is equal for equal weights in any layout. Collective over the model's mesh.
 
     Args:
-        dtype: what the weights are converted to before (default: theirs), to compare a float32 trainer with a bfloat16
-            engine.
+        dtype: dtype that the weights are converted to first (default: their own), to compare a float32 trainer with a
+            bfloat16 engine.
 
     Raises:
         AbortedOnAllRanks: a rank could not compute its sums.
-        RuntimeError: on every rank, if replicas of a part differ, with the parameter and the ranks (of the mesh).
+        RuntimeError: on every rank, if replicas of a part differ (names the parameter and the ranks of the mesh).
     """
     group = model.mesh.world_group
     rank = dist.get_rank() if group is not None else model.mesh.rank
@@ -103,7 +103,7 @@ def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> i
 
 
 def _box_sums(model: WeightHolder, dtype: torch.dtype | None) -> list[tuple[str, Box, int]]:
-    """(global tensor, box, checksum) of everything that this rank holds."""
+    """Return (global tensor, box, checksum) of every part that this rank holds."""
     sums = []
     with torch.no_grad():
         for param in model.table:

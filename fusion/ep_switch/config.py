@@ -1,4 +1,4 @@
-"""The config group `fusion`: how trainer and engine share cards."""
+"""Define the config group `fusion`: how trainer and engine share cards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OFFLOADS = ("none", "switch", "stream")
 
 @dataclass
 class FusionConfig:
-    """How cards are assigned to roles and how a card switches between training and generation."""
+    """Configures which cards have which roles, and how a card switches between training and generation."""
 
     deployment: str = "colocated"
     """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: training and
@@ -48,8 +48,10 @@ class FusionConfig:
     """Compare a checksum of every moved slice between its ends, and of all weights between trainer and engine."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Check every value of the group.
+
+        Raises:
+            ValueError: a value (named by its key) is not accepted.
         """
         check = Checks("fusion", self)
         check.one_of("deployment", DEPLOYMENTS)

@@ -1,12 +1,12 @@
-"""Exchanges the bytes of a round between ranks, and their votes. One interface, two implementations:
+"""Exchange the bytes of a round between ranks, and their votes. One interface, two implementations:
 
-    shared      the receiver maps the sender's storage and copies from it into its own: one copy a byte, no buffers;
-                messages over `PeerSockets` say when it is there, and read       all ranks on one machine
+    shared      the receiver maps the sender's storage and copies from it into its own: one copy per byte, no buffers;
+                messages over `PeerSockets` report data as ready and as read     all ranks on one machine
     collective  pack ─► send slot ─ all_to_all_single ─► receive slot ─ unpack: hccl, nccl or gloo          everywhere
 
-The faster one that can be is chosen once per group: `shared` where every rank of the group is on one machine and its
-card can share memory, else `collective` (a group that spans machines does not mix the two: its rounds are as long as
-the links between machines make them). Two rounds can be under way: `collective` has two slots of each kind.
+The faster one that is possible is selected once per group: `shared` where every rank of the group is on one machine and
+its card can share memory, else `collective` (a group that spans machines does not mix the two, since the links between
+machines determine the duration of its rounds). Two rounds can be in flight: `collective` has two slots of each kind.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Kind = Literal["auto", "shared", "collective"]
 
 @dataclass(frozen=True)
 class Vote:
-    """What a rank reports to all others before and after the rounds."""
+    """Holds what a rank reports to all others before and after the rounds."""
 
     failures: tuple[SwitchFailure, ...] = ()
     digest: int = 0
-    """Of its plan: `Plan.digest`."""
+    """Digest of the rank's plan: `Plan.digest`."""
 
     def encode(self) -> bytes:
         return json.dumps([self.digest, [failure.to_json() for failure in self.failures]]).encode()
@@ -47,19 +47,22 @@ class Vote:
 
 
 class PeerLost(Exception):
-    """A rank that was waited for will not answer: its process ended, or (``left``) it has aborted and reported why."""
+    """Raised when a rank will not answer: its process ended, or (``left``) it has aborted and reported why.
 
-    parameter = ""
-    """What was waited for."""
+    ``parameter`` names the tensor that was awaited.
+    """
 
     def __init__(self, rank: int, reason: str, left: bool = False):
         super().__init__(f"rank {rank}: {reason}")
         self.rank, self.reason, self.left = rank, reason, left
+        self.parameter = ""
 
 
 class Exchange(ABC):
-    """One rank's end of the exchange. ``peers``: every rank of the group, among them those of the plan. The calls of a
-    switch come in the order begin, open, agree, (settle k-2, send k, receive k-1) for every round, agree, close.
+    """Implements one rank's end of the exchange. ``peers``: every rank of the group, including those of the plan.
+
+    The calls of a switch are made in the order begin, open, agree, (settle k-2, send k, receive k-1) for every round,
+    agree, close.
     """
 
     name: str
@@ -69,39 +72,39 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begins a switch, and discards what is left of the one before."""
+        """Begin a switch and discard the state of the previous one."""
 
     @abstractmethod
     def open(self, program: Program, checksum: bool) -> None:
-        """Allocates the buffers it needs, charged to "buckets"."""
+        """Allocate the buffers that the exchange needs, owned by "buckets"."""
 
     @abstractmethod
     def agree(self, vote: Vote) -> dict[int, Vote]:
-        """Returns every rank's vote. A rank that does not answer is in it with a failure, reported by who noticed."""
+        """Return every rank's vote. For a rank that does not answer, the rank that noticed reports the failure."""
 
     @abstractmethod
     def send(self, index: int, segments: Sequence[Segment]) -> None:
-        """Sends what leaves in a round; returns without waiting for it to arrive."""
+        """Send a round's outgoing segments, without waiting for their arrival."""
 
     @abstractmethod
     def settle(self, index: int) -> None:
-        """Waits until what was sent in a round may be freed."""
+        """Wait until the storage sent in a round may be freed."""
 
     @abstractmethod
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
-        """Waits for what comes in a round and takes it."""
+        """Wait for a round's incoming segments and copy them into the target."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Joins what its peers still wait for, after a failure of this rank, until the closing agreement."""
+        """After a failure of this rank, join what its peers still wait for, until the closing agreement."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases the buffers."""
+        """Release the buffers."""
 
 
 class Alone(Exchange):
-    """The exchange of a single rank: nothing travels."""
+    """Implements the exchange of a single rank, which sends nothing."""
 
     name = "none"
 
@@ -120,12 +123,12 @@ class Alone(Exchange):
 def lost_rank(
     rank: int, reason: str, *, round_: int = -1, parameter: str = "", kind: FailureKind = FailureKind.DIED
 ) -> SwitchFailure:
-    """The failure of a rank that cannot report it itself."""
-    return SwitchFailure(rank, STAGE, kind, "", reason, round=round_, parameter=parameter)
+    """Create the failure of a rank that cannot report it itself."""
+    return SwitchFailure(rank=rank, stage=STAGE, kind=kind, error="", message=reason, round=round_, parameter=parameter)
 
 
 def failures_of(votes: dict[int, Vote]) -> list[SwitchFailure]:
-    """Returns the failures in the votes, including plans that differ; the same on every rank with the same votes."""
+    """Return the failures in the votes, including differing plans; the same on every rank with the same votes."""
     failures = [failure for vote in votes.values() for failure in vote.failures]
     if not failures and len({vote.digest for vote in votes.values()}) > 1:
         return [lost_rank(rank, "plans another switch", kind=FailureKind.FAILED) for rank in sorted(votes)]

@@ -1,9 +1,9 @@
-"""Exchanges rounds by collectives: an uneven, asynchronous all_to_all_single over the whole group.
+"""Exchange rounds by collectives: an uneven, asynchronous all_to_all_single over the whole group.
 
-A collective needs every rank of the group, so ranks that have nothing to exchange in a round (or no share in the plan)
-join it with nothing, and one that has failed continues with whatever its buffers hold: no rank waits for it, and the
-closing vote reports it. After the end of a process the group is unusable; the ranks that notice vote in its store.
-Checksums are those of the send buffer: that a sender packs something else than it should is not found by them.
+A collective needs every rank of the group, so ranks that have nothing to exchange in a round (or no part in the plan)
+join it with empty buffers, and a rank that has failed continues with the current content of its buffers: no rank waits
+for it, and the closing vote reports it. When a process ends the group becomes unusable; the ranks that notice vote
+through its store. Checksums are computed on the send buffer: they do not detect that a sender packs the wrong data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fusion.ep_switch.checksum import NO_SUM
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
-from fusion.ep_switch.program import Program
+from fusion.ep_switch.program import NO_PROGRAM, Program
 from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
@@ -26,30 +26,34 @@ from fusion.npu.all_or_none import gather_bytes
 from fusion.npu.failures import FailureKind
 
 PATIENCE_S = 3.0
-"""How long ranks that noticed that the group is broken wait for each other: ranks notice within a round."""
+"""Seconds that ranks which noticed that the group is broken wait for each other: ranks notice within a round."""
 
-_LOOK_S, _PAUSE_S = 0.2, 3e-4
+_STORE_POLL_S, _PAUSE_S = 0.2, 3e-4
 
 _switches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Switches begun in a group, the same on all its ranks."""
 
 
 class CollectiveExchange(Exchange):
+    """Implements the exchange by collectives of a process group."""
+
     name = "collective"
 
     def __init__(self, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch, group: dist.ProcessGroup):
         super().__init__(rank, peers, device, clock)
         self.group = group
         self._place = {peer: place for place, peer in enumerate(self.peers)}
-
-    def begin(self) -> None:
-        self._round = -1
-        _switches[self.group] = _switches.get(self.group, 0) + 1
-        self._posted, self._broken = 0, ""
+        self._program, self._checksum = NO_PROGRAM, False
+        self._round, self._posted, self._broken = -1, 0, ""
         self._works: dict[int, list[dist.Work]] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._out = self._in = torch.empty(0)
         self._sums_out = self._sums_in = torch.empty(0, 0)
+
+    def begin(self) -> None:
+        _switches[self.group] = _switches.get(self.group, 0) + 1
+        self._round, self._posted, self._broken = -1, 0, ""
+        self.close()
 
     def open(self, program: Program, checksum: bool) -> None:
         self._program, self._checksum = program, checksum
@@ -58,10 +62,10 @@ class CollectiveExchange(Exchange):
                 torch.empty(2 * numel, dtype=program.wire_dtype, device=self.device.torch_device)
                 for numel in (program.send_numel, program.receive_numel)
             )
-            if checksum:  # now, because a rank that has failed for want of memory still has to join the rounds
+            if checksum:  # allocated now, because a rank that runs out of memory still has to join the rounds
                 self._sums_out, self._sums_in = (
-                    torch.full((2, most), NO_SUM, dtype=torch.int64, device=self.device.torch_device)
-                    for most in program.max_sums
+                    torch.full((2, max_sums), NO_SUM, dtype=torch.int64, device=self.device.torch_device)
+                    for max_sums in program.max_sums
                 )
 
     def agree(self, vote: Vote) -> dict[int, Vote]:
@@ -85,7 +89,7 @@ class CollectiveExchange(Exchange):
         self._post(index, sums)
 
     def settle(self, index: int) -> None:
-        """Nothing to wait for: it was packed before whatever this rank's stream does next."""
+        """Wait for nothing: the data was packed before any later work of this rank's stream."""
 
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index
@@ -108,7 +112,7 @@ class CollectiveExchange(Exchange):
             for index in list(self._works):
                 self._wait(index)
         except Exception as error:
-            self._broken = self._broken or f"{type(error).__name__}: {error}"  # the closing agreement finds out who
+            self._broken = self._broken or f"{type(error).__name__}: {error}"  # the closing agreement finds the rank
 
     def close(self) -> None:
         self._works.clear()
@@ -120,7 +124,7 @@ class CollectiveExchange(Exchange):
         return sorted(segments, key=lambda segment: self._place[segment.peer])
 
     def _slot(self, buffer: torch.Tensor, numel: int, index: int, segments: Sequence[Segment]):
-        """Every segment with its stretch of a round's slot, in the order of the group."""
+        """Pair every segment with its range of a round's slot, in the order of the group."""
         ordered = self._in_order(segments)
         slot = buffer[index % 2 * numel :][: sum(segment.numel for segment in ordered)]
         return zip(ordered, slot.split([segment.numel for segment in ordered]), strict=True) if ordered else ()
@@ -137,14 +141,15 @@ class CollectiveExchange(Exchange):
         )
         self._works[index] = [self._exchange(into, out, counts)]
         if self._checksum:
-            counts = [self._counts(each, lambda segment: len(segment.ends)) for each in (stage.send, stage.receive)]
-            mine, theirs = self._sums_out[index % 2, : sum(counts[0])], self._sums_in[index % 2, : sum(counts[1])]
-            for piece, known in zip(mine.split([len(each) for each in sums]), sums, strict=True) if sums else ():
-                piece.copy_(known)
+            counts = [self._counts(side, lambda segment: len(segment.ends)) for side in (stage.send, stage.receive)]
+            sent, received = self._sums_out[index % 2, : sum(counts[0])], self._sums_in[index % 2, : sum(counts[1])]
+            slices = sent.split([len(segment_sums) for segment_sums in sums]) if sums else ()
+            for target, segment_sums in zip(slices, sums, strict=True):
+                target.copy_(segment_sums)
             if not sums:
-                mine.fill_(NO_SUM)
-            self._works[index].append(self._exchange(theirs, mine, counts))
-            self._sums[index] = theirs
+                sent.fill_(NO_SUM)
+            self._works[index].append(self._exchange(received, sent, counts))
+            self._sums[index] = received
 
     def _counts(self, segments, count) -> list[int]:
         by_peer = {segment.peer: count(segment) for segment in segments}
@@ -157,7 +162,7 @@ class CollectiveExchange(Exchange):
             raise self._break(error) from error
 
     def _wait(self, index: int) -> None:
-        """The current stream goes on when a round is here (a host that has to wait, waits)."""
+        """Make the current stream wait for a round (or the host, where the collective is synchronous)."""
         try:
             for work in self._works.pop(index, ()):
                 work.wait()
@@ -169,25 +174,25 @@ class CollectiveExchange(Exchange):
         return PeerLost(-1, self._broken, left=True)
 
     def _gather(self, vote: Vote) -> dict[int, Vote]:
-        # On the host: a collective may hold its tensor a moment longer, which must not blur what the card holds.
+        # On the host: a collective may keep its tensor a little longer, which must not distort the card's memory.
         status = torch.tensor([int(bool(vote.failures)), vote.digest, -vote.digest])
         work = dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        store, look = self._store(), time.monotonic() + _LOOK_S
+        store, look = self._store(), time.monotonic() + _STORE_POLL_S
         while not work.is_completed():
             time.sleep(_PAUSE_S)
             if time.monotonic() > look:
-                look = time.monotonic() + _LOOK_S
+                look = time.monotonic() + _STORE_POLL_S
                 if store.check(["broken"]):
                     raise RuntimeError("another rank found the process group broken")
         work.wait()
-        failed, most, least = status.tolist()
-        if not failed and most == -least:
+        failed, max_digest, neg_min_digest = status.tolist()
+        if not failed and max_digest == -neg_min_digest:
             return {self.rank: vote}
         votes = gather_bytes(vote.encode(), self.group)
         return dict(zip(self.peers, map(Vote.decode, votes), strict=True))
 
     def _roll_call(self, vote: Vote) -> dict[int, Vote]:
-        """Returns the votes of the ranks that still answer, without the group."""
+        """Return the votes of the ranks that still answer, through the store instead of the group."""
         store = self._store()
         store.set("broken", "1")
         store.set(str(self.rank), vote.encode().decode())
@@ -203,13 +208,13 @@ class CollectiveExchange(Exchange):
                 votes[peer] = Vote(
                     (lost_rank(peer, reason, round_=self._round, parameter=self._due(peer)),), vote.digest
                 )
-        if not any(each.failures for each in votes.values()):
+        if not any(peer_vote.failures for peer_vote in votes.values()):
             failure = lost_rank(self.rank, self._broken, round_=self._round, kind=FailureKind.PEER_LOST)
             votes[self.rank] = Vote((failure,), vote.digest)
         return votes
 
     def _due(self, peer: int) -> str:
-        """The next thing that ``peer`` had to send to this rank."""
+        """Return the name of the next segment that ``peer`` had to send to this rank."""
         stages = self._program.stages[self._round :] if self._round >= 0 else []
         return next((segment.name for stage in stages for segment in stage.receive if segment.peer == peer), "")
 

@@ -1,12 +1,12 @@
-"""Reads what a rank needs straight from the storage of the rank that has it, as cards of a supernode can.
+"""Read what a rank needs directly from the storage of the rank that holds it, as cards of a supernode can.
 
-    sender    "ready k, in these units" ─►                     ─► wait until all have read k ─ free what nobody reads
+    sender    "ready k, in these units" ─►                     ─► wait until all have read k ─ free unread units
     receiver  wait for it ─ copy from there into its own storage ─ "read k" ─►
 
-The messages go over `PeerSockets`, so no round has a barrier: a rank waits only for its own peers, and reads from the
-first that is ready. A message is sent when the card has done what it says; the sender's checksums, if asked for,
-go with "ready". A rank that fails sends its closing vote at once, which its peers then receive instead of the message
-they wait for; a socket that closes means that its process has ended.
+The messages are sent over `PeerSockets`, so no round has a barrier: a rank waits only for its own peers, and reads from
+the first that is ready. A message is sent when the card has done the work that it reports; the sender's checksums, if
+enabled, are sent with "ready". A rank that fails sends its closing vote at once, which its peers receive instead of the
+message that they wait for; a closed socket means that its process has ended.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.peer_sockets import PeerSockets
-from fusion.ep_switch.program import Program
+from fusion.ep_switch.program import NO_PROGRAM, Program
 from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import HANDLE_BYTES, Device
@@ -31,19 +31,19 @@ _HEAD = struct.Struct("<Bqi")
 """Kind, round, and for READY the number of handles. Then a Vote, or the handles and the checksums."""
 
 ROUND_TIMEOUT_S, START_TIMEOUT_S, CLOSING_TIMEOUT_S = 120.0, 1800.0, 10.0
-"""How long the others wait for a rank whose process lives: in a round, before it joins the switch, and between the
-release of its memory and its closing vote."""
+"""Seconds that the others wait for a rank whose process is alive: in a round, before it joins the switch, and between
+the release of its memory and its closing vote."""
 
 
 class Ready(NamedTuple):
-    """Where a round's segment lies, by units (`Segment.lent`), and its checksums if there are any."""
+    """Locates a round's segment by the handles of its units (`Segment.lent`), with its checksums if enabled."""
 
     handles: tuple[bytes, ...]
     sums: bytes
 
 
 class PeerMessages:
-    """Messages of the ranks of a group that were received and not yet handled; lives as long as their sockets."""
+    """Holds the received and unprocessed messages of a group's ranks; lives as long as their sockets."""
 
     def __init__(self, sockets: PeerSockets, peers: Sequence[int]):
         self.sockets = sockets
@@ -52,17 +52,18 @@ class PeerMessages:
         self.read: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Forgets the rounds of the switch before. (Votes stay: a fast rank has sent its first of this switch.)"""
+        """Discard the rounds of the previous switch, but no votes: a fast rank may already have sent its first one."""
         self.ready = {peer: {} for peer in self.votes}
         self.read = dict.fromkeys(self.votes, -1)
 
     def send(
         self, peer: int, kind: int, index: int = 0, *, handles: Sequence[bytes] = (), payload: bytes = b""
     ) -> None:
+        """Send a message of ``kind`` about round ``index`` to a peer."""
         self.sockets.send(peer, _HEAD.pack(kind, index, len(handles)) + b"".join(handles) + payload)
 
     def wait_until(self, peers: Sequence[int], timeout_s: float, arrived: Callable[[int], bool]) -> None:
-        """Receives until ``arrived`` holds for one of ``peers``.
+        """Receive messages until ``arrived`` holds for one of ``peers``.
 
         Raises:
             PeerLost: one of them has left the switch, has ended, or did not answer in time.
@@ -92,6 +93,8 @@ class PeerMessages:
 
 
 class SharedExchange(Exchange):
+    """Implements the exchange by reading the storage of other processes on this machine."""
+
     name = "shared"
 
     def __init__(
@@ -100,18 +103,22 @@ class SharedExchange(Exchange):
         peers: Sequence[int],
         device: Device,
         clock: Stopwatch,
+        *,
         messages: PeerMessages,
         forget: Callable[[], object],
     ):
         super().__init__(rank, peers, device, clock)
         self.messages, self._forget = messages, forget
         self.others = [peer for peer in peers if peer != rank]
-
-    def begin(self) -> None:
+        self._program = NO_PROGRAM
+        self._stream: Any = None
         self._round = -1
-        self.messages.begin()
         self._sent: dict[int, dict[int, Segment]] = {}
         self._scratch: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        self.messages.begin()
+        self._round, self._sent, self._scratch = -1, {}, None
 
     def open(self, program: Program, checksum: bool) -> None:
         self._program, self._stream = program, self.device.current_stream()
@@ -130,7 +137,7 @@ class SharedExchange(Exchange):
             except PeerLost as lost:
                 votes[lost.rank] = Vote((lost_rank(lost.rank, lost.reason, round_=self._round),), vote.digest)
             votes |= {peer: self.messages.votes[peer].pop(0) for peer in missing if self.messages.votes[peer]}
-        if any(each.failures for each in votes.values()):
+        if any(peer_vote.failures for peer_vote in votes.values()):
             self._forget()  # votes of an aborted switch must not reach the next one
         return votes
 
@@ -152,18 +159,18 @@ class SharedExchange(Exchange):
         self._round = index
         waiting, ready = {segment.peer: segment for segment in segments}, self.messages.ready
         while waiting:
-            there = [peer for peer in waiting if index in ready[peer]]
-            for peer in there:
+            ready_peers = [peer for peer in waiting if index in ready[peer]]
+            for peer in ready_peers:
                 self._read(waiting.pop(peer), ready[peer].pop(index))
                 self.messages.send(peer, READ, index)
-            if there:
+            if ready_peers:
                 self.clock.mark("unpack")
             elif waiting:
                 self._wait_for(waiting, ROUND_TIMEOUT_S, arrived=lambda peer: index in ready[peer])
                 self.clock.mark("exchange")
 
     def abandon(self) -> None:
-        """Nothing: the closing vote is sent at once."""
+        """Do nothing: the closing vote is sent at once."""
 
     def close(self) -> None:
         self._scratch = None
@@ -172,9 +179,9 @@ class SharedExchange(Exchange):
         try:
             segment.map(ready.handles, self.device, self._program.dtypes)
         except ValueError as error:
-            # The sender failed or ended after it sent this: it reports that, or its socket has closed.
+            # The sender failed or ended after it sent this: it reports the failure, or its socket has closed.
             self._wait_for({segment.peer: segment}, CLOSING_TIMEOUT_S, arrived=lambda _: False)
-            raise AssertionError("`wait_until` returns only when it has what it waits for") from error
+            raise AssertionError("`wait_until` must raise, as nothing can arrive") from error
         segment.read()
         if self._scratch is not None:
             sums = torch.frombuffer(bytearray(ready.sums), dtype=torch.int64)

@@ -1,12 +1,12 @@
-"""Fills units of the target that no rank sends from this rank's own host memory, beside the rounds.
+"""Fill units of the target that no rank sends from this rank's own host memory, concurrently with the rounds.
 
-    host, pinned     │ master.0 ░░░│ master.1 ░░░ │             flat float32: where the optimizer's masters wait
-      stream of its own ▼ copy, in pieces of the staging buffer
+    host, pinned     │ master.0 ░░░│ master.1 ░░░ │             flat float32: the optimizer's masters
+      separate stream   ▼ copy, in pieces of the staging buffer
     staging          │░░│                                       `Plan.staging_bytes`, HBM
                         ▼ round to the target's dtype
-    unit of target   │ input_norm ░░│ qkv ░░░░░ │ router … │    `Plan.hosted`, storage taken in its round
+    unit of target   │ input_norm ░░│ qkv ░░░░░ │ router … │    `Plan.hosted`, storage allocated in its round
 
-The host link works beside the wire and beside the copies of the rounds, which are on the caller's stream.
+The host link is used in parallel with the wire and with the copies of the rounds, which are on the caller's stream.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fusion.npu import Device
 
 
 class HostPart(NamedTuple):
-    """Elements of the parameter ``name`` that lie one after the other: in a unit of the target from ``start`` on, and
-    in host memory as ``values``, flat float32, pinned for a copy that does not block."""
+    """Maps contiguous elements of the parameter ``name``: from ``start`` on in a unit of the target, and in host memory
+    as ``values``, flat float32, pinned so that copies do not block."""
 
     name: str
     start: int
@@ -31,11 +31,11 @@ class HostPart(NamedTuple):
 
 
 HostParts = Mapping[int, Sequence[HostPart]]
-"""Unit of the target → its parts, which cover every parameter that lies in it."""
+"""Unit of the target → its parts, which cover every parameter stored in it."""
 
 
 class HostFill:
-    """Fills the hosted units of a rank, in one switch after the other."""
+    """Fills the hosted units of a rank, for any number of switches."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -45,17 +45,17 @@ class HostFill:
         self._parts: HostParts = {}
 
     def open(self, target: Buckets | None, units: Sequence[int], parts: HostParts, staging_bytes: int) -> None:
-        """Begins a switch: takes the staging buffer, if anything is to be filled.
+        """Begin a switch: allocate the staging buffer, if there are units to fill.
 
         Raises:
-            AssertionError: ``parts`` are not those of the hosted units, or leave something of them out.
+            AssertionError: ``parts`` are not those of the hosted units, or do not cover them.
         """
         assert set(parts) == set(units), f"the plan has the units {sorted(units)} hosted, not {sorted(parts)}"
         for unit in units:
             assert target is not None
             needed = sum(param.numel for param, _ in target.plans[unit].entries)
-            brought = sum(part.values.numel() for part in parts[unit])
-            assert brought == needed, f"unit {unit} has {needed} elements, the host brought {brought}"
+            provided = sum(part.values.numel() for part in parts[unit])
+            assert provided == needed, f"unit {unit} has {needed} elements, the host provides {provided}"
         self._target, self._parts = target, parts
         if units:
             self._stream = self._stream or self._device.new_stream()
@@ -63,11 +63,11 @@ class HostFill:
                 self._staging = torch.empty(staging_bytes // 4, dtype=torch.float32, device=self._device.torch_device)
 
     def fill(self, unit: int) -> None:
-        """Starts to fill a unit, if it is hosted, behind all that the current stream holds: the unit's memory was just
-        taken there, and earlier work may still use it.
+        """Start filling a unit, if it is hosted, after all work queued on the current stream: the unit's memory was
+        just allocated there, and earlier work may still use it.
 
         Raises:
-            TransferError: with the parameter whose copy failed.
+            TransferError: a copy failed (names the parameter).
         """
         if unit not in self._parts:
             return
@@ -82,16 +82,16 @@ class HostFill:
                     raise TransferError(name, str(error)) from error
 
     def close(self) -> None:
-        """Makes the current stream wait for what was filled, and releases the staging buffer."""
+        """Make the current stream wait for the copies, and release the staging buffer."""
         if self._parts:
             self._device.current_stream().wait_stream(self._stream)
             self._staging.untyped_storage().resize_(0)
         self._target, self._parts = None, {}
 
     def _copy(self, into: torch.Tensor, values: torch.Tensor) -> None:
-        room = self._staging.numel()
-        for piece, part in zip(into.split(room), values.split(room), strict=True):
-            # On the card, not on the way: PyTorch would round on the host, in memory that is not pinned.
+        piece_numel = self._staging.numel()
+        for piece, part in zip(into.split(piece_numel), values.split(piece_numel), strict=True):
+            # Rounded on the card: in a converting copy PyTorch would round on the host, in memory that is not pinned.
             staged = self._staging[: part.numel()]
             staged.copy_(part, non_blocking=True)
             piece.copy_(staged)

@@ -1,10 +1,10 @@
-"""What the target needs, cut along what the source has: fragments, each with everybody who can give and must take it.
+"""Cut the target's content along the source's into fragments, each with all ranks that can give it and need it.
 
     units of the source ─► slabs, each distinct content once, with its owners ─┐
-    units of the target ─► slabs, less what is shared ──────────────────────────┴─► fragments, in families of slabs
+    units of the target ─► slabs, without shared units ─────────────────────────┴─► fragments, in families of slabs
 
-Pure. Invariants: the fragments of a family are disjoint and cover its slabs; each lies whole in every slab that can
-give or must take it. What ranks hold alike is looked at once, and what layers and experts are cut alike is cut once.
+Pure. Invariants: the fragments of a family are disjoint and cover its slabs; each is contained in every slab that gives
+or takes it. Content that ranks replicate is processed once, and layers and experts of equal shape are cut once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Strides = tuple[int, ...]
 
 
 class Slab:
-    """A distinct content of storage units. ``owners``: rank → index of its unit with this content."""
+    """Represents one distinct content of storage units. ``owners``: rank → index of its unit with this content."""
 
     __slots__ = ("numel", "owners", "unit")
 
@@ -33,7 +33,7 @@ class Slab:
 
 
 class Spot(NamedTuple):
-    """Where a fragment lies in a slab."""
+    """Locates a fragment in a slab."""
 
     slab: Slab
     offset: int
@@ -41,8 +41,8 @@ class Spot(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Elements that the same slabs of the source hold and the same slabs of the target need. One box, or boxes that lie
-    one after the other everywhere (then ``shape`` is flat), as in `Move`."""
+    """Represents elements that the same slabs of the source hold and the same slabs of the target need: one box, or
+    boxes that are contiguous in all of these slabs (then ``shape`` is flat), as in `Move`."""
 
     regions: Regions
     shape: tuple[int, ...]
@@ -55,15 +55,17 @@ class Fragment(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Slabs of the target that have elements in common, often one alone, and the fragments that fill them."""
+    """Groups slabs of the target that have elements in common (often a single slab) and the fragments that fill
+    them."""
 
     slabs: tuple[Slab, ...]
     fragments: tuple[Fragment, ...]
 
 
 def slabs_of(layout: Layout) -> dict[object, Slab]:
-    """The distinct contents of a layout's units in order. Equal keys in two layouts: equal content, stored alike."""
-    found: dict[object, Slab] = {}
+    """Return the distinct contents of a layout's units, in order. Equal keys in two layouts mean equal content with
+    equal storage."""
+    slabs: dict[object, Slab] = {}
     for alike in layout.alike:
         for index, unit in enumerate(layout.units(alike[0])):
             key = tuple(
@@ -72,16 +74,16 @@ def slabs_of(layout: Layout) -> dict[object, Slab]:
                     for param, start in unit.entries
                 ]
             )
-            slab = found.get(key)
+            slab = slabs.get(key)
             if slab is None:
-                slab = found[key] = Slab(unit)
+                slab = slabs[key] = Slab(unit)
             for rank in alike:
                 slab.owners[rank] = index
-    return found
+    return slabs
 
 
 def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
-    """What fills the slabs of the target, in their order."""
+    """Return the families of fragments that fill the slabs of the target, in the order of the slabs."""
     target = list(target)
     cuts = _Cuts(source, target)
     fragments = {id(slab): cuts.fragments(slab) for slab in target}
@@ -92,8 +94,8 @@ def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
             slab = head[id(slab)]
         return slab
 
-    for mine in fragments.values():
-        for fragment in mine:
+    for slab_fragments in fragments.values():
+        for fragment in slab_fragments:
             one, *others = [first(taker.slab) for taker in fragment.takers]
             for other in others:
                 head[id(first(other))] = first(one)
@@ -107,7 +109,7 @@ def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
 
 
 class _Cuts:
-    """Both sides by global tensor."""
+    """Cuts the boxes of both sides, by global tensor."""
 
     def __init__(self, source: Iterable[Slab], target: Iterable[Slab]):
         by_name: tuple[dict[str, dict[Box, list[Spot]]], ...] = defaultdict(dict), defaultdict(dict)
@@ -122,26 +124,26 @@ class _Cuts:
         self._pieces: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, list[int]]]] = {}
 
     def fragments(self, slab: Slab) -> list[Fragment]:
-        """The fragments of a target slab, in its order, but for those of which an earlier slab is the first taker."""
-        found: list[Fragment] = []
+        """Return the fragments of a target slab, in its order, except those whose first taker is an earlier slab."""
+        fragments: list[Fragment] = []
         for name, region, _ in places_in(0, slab.unit):
             boxes, spots, givers = self._of[name]
             for box, around in self._cut(boxes, region):
                 give = [_inside(spot, boxes[i], box) for i in around if i < givers for spot in spots[i]]
                 take = [_inside(spot, boxes[i], box) for i in around if i >= givers for spot in spots[i]]
-                assert give, f"nobody holds {box} of {name}"
+                assert give, f"no rank holds {box} of {name}"
                 if take[0].slab is not slab:
                     continue
                 shape = tuple([stop - start for start, stop in box])
                 one = Fragment(((name, box),), shape, tuple(give), tuple(take))
-                if found and _adjoin(found[-1], one):
-                    found[-1] = _join(found[-1], one)
+                if fragments and _adjoin(fragments[-1], one):
+                    fragments[-1] = _join(fragments[-1], one)
                 else:
-                    found.append(one)
-        return found
+                    fragments.append(one)
+        return fragments
 
     def _cut(self, boxes: tuple[Box, ...], region: Box) -> list[tuple[Box, list[int]]]:
-        """``region`` cut along ``boxes``: disjoint boxes, each with the indices of those it lies in."""
+        """Cut ``region`` along ``boxes`` into disjoint boxes, each with the indices of the boxes that contain it."""
         if (boxes, region) not in self._pieces:
             pieces: list[tuple[Box, list[int]]] = [(region, [])]
             for index, box in enumerate(boxes):
@@ -158,7 +160,7 @@ class _Cuts:
 
 
 def _adjoin(one: Fragment, other: Fragment) -> bool:
-    """Whether the second follows the first, without a gap, wherever they lie."""
+    """Return whether the second directly follows the first in every slab."""
     if len(one.givers) != len(other.givers) or len(one.takers) != len(other.takers):
         return False
     numel = one.numel
@@ -186,7 +188,7 @@ def _dense(shape: tuple[int, ...], strides: Strides) -> bool:
 
 
 def _inside(spot: Spot, whole: Box, box: Box) -> Spot:
-    """The spot of ``box``, which lies inside ``whole``, whose spot is given."""
+    """Return the spot of ``box``, which is contained in ``whole``, from the spot of ``whole``."""
     if box == whole:
         return spot
     offset = spot.offset
@@ -196,13 +198,13 @@ def _inside(spot: Spot, whole: Box, box: Box) -> Spot:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The box common to both, None where they do not meet."""
+    """Return the intersection of two boxes, None if it is empty."""
     box = tuple([(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)])
     return box if all(start < stop for start, stop in box) else None
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that cover ``box`` without ``hole``, which lies inside it."""
+    """Return disjoint boxes that cover ``box`` without ``hole``, which is contained in it."""
     pieces, rest = [], list(box)
     for d, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
         for piece in ((start, first), (last, stop)):

@@ -1,4 +1,4 @@
-"""A fragment on its way from one rank to the next: a move before anybody asks where its elements lie."""
+"""Represent the transfer of a fragment from one rank to another, before its storage addresses are computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fusion.model.table import Box
 
 
 class Hop(NamedTuple):
-    """Elements [start, stop) of a fragment, in its row-major order, from one rank to another. ``source`` is one of its
-    givers; if ``relayed``, the taker of the source rank."""
+    """Transfers elements [start, stop) of a fragment, in its row-major order, from one rank to another. ``source`` is
+    one of its givers or, if ``relayed``, the source rank's taker."""
 
     source_rank: int
     target_rank: int
@@ -41,7 +41,7 @@ class Hop(NamedTuple):
         return self.target_rank, self.target.slab.owners[self.target_rank]
 
     def move(self) -> Move:
-        """The move. [start, stop) must be as `legal_stop` cuts it."""
+        """Complete the move. ``stop`` must be as `legal_stop` returns it."""
         regions, shape, _, _ = self.fragment
         source = Place(self.reads[1], self.source.offset, self.source.strides)
         target = Place(self.writes[1], self.target.offset, self.target.strides)
@@ -58,17 +58,17 @@ class Hop(NamedTuple):
         return Move(self.source_rank, self.target_rank, regions, shape, source, target, self.relayed)
 
 
-def legal_stop(fragment: Fragment, start: int, wish: int) -> int:
-    """How far elements from ``start`` on may go, at most to ``wish``, and be whole rows or lie within one row."""
-    base, wish = 0, min(wish, fragment.numel)
+def legal_stop(fragment: Fragment, start: int, max_stop: int) -> int:
+    """Return the largest stop up to ``max_stop`` such that [start, stop) is whole rows or lies within one row."""
+    base, max_stop = 0, min(max_stop, fragment.numel)
     for _, box in fragment.regions:
         row = prod([last - first for first, last in box[1:]])
         end = base + row * (box[0][1] - box[0][0])
         if base < start < end and (start - base) % row:
-            return min(wish, start + row - (start - base) % row)
-        if wish <= end:
-            stop = base + (wish - base) // row * row
-            return stop if stop > start else wish
+            return min(max_stop, start + row - (start - base) % row)
+        if max_stop <= end:
+            stop = base + (max_stop - base) // row * row
+            return stop if stop > start else max_stop
         base = end
     raise AssertionError(f"{start} is not in the fragment")
 
@@ -78,7 +78,7 @@ def _shifted(place: Place, first: tuple[int, ...]) -> Place:
 
 
 def _boxes(fragment: Fragment, start: int, stop: int) -> list[tuple[str, Box]]:
-    found: list[tuple[str, Box]] = []
+    boxes: list[tuple[str, Box]] = []
     base = 0
     for name, box in fragment.regions:
         (first, last), columns = box[0], box[1:]
@@ -90,7 +90,7 @@ def _boxes(fragment: Fragment, start: int, stop: int) -> list[tuple[str, Box]]:
         if a % row or b % row:
             assert a // row == (b - 1) // row and len(columns) == 1, "neither whole rows nor a piece of one"
             line, begin = first + a // row, columns[0][0] - a // row * row
-            found.append((name, ((line, line + 1), (begin + a, begin + b))))
+            boxes.append((name, ((line, line + 1), (begin + a, begin + b))))
         else:
-            found.append((name, ((first + a // row, first + b // row), *columns)))
-    return found
+            boxes.append((name, ((first + a // row, first + b // row), *columns)))
+    return boxes

@@ -1,4 +1,4 @@
-"""The vocabulary of a plan: a move, a round of moves, and a round as one rank sees it."""
+"""Define the data of a plan: a move, a round of moves, and one rank's step of a round."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Regions = tuple[tuple[str, Box], ...]
 
 
 class Move(NamedTuple):
-    """Elements from a place on one rank to a place on another, or on the same one.
+    """Moves elements from a place on one rank to a place on another, or on the same one.
 
-    ``regions``: what they are. One box: ``shape`` is the box's, in the global orientation. Several boxes that lie one
-    after the other on both ends: ``shape`` is ``(numel,)``, and each box lies in it row by row (`pieces`).
+    ``regions`` are the boxes that they belong to. One box: ``shape`` is the box's, in the global orientation. Several
+    boxes that are contiguous on both ends: ``shape`` is ``(numel,)``, and each box is stored in it row by row
+    (`pieces`).
 
-    ``source`` is a place in the source layout's storage of ``source_rank``; if ``relayed``, in the *target* layout's:
-    what this rank received from afar in an earlier round and passes on to its neighbours. ``target`` is a place in the
-    target layout's storage of ``target_rank``.
+    ``source`` is a place in the source layout's storage of ``source_rank`` or, if ``relayed``, in the *target*
+    layout's: the rank received the elements over a slower link in an earlier round and forwards them. ``target`` is a
+    place in the target layout's storage of ``target_rank``.
     """
 
     source_rank: int
@@ -40,7 +41,7 @@ class Move(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """A copy inside a rank: nothing travels."""
+        """Whether the move is a copy within a rank."""
         return self.source_rank == self.target_rank
 
     @property
@@ -49,14 +50,14 @@ class Move(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The first global tensor it carries, for messages."""
+        """Name of the move's first global tensor, for messages."""
         return self.regions[0][0]
 
     def move(self) -> Move:
         return self
 
     def pieces(self) -> Iterator[tuple[str, Box, int, int]]:
-        """(name, box, start, stop) of every box: elements [start, stop) of the move in row-major order."""
+        """Yield (name, box, start, stop) of every box: elements [start, stop) of the move in row-major order."""
         start = 0
         for name, box in self.regions:
             stop = start + prod(last - first for first, last in box)
@@ -65,7 +66,7 @@ class Move(NamedTuple):
 
 
 class MoveSketch(Protocol):
-    """The part of a move that planning needs; `move` completes it."""
+    """Holds the part of a move that planning needs; `move` completes it."""
 
     @property
     def source_rank(self) -> int: ...
@@ -81,7 +82,7 @@ class MoveSketch(Protocol):
 
 
 class Moves(Sequence[Move]):
-    """The moves of a round, each completed when it is read: a plan of many ranks has too many to store."""
+    """Holds the moves of a round, each completed when it is read: a plan of many ranks has too many to store."""
 
     __slots__ = ("sketches",)
 
@@ -95,8 +96,8 @@ class Moves(Sequence[Move]):
         return (sketch.move() for sketch in self.sketches)
 
     def __getitem__(self, index: Any) -> Any:
-        chosen = self.sketches[index]
-        return tuple(one.move() for one in chosen) if isinstance(index, slice) else chosen.move()
+        selected = self.sketches[index]
+        return tuple(sketch.move() for sketch in selected) if isinstance(index, slice) else selected.move()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Moves) and len(self) == len(other) and all(map(eq, self, other))
@@ -107,7 +108,7 @@ class Moves(Sequence[Move]):
 
 @dataclass(frozen=True)
 class Round:
-    """Moves that are exchanged together. Allocate, copy, exchange, and release when all have read.
+    """Groups moves that are exchanged together: allocate, copy, exchange, and release when all ranks have read.
 
     ``allocate_before``: units of the target; ``release_after``: units of the source.
     """
@@ -124,16 +125,16 @@ class Round:
     @property
     def exchange(self) -> bool:
         """Whether any two ranks exchange anything."""
-        return any(not one.local for one in self.sketches)
+        return any(not sketch.local for sketch in self.sketches)
 
     def of(self, rank: int) -> list[Move]:
-        """The moves that a rank sends, receives or copies."""
-        return [one.move() for one in self.sketches if one.source_rank == rank or one.target_rank == rank]
+        """Return the moves that a rank sends, receives or copies."""
+        return [sketch.move() for sketch in self.sketches if rank in (sketch.source_rank, sketch.target_rank)]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A round as one rank sees it. ``send`` and ``receive``: moves by peer, in an order both ends share."""
+    """Holds one rank's part of a round. ``send`` and ``receive``: moves by peer, in the same order on both ends."""
 
     allocate: tuple[int, ...]
     copy: tuple[Move, ...]
@@ -145,7 +146,7 @@ class Step:
 
 
 def steps_of(rounds: Iterable[Round], rank: int) -> tuple[Step, ...]:
-    """Every round as a rank sees it."""
+    """Return a rank's part of every round."""
     return tuple(_step(round_, rank) for round_ in rounds)
 
 
@@ -161,10 +162,10 @@ def _step(round_: Round, rank: int) -> Step:
         else:
             receive[move.source_rank].append(move)
     return Step(
-        tuple(index for owner, index in round_.allocate_before if owner == rank),
-        tuple(copy),
-        {peer: tuple(moves) for peer, moves in sorted(send.items())},
-        {peer: tuple(moves) for peer, moves in sorted(receive.items())},
-        tuple(index for owner, index in round_.release_after if owner == rank),
+        allocate=tuple(index for owner, index in round_.allocate_before if owner == rank),
+        copy=tuple(copy),
+        send={peer: tuple(moves) for peer, moves in sorted(send.items())},
+        receive={peer: tuple(moves) for peer, moves in sorted(receive.items())},
+        release=tuple(index for owner, index in round_.release_after if owner == rank),
         exchange=round_.exchange,
     )

@@ -1,4 +1,4 @@
-"""Chooses the exchange of a group of ranks: they connect once, and find out what they can do with each other."""
+"""Select the exchange of a group of ranks: they connect once and check whether their cards can share memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _messages: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, clock: Stopwatch) -> Exchange:
-    """The exchange for switches over ``group`` (default: all processes). Collective over it the first time.
+    """Open the exchange for switches over ``group`` (default: all processes). Collective over it the first time.
 
     Raises:
-        ValueError: ``kind`` is `shared`, but not all ranks share a machine, or their cards no memory.
+        ValueError: ``kind`` is `shared`, but the ranks are not all on one machine or their cards cannot share memory.
     """
     group = group or dist.distributed_c10d._get_default_group()
     rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
@@ -35,7 +35,7 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, c
         _messages[group] = _connect(device, group, rank, peers)
     messages = _messages.get(group) if kind != "collective" else None
     if messages is not None:
-        return SharedExchange(rank, peers, device, clock, messages, forget=lambda: _messages.pop(group, None))
+        return SharedExchange(rank, peers, device, clock, messages=messages, forget=lambda: _messages.pop(group, None))
     if kind == "shared":
         raise ValueError("exchange='shared': the ranks are not all on one machine with cards that share memory")
     return CollectiveExchange(rank, peers, device, clock, group)
@@ -48,8 +48,8 @@ def _connect(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequenc
         handle = device.share(probe)
     cards = gather_json([machine(), handle.hex(), listener.address], group)
     handles = [bytes.fromhex(handle) for _, handle, _ in cards]
-    near = all(where == cards[0][0] for where, _, _ in cards) and all(handles)
-    if not all(gather_json(near and _can_map(device, handles), group)):
+    same_machine = all(card_machine == cards[0][0] for card_machine, _, _ in cards)
+    if not all(gather_json(same_machine and all(handles) and _can_map(device, handles), group)):
         listener.close()
         return None
     return PeerMessages(
@@ -58,7 +58,7 @@ def _connect(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequenc
 
 
 def _can_map(device: Device, handles: Sequence[bytes]) -> bool:
-    """Whether this process is let at the others' memory: a container's rules may forbid it on one machine, too."""
+    """Return whether this process may map the others' memory, which a container's rules may forbid."""
     try:
         for handle in handles:
             device.map(handle)

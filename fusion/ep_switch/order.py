@@ -1,18 +1,18 @@
-"""In which order the slabs of the target are filled, so that storage is free before it is needed. Pure.
+"""Order the slabs of the target so that storage is free before it is needed. Pure.
 
-Filling a slab takes a unit on every rank that needs it. A unit of the source goes when the last slab that reads it is
-filled; until then it is *open*, and what has been read of it is *owed*. If every slab were filled a little at a time,
-all at once, each rank's bytes would follow a straight line from A to B, which is never above max(A, B). The order keeps
-near that line:
+Filling a slab allocates a unit on every rank that needs it. A unit of the source is released when the last slab that
+reads it is filled; from its first read until then it is *open*, and the bytes already read from it are *owed*. If all
+slabs were filled gradually and simultaneously, each rank's bytes would follow a straight line from A to B, which never
+exceeds max(A, B). The order stays near that line:
 
-    1. slabs of a kind (same ranks, same size) are spread evenly over the whole;
-    2. of the next few, those first that read open units, the first is taken that leaves no rank noticeably tighter;
-    3. if there is none, the one that helps the tightest ranks most (a rank counts e times as much for every half
-       bucket that it is nearer to its limit), with what is owed counted as gone;
-    4. a slab that opens units may not use a rank's last bucket, which is kept to close what is open;
-    5. if nothing fits, all slabs that close some unit come together.
+    1. slabs of a kind (same ranks, same size) are spread evenly over the order;
+    2. of the next slabs, readers of open units first, the first one that tightens no rank noticeably is taken;
+    3. if there is none, the one that relieves the tightest ranks most (a rank's weight grows by a factor e for every
+       half bucket that it is nearer to its limit), with owed bytes counted as released;
+    4. a slab that opens units may not use a rank's last bucket, which is reserved for closing open units;
+    5. if nothing fits, all slabs that close some unit are taken together.
 
-Nothing is promised by construction: the order says by how much it exceeds the limit, and `plan` asks again with
+The limit is not guaranteed by construction: the result includes the excess over the limit, and `plan` retries with
 smaller wire buffers, which leave more room for weights.
 """
 
@@ -30,11 +30,13 @@ from fusion.ep_switch.senders import Job
 
 @dataclass
 class Storage:
-    """What every rank holds and may hold while slabs are filled one after the other, in bytes.
+    """Holds the bytes that every rank holds and may hold while slabs are filled one after the other.
 
     Args:
-        resident: held before the first. limit: not to be exceeded.
-        size: of each source unit that goes when it has been read. readers: slabs that read it.
+        resident: bytes held before the first slab, by rank.
+        limit: maximum bytes, by rank.
+        size: bytes of each source unit that is released after its last read.
+        readers: number of slabs that read the unit.
     """
 
     resident: dict[int, int]
@@ -44,24 +46,24 @@ class Storage:
 
 
 class Demand(NamedTuple):
-    """Filling slabs takes bytes on ranks, and reads elements of units that will go."""
+    """Holds what filling slabs needs: (rank, bytes allocated), and (unit, elements read) of units to be released."""
 
     takes: tuple[tuple[int, int], ...]
     reads: tuple[tuple[UnitId, int], ...]
 
 
 WINDOW = 32
-"""Slabs not yet begun that are looked at before one is chosen."""
+"""Number of upcoming slabs that are considered for the next place."""
 
 NOTICEABLE = 0.02
-"""Tightness, in half buckets at the limit, up to which a slab is taken without looking further."""
+"""Increase in tightness, in half buckets at the limit, up to which a slab is taken without considering others."""
 
 
 def fill_order(jobs: Iterable[Job], storage: Storage, itemsize: int, bucket_bytes: int) -> tuple[list[int], int]:
-    """The indices of the jobs in order, and by how many bytes the worst rank exceeds its limit (0: none does).
+    """Return the indices of the jobs in order, and the most bytes by which a rank exceeds its limit (0: none does).
 
     Args:
-        itemsize: of the target.
+        itemsize: bytes of an element of the target.
     """
     demands = []
     for job in jobs:
@@ -77,7 +79,7 @@ def fill_order(jobs: Iterable[Job], storage: Storage, itemsize: int, bucket_byte
 
 
 def evenly(demands: list[Demand]) -> list[int]:
-    """The indices, those of a kind spread evenly over the whole."""
+    """Return the indices with those of each kind spread evenly over the order."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for index, (takes, reads) in enumerate(demands):
         kinds[takes, tuple([unit[0] for unit, _ in reads])].append(index)
@@ -102,32 +104,33 @@ class _Search:
                 total[unit] += numel
         self.shares = [[(unit, self.size[unit] * n / total[unit]) for unit, n in demand.reads] for demand in demands]
         self.owed: dict[UnitId, float] = {}
-        """Of open units only."""
+        """Bytes read, by open unit."""
         self.owed_by = dict.fromkeys(self.resident, 0.0)
         self.weights = {rank: self._weights(rank) for rank in self.resident}
         self.order: list[int] = []
         self.worst = 0
 
     def step(self) -> None:
-        """Puts one slab next, or several that together close a unit."""
+        """Append one slab to the order, or several that together close a unit."""
         while len(self.window) < WINDOW and (index := next(self.upcoming, None)) is not None:
             if index in self.left:
                 self.window[index] = None
-        found: list[tuple[int, float, tuple[int, ...]]] = []
+        options: list[tuple[int, float, tuple[int, ...]]] = []
         for index in [*self.frontier, *(index for index in self.window if index not in self.frontier)]:
-            over, tighter = self._look(index)
+            over, tighter = self._evaluate(index)
             if over <= 0 and tighter <= NOTICEABLE:
                 return self._take((index,))
-            found.append((max(0, over), tighter, (index,)))
-        if min(found)[0] > 0:
-            found = [(max(0, over), tighter, (index,)) for index in self.left for over, tighter in [self._look(index)]]
-        if min(found)[0] > 0 and self.owed:
+            options.append((max(0, over), tighter, (index,)))
+        if min(options)[0] > 0:
+            evaluated = ((index, *self._evaluate(index)) for index in self.left)
+            options = [(max(0, over), tighter, (index,)) for index, over, tighter in evaluated]
+        if min(options)[0] > 0 and self.owed:
             closing = {tuple(self.readers[unit]) for unit in self.owed}
-            found = [(self._over(readers), 0.0, readers) for readers in closing]
-        self._take(min(found)[2])
+            options = [(self._excess(readers), 0.0, readers) for readers in closing]
+        self._take(min(options)[2])
 
-    def _look(self, index: int) -> tuple[int, float]:
-        """(bytes beyond what it may take on the worst rank, how much tighter the ranks get) if this slab came next."""
+    def _evaluate(self, index: int) -> tuple[int, float]:
+        """Return (excess bytes on the worst rank, increase in tightness of the ranks) if this slab were next."""
         over, real, fluid = -(1 << 62), 0.0, 0.0
         for rank, nbytes in self.demands[index].takes:
             over = max(over, self.resident[rank] + nbytes - self.limit[rank])
@@ -144,8 +147,8 @@ class _Search:
                 opens = True
         return over + opens * self.bucket_bytes, (real + fluid) / self.scale
 
-    def _over(self, indices: tuple[int, ...]) -> int:
-        """Bytes beyond the limit on the worst rank on the way, if these slabs came next."""
+    def _excess(self, indices: tuple[int, ...]) -> int:
+        """Return the most bytes by which a rank would exceed its limit at any time if these slabs were next."""
         over, grown = 0, dict(self.resident)
         read: dict[UnitId, int] = defaultdict(int)
         for index in indices:
@@ -160,7 +163,7 @@ class _Search:
         return over
 
     def _take(self, indices: tuple[int, ...]) -> None:
-        self.worst = max(self.worst, self._over(indices))
+        self.worst = max(self.worst, self._excess(indices))
         for index in indices:
             self.order.append(index)
             for group in (self.left, self.window, self.frontier):
@@ -183,6 +186,6 @@ class _Search:
             self.resident[unit[0]] -= self.size[unit]
 
     def _weights(self, rank: int) -> tuple[float, float]:
-        """How much a byte counts on a rank: as it is, and with what is owed counted as gone."""
+        """Return the weight of a byte on a rank: as it is, and with owed bytes counted as released."""
         room = (self.limit[rank] - self.resident[rank]) / self.scale
         return exp(-room), exp(-room - self.owed_by[rank] / self.scale)

@@ -1,21 +1,21 @@
-"""What has to move between two layouts, in which order, and when storage may go and must come.
+"""Plan the moves between two layouts, their order, and the allocation and release of storage.
 
     units of both layouts ─► fragments ─► senders ─► order ─► rounds ─► Plan
-                             who can     who does    which    moves of bounded size,
-                             give what   send what   first    storage around them
+                             possible    chosen      of       moves of bounded size,
+                             senders     senders     slabs    with allocation and release
 
-Pure: no device, no process. How a plan is carried out, which is what its memory figures count: two rounds are in
-flight. For each round k in order a rank releases what round k-2 read last, allocates its units, copies what stays and
-sends; only then it takes in what round k-1 brought. So send and receive buffers, where the exchange has any, have two
-slots each, a slot is as large as the rank's largest round, and a relayed move comes at least two rounds after the one
-that brought what it passes on.
+Pure: no device, no process. The memory figures assume this execution, with two rounds in flight: for each round k in
+order a rank releases the units last read in round k-2, allocates its units, copies what stays on the rank and sends;
+only then it unpacks what it received in round k-1. Send and receive buffers, where the exchange has any, therefore have
+two slots each, a slot has the size of the rank's largest round, and a relayed move is at least two rounds after the one
+that delivered its elements.
 
 Invariants, in this order:
 1. Every element of every unit of the target that is neither shared nor hosted is written exactly once, with the element
    of the same global index. What the rank holds in the source layout does not travel (it is copied; a shared unit not
    even that); every other element is received once.
-2. Over links of a class each element enters a group of ranks joined by faster links at most once, and never if somebody
-   there holds it; it is passed on inside (`senders`).
+2. Over links of a class each element enters a group of ranks connected by faster links at most once, and never if a
+   member holds it; it is forwarded inside the group (`senders`).
 3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
 4. On every rank, at all times, weights + send, receive and staging buffers ≤ max(A, B) + SLACK buckets (with ``keep``:
    A + B less what they share), if no storage unit is larger than a bucket; by search, not by construction: a plan that
@@ -100,15 +100,15 @@ class Plan:
 
     @cached_property
     def relays(self) -> bool:
-        """Whether a rank passes on what it has received: the others read its target while it is being filled."""
+        """Whether a rank forwards what it received: others then read its target while it is being filled."""
         return any(one.relayed for round_ in self.rounds for one in round_.sketches)
 
     def shared_units(self, rank: int) -> dict[int, int]:
-        """Unit of the target → unit of the source that is the same storage on a rank."""
-        return {mine: theirs for owner, mine, theirs in self.shared if owner == rank}
+        """Map units of the target to the unit of the source with common storage on a rank."""
+        return {target: source for owner, target, source in self.shared if owner == rank}
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """The rounds as a rank of the plan sees them."""
+        """Return a rank's part of every round."""
         if rank not in self._steps:
             self._steps[rank] = steps_of(self.rounds, rank)
         return self._steps[rank]
@@ -119,24 +119,24 @@ class Plan:
         return 2 * send.get(rank, 0), 2 * receive.get(rank, 0)
 
     def staging_bytes(self, rank: int) -> int:
-        """The buffer of a rank through which hosted units are filled: float32, at most as large as a unit."""
+        """Return the bytes of the float32 buffer through which a rank's hosted units are filled; at most one unit."""
         largest = max((self.target.units(rank)[unit].numel for unit in self.hosted_units(rank)), default=0)
         return min(self.bucket_bytes // STAGING, largest * torch.float32.itemsize)
 
     def hosted_units(self, rank: int) -> tuple[int, ...]:
-        """Units of a rank's target that are filled from its host."""
+        """Return the units of a rank's target that are filled from its host."""
         return self._hosting.get(rank, ())
 
     def sent_bytes(self, rank: int) -> dict[str, int]:
-        """What a rank sends in the whole switch, by the level of the link (`LEVELS`)."""
+        """Return the bytes that a rank sends in the whole switch, by the level of the link (`LEVELS`)."""
         return {level: self._traffic[rank, -1, index] for index, level in enumerate(LEVELS)}
 
     def received_bytes(self, rank: int) -> dict[str, int]:
-        """What a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
+        """Return the bytes that a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
         return {level: self._traffic[-1, rank, index] for index, level in enumerate(LEVELS)}
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes of weights and buffers that a rank holds at once, two rounds in flight."""
+        """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
         source, target = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank)
         most = sum(source)
         resident = most - sum(source[index] for owner, index in self.unread if owner == rank)
@@ -199,13 +199,13 @@ def plan_switch(
     keep: bool = False,
     hosted: tuple[UnitId, ...] = (),
 ) -> Plan:
-    """The plan from one layout of a model to another. Their ranks may be the same, overlap or be disjoint.
+    """Plan the switch from one layout of a model to another. Their ranks may be the same, overlap or be disjoint.
 
     Args:
-        bucket_bytes: at least the largest storage unit; twice what a rank sends, and what it writes, in a round.
-        topology: default: one node, all links alike.
-        keep: leave the source where it is.
-        hosted: (rank, unit of the target) that somebody else fills once they are allocated (`fill`).
+        bucket_bytes: at least the largest storage unit; twice the limit on what a rank sends, and writes, in a round.
+        topology: default: one node with equal links.
+        keep: keep the source resident.
+        hosted: (rank, unit of the target) that are filled from the host after their allocation (`fill`).
     """
     assert source.config == target.config, "the layouts are of different models"
     topology = topology or Topology.single_node()
@@ -235,7 +235,7 @@ def plan_switch(
 
 
 def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Job], Shared]:
-    """What has to be filled, without senders, and the units that are shared."""
+    """Return the jobs, without senders, and the shared units."""
     have, need = slabs_of(source), slabs_of(target)
     shared: list[tuple[int, int, int]] = []
     if source.dtype == target.dtype:
@@ -251,7 +251,7 @@ def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) ->
 
 
 class _Weights:
-    """What the weights of both layouts take of each rank's memory, and who reads them."""
+    """Computes the memory of both layouts' weights on each rank, and the number of readers of each unit."""
 
     def __init__(self, source: Layout, target: Layout, jobs: list[Job], shared: Shared, keep: bool):
         stay = {(rank, theirs) for rank, _, theirs in shared}
@@ -283,7 +283,7 @@ class _Weights:
         self.resident = before
 
     def storage(self, slack: int, slot: int) -> Storage:
-        """What the order may count on with wire buffers of two slots of ``slot`` elements."""
+        """Return the storage available to the order with wire buffers of two slots of ``slot`` elements."""
         limit = {
             rank: most + slack - 2 * self.wire * (min(slot, self.sent[rank]) + min(slot, self.received[rank]))
             for rank, most in self.most.items()

@@ -1,4 +1,4 @@
-"""A plan as one rank carries it out: for every round, what to copy and what goes to and comes from whom."""
+"""Compile a plan into one rank's program: for every round, its copies, and its sends and receives by peer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fusion.model.weights import Buckets
 
 @dataclass
 class Stage:
-    """A round as a rank carries it out, in this order."""
+    """Holds one round of a rank, in the order of execution."""
 
     allocate: tuple[int, ...]
     copies: tuple[list[Run], list[Run]]
-    """(of the target, of the source), pairwise."""
+    """Runs of (the target, the source), pairwise."""
     send: list[Segment]
     release: tuple[int, ...]
     receive: list[Segment]
     exchange: bool
     """Whether any two ranks exchange anything in this round."""
     fullest: bool = False
-    """Whether the rank never holds more weights than after this round's allocation."""
+    """Whether the rank's weights are at their maximum after this round's allocation."""
 
     @cached_property
     def copy_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -39,11 +39,11 @@ class Stage:
 
 @dataclass
 class Program:
-    """All rounds of a rank, and the sizes of its wire buffers in elements of ``wire_dtype``, one slot of each."""
+    """Holds all rounds of a rank, and the size of one slot of each wire buffer in elements of ``wire_dtype``."""
 
     stages: list[Stage]
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of the source and of the target."""
+    """Dtypes of the source and of the target."""
     wire_dtype: torch.dtype
     send_numel: int
     receive_numel: int
@@ -53,7 +53,7 @@ class Program:
 
     @property
     def max_sums(self) -> tuple[int, int]:
-        """Checksums that go out and come in with a round, at most."""
+        """Maximum number of checksums (sent, received) in a round."""
         ends = [
             [sum(len(segment.ends) for segment in way) for way in (stage.send, stage.receive)] for stage in self.stages
         ]
@@ -61,18 +61,24 @@ class Program:
 
     @property
     def largest_segment(self) -> int:
-        """Elements of the largest thing that goes to or comes from one peer in one round."""
+        """Elements of the largest segment that is sent to or received from one peer in one round."""
         segments = (segment for stage in self.stages for segment in (*stage.send, *stage.receive))
         return max((segment.numel for segment in segments), default=0)
 
 
+NO_PROGRAM = Program([], (torch.float32, torch.float32), torch.float32, send_numel=0, receive_numel=0, bytes_local=0)
+"""The program of an exchange before its first switch."""
+
+
 def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Buckets | None) -> Program:
-    """The rounds of ``rank``, over the storage of its two ends (None: it has no share in that end)."""
+    """Compile the rounds of ``rank``, over the storage of its two ends (None: it holds nothing of that end)."""
     dtypes = plan.source.dtype, plan.target.dtype
     if rank not in plan.ranks:
         idle = [any(not move.local for move in round_.moves) for round_ in plan.rounds]
-        stages = [Stage((), ([], []), [], (), [], exchange) for exchange in idle]
-        return Program(stages, dtypes, plan.wire_dtype, 0, 0, 0)
+        stages = [
+            Stage(allocate=(), copies=([], []), send=[], release=(), receive=[], exchange=exchange) for exchange in idle
+        ]
+        return Program(stages, dtypes, plan.wire_dtype, send_numel=0, receive_numel=0, bytes_local=0)
     ends = _Ends(source.flats if source else [], target.flats if target else [], rank)
     steps, size = plan.steps(rank), plan.wire_dtype.itemsize
     send, receive = plan.wire_bytes(rank)
@@ -92,13 +98,13 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
 
 
 def _mark_fullest(stages: list[Stage], source_nbytes: Sequence[int], target_nbytes: Sequence[int]) -> None:
-    held, most, fullest = 0, None, None
+    held, max_held, fullest = 0, None, None
     for index, stage in enumerate(stages):
         if index >= IN_FLIGHT:
             held -= sum(source_nbytes[unit] for unit in stages[index - IN_FLIGHT].release)
         held += sum(target_nbytes[unit] for unit in stage.allocate)
-        if most is None or held > most:
-            most, fullest = held, stage
+        if max_held is None or held > max_held:
+            max_held, fullest = held, stage
     if fullest is not None:
         fullest.fullest = True
 
@@ -107,17 +113,17 @@ class _Ends:
     def __init__(self, source: Flats, target: Flats, rank: int):
         self.source, self.target, self.rank = source, target, rank
         self.lent: dict[int, tuple[Flats, Flats]] = defaultdict(lambda: ({}, {}))
-        """rank → what is mapped of its storage."""
+        """rank → the mapped units of its storage."""
 
     def stage(self, step: Step) -> Stage:
-        # Ranks begin with their next neighbour, so that not all of them serve the same one first.
+        # Each rank begins with its next neighbour, so that not all of them send to the same one first.
         sends = sorted(step.send.items(), key=lambda item: (item[0] < self.rank, item[0]))
         own = self.source, self.target
         return Stage(
-            step.allocate,
-            paired(step.copy, self.target, own),
-            [Segment(peer, moves, None, own) for peer, moves in sends],
-            step.release,
-            [Segment(peer, moves, self.target, self.lent[peer]) for peer, moves in step.receive.items()],
-            step.exchange,
+            allocate=step.allocate,
+            copies=paired(step.copy, self.target, own),
+            send=[Segment(peer, moves, None, own) for peer, moves in sends],
+            release=step.release,
+            receive=[Segment(peer, moves, self.target, self.lent[peer]) for peer, moves in step.receive.items()],
+            exchange=step.exchange,
         )

@@ -1,12 +1,12 @@
-"""Packs the hops of jobs into rounds of bounded size, between which storage comes and goes. Pure.
+"""Pack the hops of jobs into rounds of bounded size, and assign allocations and releases of storage to rounds. Pure.
 
-Jobs are taken in their order. Each hop goes into the earliest rounds in which its sender and its receiver have room and
-the receiver may take the unit that it is part of. So a later job may overtake an earlier one, but never in storage that
-the earlier one counts on: that one has its rounds already.
+Jobs are processed in order. Each hop is put into the earliest rounds in which its sender and its receiver have capacity
+and the receiver may allocate the unit that it belongs to. A later job may therefore overtake an earlier one, but never
+uses storage that an earlier one relies on, since the earlier one's rounds are already assigned.
 
-Invariants: in no round does a rank send, or write, more than ``room`` elements; an element is passed on at least
-IN_FLIGHT rounds after it came. If every rank stays within its limit while jobs are filled one after the other, it stays
-within it in the rounds too, a unit counting as held until IN_FLIGHT rounds after its last reader.
+Invariants: in no round does a rank send, or write, more than ``room`` elements; an element is forwarded at least
+IN_FLIGHT rounds after it was received. If every rank stays within its limit while jobs are filled one after the other,
+it stays within it in the rounds too, where a unit counts as held until IN_FLIGHT rounds after its last reader.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fusion.ep_switch.order import Storage
 from fusion.ep_switch.senders import Job
 
 IN_FLIGHT = 2
-"""Rounds under way at a time."""
+"""Number of rounds in flight at a time."""
 
 LEAST = 8
-"""A hop is not cut into pieces smaller than one in so many of what a round has room for, but for its rest."""
+"""A hop is not cut into pieces smaller than 1/LEAST of a round's capacity, except for its remainder."""
 
 
 def pack_rounds(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
-    """The rounds of the jobs in their order.
+    """Pack jobs, in order, into rounds.
 
     Args:
-        room: elements that a rank may send, and write, in a round.
-        storage: before the first job.
-        itemsize: of the target.
+        room: maximum number of elements that a rank sends, and writes, in a round.
+        storage: the state before the first job.
+        itemsize: bytes of an element of the target.
     """
     packer = _Packer(room, storage)
     for job in jobs:
@@ -58,7 +58,7 @@ class _Packer:
         self.release: dict[int, list[UnitId]] = defaultdict(list)
 
     def add(self, job: Job, itemsize: int) -> None:
-        """Places all hops of a job, and the storage that they take and free."""
+        """Place all hops of a job, and the allocations and releases that they cause."""
         takes = job.takes()
         nbytes: dict[int, int] = defaultdict(int)
         for (rank, _), numel in takes.items():
@@ -85,7 +85,7 @@ class _Packer:
             self._read(unit, at)
 
     def _place(self, hop: Hop, at: int) -> list[tuple[int, int, int]]:
-        """Puts a hop into rounds from ``at`` on; (start, stop, round) of each piece."""
+        """Put a hop into rounds from ``at`` on; return (start, stop, round) of each piece."""
         write = self.write[hop.target_rank]
         lanes = (write,) if hop.local else (write, self.send[hop.source_rank])
         start, stop, fragment, placed = hop.start, hop.stop, hop.fragment, []
@@ -117,7 +117,8 @@ class _Packer:
 
 
 class _Lane:
-    """What one rank may still send, or write, in each round. ``open``: the first round with room worth taking."""
+    """Tracks what one rank may still send, or write, in each round. ``open``: the first round with at least ``least``
+    elements left."""
 
     __slots__ = ("least", "left", "open", "room")
 
@@ -135,7 +136,8 @@ class _Lane:
 
 
 def _first_room(lanes: tuple[_Lane, ...], at: int, least: int, most: int) -> tuple[int, int]:
-    """The first round from ``at`` on in which all lanes have room for ``least``, and for how much of ``most``."""
+    """Return the first round from ``at`` on in which all lanes have room for ``least`` elements, and their room, up to
+    ``most``."""
     at = max([at, *[lane.open for lane in lanes]])
     while True:
         amount = most
@@ -149,7 +151,7 @@ def _first_room(lanes: tuple[_Lane, ...], at: int, least: int, most: int) -> tup
 
 
 class _Held:
-    """Bytes that one rank holds in each round."""
+    """Tracks the bytes that one rank holds in each round."""
 
     __slots__ = ("bytes", "final", "last", "limit")
 
@@ -158,7 +160,7 @@ class _Held:
         self.bytes = np.full(64, nbytes, dtype=np.int64)
 
     def earliest(self, nbytes: int) -> int:
-        """The first round from which on ``nbytes`` more may be held; if they never may, the last round."""
+        """Return the first round from which ``nbytes`` more fit until the end; the last round if they never do."""
         room = self.limit - nbytes
         if self.final > room:
             return self.last
@@ -166,7 +168,7 @@ class _Held:
         return int(over[-1]) + 1 if len(over) else 0
 
     def add(self, nbytes: int, at: int) -> None:
-        """``nbytes`` more from round ``at`` on."""
+        """Add ``nbytes`` from round ``at`` on."""
         if at >= len(self.bytes):
             grown = np.full(2 * at, self.final, dtype=np.int64)
             grown[: len(self.bytes)] = self.bytes

@@ -1,7 +1,7 @@
-"""What goes from one rank to another in a round, as views of storage: packed on a wire, or read where it lies.
+"""Copy the data that one rank sends to another in a round: packed into a wire buffer, or read in place.
 
-Moves that follow each other in storage too are one run, a round's runs are copied in one call a peer. Views are made
-when their storage is there for the first time, and stay valid over its releases: the second switch makes none.
+Moves that are contiguous in storage are merged to one run; a round's runs are copied in one call per peer. Views are
+created when their storage is first allocated and stay valid over its releases, so the second switch creates none.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fusion.model.table import Box
 from fusion.npu import Device
 
 MAX_SUMS = 1024
-"""Checksums of one segment that are sent with it."""
+"""Maximum number of checksums that are sent with one segment."""
 
 
 Flats = list[torch.Tensor] | dict[int, torch.Tensor]
-"""Storage units by index: a rank's own, or what it has mapped of another's."""
+"""Storage units by index: a rank's own, or those of another rank that it has mapped."""
 
 
 class Run(NamedTuple):
-    """Elements of one storage unit that lie one after the other on the wire; ``name`` is the first global tensor."""
+    """Locates elements of one storage unit that are contiguous on the wire; ``name`` is the first global tensor."""
 
     flats: Flats
     place: Place
@@ -42,12 +42,12 @@ class Run(NamedTuple):
 
 
 class Segment:
-    """What one peer gets from this rank in a round, or brings it: one stretch of the wire, or read where it lies.
+    """Represents what this rank sends to, or receives from, one peer in a round: a range of the wire, or read in place.
 
     Args:
-        into: where it goes on this rank, if it comes.
-        out_of: where it comes from: (storage of the source, of the target for what is relayed) of who sends it. At who
-            receives it, mappings of that, which `map` fills.
+        into: this rank's storage that receives it; None: this rank sends it.
+        out_of: (source storage, target storage for relayed moves) of the sender; on the receiver, mappings of them,
+            which `map` fills.
     """
 
     def __init__(self, peer: int, moves: Sequence[Move], into: Flats | None, out_of: tuple[Flats, Flats]):
@@ -62,12 +62,12 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """Its first global tensor, for messages."""
+        """Name of its first global tensor, for messages."""
         return self.moves[0].name
 
     @cached_property
     def pieces(self) -> list[tuple[str, Box, int]]:
-        """(global tensor, box, where it ends on the wire) of all that lies in it."""
+        """(global tensor, box, end on the wire) of every box in it."""
         starts = accumulate((move.numel for move in self.moves), initial=0)
         return [
             (name, box, start + stop)
@@ -77,7 +77,7 @@ class Segment:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where its pieces end, of very many only some: what a checksum tells apart."""
+        """Ends of its checksummed ranges: of its pieces, or of groups of them if there are more than MAX_SUMS."""
         ends = [end for _, _, end in self.pieces]
         return ends[:: -(len(ends) // MAX_SUMS + 1)][::-1]
 
@@ -86,30 +86,30 @@ class Segment:
         return [run.view for run in self.runs]
 
     def pack(self, wire: torch.Tensor) -> None:
-        """Storage → ``wire`` [numel], contiguous, converted to its dtype."""
+        """Copy storage to ``wire`` [numel], contiguous, converted to its dtype."""
         copy(self._along(wire), self.views, self.runs)
 
     def unpack(self, wire: torch.Tensor) -> None:
-        """``wire`` [numel], contiguous → storage."""
+        """Copy ``wire`` [numel], contiguous, to storage."""
         copy(self.views, self._along(wire), self.runs)
 
     @cached_property
     def lent(self) -> list[tuple[bool, int]]:
-        """(relayed, unit) of the sender's storage that it lies in; the same on both ends."""
+        """(relayed, unit) of the sender's units that contain it; the same on both ends."""
         return list(dict.fromkeys((move.relayed, move.source.unit) for move in self.moves))
 
     def lent_storage(self) -> list[torch.Tensor]:
-        """The units `lent`, at the sender."""
+        """Return the units `lent`, on the sender."""
         return [self._out_of[relayed][unit] for relayed, unit in self.lent]
 
     @cached_property
     def pairs(self) -> tuple[list[Run], list[Run]]:
-        """(into, out of) at the receiver, pairwise, where it reads straight from the sender's storage."""
+        """(into, out of) on the receiver, pairwise, where it reads directly from the sender's storage."""
         assert self._into is not None
         return paired(self.moves, self._into, self._out_of)
 
     def map(self, handles: tuple[bytes, ...], device: Device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """Makes the sender's units, found by their handles, those that `read` reads. They seldom move.
+        """Map the sender's units by their handles, for `read`; does nothing if the handles are unchanged.
 
         Raises:
             ValueError: the sender has ended.
@@ -126,14 +126,14 @@ class Segment:
         return [run.view for run in self.pairs[0]]
 
     def read(self) -> None:
-        """The sender's storage, mapped → storage."""
+        """Copy the sender's mapped storage to this rank's."""
         copy(self._here, self._there, self.pairs[0])
 
     def sums(self, wire: torch.Tensor) -> torch.Tensor:
-        """Checksums (int64, on the card) of what lies on ``wire`` [numel], one for each of `ends`.
+        """Compute the checksums (int64, on the card) of ``wire`` [numel], one for each of `ends`.
 
         Raises:
-            TransferError: there is no memory for the arithmetic.
+            TransferError: there is no memory for the computation.
         """
         try:
             return run_sums(wire, self.ends)
@@ -141,10 +141,10 @@ class Segment:
             raise TransferError(self.name, str(error)) from error
 
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
-        """Holds what was unpacked, read back out of the storage into ``scratch`` [numel], against the sender's sums.
+        """Compare the unpacked data, read back from storage into ``scratch`` [numel], with the sender's checksums.
 
         Raises:
-            TransferError: they differ; names the first parameter that does.
+            TransferError: they differ (names the first parameter that does).
         """
         self.pack(scratch)
         expected = expected.cpu()
@@ -157,7 +157,7 @@ class Segment:
             raise TransferError(name, f"{name} {list(box)}{more} from rank {self.peer} arrived with another checksum")
 
     def _along(self, wire: torch.Tensor) -> list[torch.Tensor]:
-        """Where its runs lie in ``wire`` [numel], as views in their shapes."""
+        """Return views of ``wire`` [numel], one per run, in the runs' shapes."""
         if len(self.runs) == 1:
             return [wire.view(self.runs[0].shape)]
         pieces = zip(wire.split_with_sizes(self.sizes), self.runs, strict=True)
@@ -165,7 +165,7 @@ class Segment:
 
 
 class TransferError(RuntimeError):
-    """What failed in a round; ``parameter`` is the tensor it was about."""
+    """Raised when an operation of a round fails; ``parameter`` names its tensor."""
 
     def __init__(self, parameter: str, reason: str):
         super().__init__(reason)
@@ -173,10 +173,10 @@ class TransferError(RuntimeError):
 
 
 def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Run]) -> None:
-    """Copies views pairwise, in one call.
+    """Copy views pairwise, in one call.
 
     Raises:
-        TransferError: with the name of the run that failed.
+        TransferError: a copy failed (names the run).
     """
     try:
         if len(into) == 1:
@@ -198,20 +198,20 @@ def _run(move: Move, place: Place, flats: Flats) -> Run:
     return Run(flats, place, move.shape, move.name)
 
 
-def _merged(found: Iterable[Run]) -> list[Run]:
-    """Those that lie one after the other as one."""
-    runs: list[Run] = []
-    for run in found:
-        last = runs[-1] if runs else None
+def _merged(runs: Iterable[Run]) -> list[Run]:
+    """Merge adjacent runs that are contiguous in storage."""
+    merged: list[Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
         if last and _follows(run, last):
-            runs[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
+            merged[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
         else:
-            runs.append(run)
-    return runs
+            merged.append(run)
+    return merged
 
 
 def paired(moves: Iterable[Move], target: Flats, sources: tuple[Flats, Flats]) -> tuple[list[Run], list[Run]]:
-    """(into, out of) of moves, pairwise; those that lie one after the other on both ends as one."""
+    """Return the runs (into, out of) of moves, pairwise; adjacent ones that are contiguous on both ends are merged."""
     into: list[Run] = []
     out_of: list[Run] = []
     for move in moves:

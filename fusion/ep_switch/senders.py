@@ -1,19 +1,19 @@
-"""Who sends what: every fragment that a rank lacks comes to it once, over as few slow links as can be.
+"""Choose the senders: every rank receives each missing fragment once, over as few slow links as possible.
 
     holder ──slow──► one of a group that needs it ──fast──► the others of the group
 
-Links are as fast as their class (`Topology.classes`); class c joins groups of ranks that faster links join. A rank
-takes a fragment from a holder that it reaches by the fastest class there is. A group without a holder takes each
-element in once; the member that receives it passes it on. Members take turns, so that passing on is shared.
+Links have the speed of their class (`Topology.classes`); class c connects groups of ranks that faster links connect. A
+rank receives a fragment from a holder that it reaches by the fastest possible class. A group without a holder receives
+each element once; the receiving member forwards it. Forwarding is balanced over the members.
 
 Pure. Invariants, in this order:
 1. An element that a rank holds in the source layout is copied there; every other element of its target is received
    exactly once.
-2. Over the links of a class, each element enters a group joined by faster links at most once, and never if somebody in
-   the group holds it in the source layout.
-3. In each class the busiest sender sends at most 1.1 times the fractional optimum: the least that any division of what
-   has to be sent over this class, element by element among those who may send it, leaves to the busiest. (Of three
-   classes or more, the slower ones settle who takes in; a faster one shares what is left to share.)
+2. Over the links of a class, each element enters a group connected by faster links at most once, and never if a member
+   of the group holds it in the source layout.
+3. In each class the busiest sender sends at most 1.1 times the fractional optimum: the minimum, over all divisions of
+   the elements to be sent over this class among their possible senders, of the maximum load. (With three or more
+   classes, the slower ones determine the receiving members; a faster one balances what remains.)
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.topology import Topology
 
 BUSIEST = 1.08
-"""Times the optimum that the busiest sender may send before fragments are cut finer."""
+"""Ratio of the busiest sender's load to the optimum above which fragments are cut finer."""
 
 GRAINS = (float("inf"), 1 / 4, 1 / 16, 1 / 64, 1 / 512)
-"""Shares of the busiest sender's load above which a fragment is cut among senders: at first none is."""
+"""Fractions of the busiest sender's load above which a fragment is split among senders, in the order tried; at first
+none is split."""
 
 COPY = -1
 """The class of a rank's link to itself."""
@@ -41,28 +42,29 @@ COPY = -1
 
 @dataclass
 class Job:
-    """All that fills one family of slabs. ``hosted``: units of them that somebody else fills. ``hops`` are in an order
-    in which they can be done."""
+    """Holds all transfers that fill one family of slabs. ``hosted``: its units that are filled from the host. ``hops``
+    are in a feasible order."""
 
     family: Family
     hosted: frozenset[UnitId]
     hops: list[Hop] = field(default_factory=list)
 
     def takes(self) -> dict[UnitId, int]:
-        """The units of the target that it is about → their elements."""
+        """Map the units of the target that the job allocates to their elements."""
         return {unit: slab.numel for slab in self.family.slabs for unit in slab.owners.items()}
 
     def reads(self) -> dict[UnitId, int]:
-        """The units of the source that it is filled from → elements read."""
-        found: dict[UnitId, int] = defaultdict(int)
+        """Map the units of the source that the job reads to the number of elements read."""
+        numel_by_unit: dict[UnitId, int] = defaultdict(int)
         for hop in self.hops:
             if not hop.relayed:
-                found[hop.reads] += hop.numel
-        return found
+                numel_by_unit[hop.reads] += hop.numel
+        return numel_by_unit
 
 
 class Action(NamedTuple):
-    """One of ``have`` sends, over links of a class, to one of ``need``, who passes it on to the rest of them."""
+    """Describes a transfer over links of class ``speed``: one of ``have`` sends to one of ``need``, which forwards to
+    the others of ``need``."""
 
     speed: int
     have: Ranks
@@ -70,7 +72,7 @@ class Action(NamedTuple):
 
 
 def choose_senders(jobs: list[Job], topology: Topology, ranks: Ranks) -> None:
-    """Fills the hops of every job. ``ranks``: all that take part."""
+    """Fill the hops of every job. ``ranks``: all participating ranks."""
     ways = _Ways(topology, ranks)
     work = [(job, fragment, ways.of(fragment, job.hosted)) for job in jobs for fragment in job.family.fragments]
     demands = ways.demands((fragment.numel, way.actions) for _, fragment, way in work)
@@ -86,7 +88,7 @@ def choose_senders(jobs: list[Job], topology: Topology, ranks: Ranks) -> None:
 
 
 class Way(NamedTuple):
-    """How a fragment goes. ``givers``, ``takers``: rank → index of its spot among the fragment's."""
+    """Describes how a fragment is distributed. ``givers``, ``takers``: rank → index of its spot in the fragment's."""
 
     givers: dict[int, int]
     takers: dict[int, int]
@@ -94,11 +96,11 @@ class Way(NamedTuple):
 
 
 class _Ways:
-    """How fragments can go, by who holds them and who needs them."""
+    """Computes how fragments are distributed, by the ranks that hold and need them."""
 
     def __init__(self, topology: Topology, ranks: Ranks):
         self.levels: list[dict[int, int]] = []
-        """Class of links → rank → number of the group that links of this class or faster join."""
+        """Class of links → rank → number of its group, connected by links of this class or faster."""
         for speed in range(len(topology.classes)):
             numbers: dict[int, int] = {}
             level = {rank: numbers.setdefault(topology.group(rank, speed), len(numbers)) for rank in ranks}
@@ -108,7 +110,7 @@ class _Ways:
         self._partings: dict[Ranks, tuple[int, list[Ranks]]] = {}
 
     def of(self, fragment: Fragment, hosted: frozenset[UnitId]) -> Way:
-        """The way of a fragment to everybody who needs it; those that hold it copy it first."""
+        """Return the distribution of a fragment to all ranks that need it; ranks that hold it copy it first."""
         key = tuple([id(s.slab) for s in fragment.givers]), tuple([id(s.slab) for s in fragment.takers]), hosted
         if key not in self._ways:
             givers = _first_spots(fragment.givers, frozenset())
@@ -132,7 +134,7 @@ class _Ways:
                 yield Action(speed, have, inside)
 
     def _split(self, ranks: Ranks, speed: int) -> list[Ranks]:
-        """The ranks by the groups that links of a class join."""
+        """Split ranks into the groups that links of a class connect."""
         if speed == 0:
             return [(rank,) for rank in ranks]
         found: dict[int, list[int]] = defaultdict(list)
@@ -141,14 +143,14 @@ class _Ways:
         return [tuple(group) for group in found.values()]
 
     def parting(self, ranks: Ranks) -> tuple[int, list[Ranks]]:
-        """The slowest class that several ranks need among themselves, and the groups of them that it joins."""
+        """Return the slowest class that ranks need among themselves, and the groups of them that it connects."""
         if ranks not in self._partings:
             speeds = range(len(self.levels) - 1, -1, -1)
             self._partings[ranks] = next((c, groups) for c in speeds if len(groups := self._split(ranks, c)) > 1)
         return self._partings[ranks]
 
     def demands(self, work: Iterable[tuple[int, tuple[Action, ...]]]) -> list[dict[Ranks, float]]:
-        """By class: who may send, and how many elements in all."""
+        """Return, by class, the total number of elements by set of possible senders."""
         totals: dict[tuple[Action, ...], int] = defaultdict(int)
         for numel, actions in work:
             totals[actions] += numel
@@ -169,7 +171,7 @@ class _Ways:
 
 
 def _first_spots(spots: tuple[Spot, ...], without: frozenset[UnitId]) -> dict[int, int]:
-    """Every rank that owns one of the spots, ascending → index of its first."""
+    """Map every rank that owns one of the spots, ascending, to the index of its first spot."""
     found: dict[int, int] = {}
     for index, spot in enumerate(spots):
         for rank, unit in spot.slab.owners.items():
@@ -179,7 +181,7 @@ def _first_spots(spots: tuple[Spot, ...], without: frozenset[UnitId]) -> dict[in
 
 
 class _Delivery:
-    """One fragment on its way to all who need it."""
+    """Distributes one fragment to all ranks that need it."""
 
     def __init__(self, job: Job, fragment: Fragment, way: Way, ways: _Ways, deals: list[Deal]):
         self.hops, self.fragment, self.way, self.ways, self.deals = job.hops, fragment, way, ways, deals
@@ -203,14 +205,14 @@ class _Delivery:
         self.hops.append(Hop(sender, receiver, source, target, relayed, self.fragment, start, stop))
 
     def _take_in(self, need: Ranks, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Who of a group takes which elements from outside, for the others too."""
+        """Assign the elements that a group receives from outside to its members, which forward them to the others."""
         if len(need) == 1:
             return iter([(need[0], start, stop)])
         speed, groups = self.ways.parting(need)
         return self._deal(speed, need, start, stop, len(groups) - 1)
 
     def _pass_on(self, need: Ranks, holder: int, start: int, stop: int) -> None:
-        """``holder`` has elements that all of ``need``, of which it is one, are to have."""
+        """Forward elements from ``holder``, a member of ``need``, to all others of ``need``."""
         _, groups = self.ways.parting(need)
         for group in groups:
             if holder not in group:
@@ -224,7 +226,7 @@ class _Delivery:
                 self._pass_on(group, holder, start, stop)
 
     def _deal(self, speed: int, ranks: Ranks, start: int, stop: int, times: int) -> Iterator[tuple[int, int, int]]:
-        """Deals elements out to ranks that have to send each of theirs several times."""
+        """Divide elements among ranks, each of which sends its own ``times`` times."""
         deal = self.deals[speed]
         portions = deal.take(ranks, (stop - start) * times)
         for index, (rank, amount) in enumerate(portions, start=1):

@@ -1,11 +1,11 @@
-"""Where ranks live, and how fast the links between them are.
+"""Describe the location of ranks and the bandwidth of the links between them.
 
     rank  0   1 | 2   3 | … | 14  15 || 16 …      |  card (two dies of one package)
          └─card─┘                                 || node, then supernode
     link of two ranks: the innermost of card, node, supernode that holds both, else the network between supernodes
 
-Ranks are numbered as workers are placed: card by card, node by node, supernode by supernode. A link counts as *slow*
-beside another only if it is: levels within a tenth of each other's bandwidth are one class (`classes`).
+Ranks are numbered as workers are placed: card by card, node by node, supernode by supernode. Levels whose bandwidths
+are within a tenth of each other are one class (`classes`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ LEVELS = ("card", "node", "supernode", "network")
 """Levels of links, innermost first."""
 
 ALIKE = 0.9
-"""A link of at least this share of another's bandwidth is not slower for a plan's purposes."""
+"""A link with at least this fraction of another's bandwidth counts as equally fast in a plan."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The machine as a plan sees it.
+    """Holds the properties of the machine that a plan depends on.
 
     Args:
         ranks_per_card, ranks_per_node, ranks_per_supernode: each divides the next.
@@ -46,11 +46,11 @@ class Topology:
 
     @classmethod
     def single_node(cls) -> Topology:
-        """All ranks in one node with links of one kind."""
+        """Return the topology of one node with equal links."""
         return cls()
 
     def level(self, one: int, other: int) -> int:
-        """Index in `LEVELS` of the link between two ranks."""
+        """Return the index in `LEVELS` of the link between two ranks."""
         for level, size in enumerate((self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)):
             if one // size == other // size:
                 return level
@@ -68,12 +68,13 @@ class Topology:
         return tuple(map(tuple, found))
 
     def speed_class(self, one: int, other: int) -> int:
-        """Index in `classes` of the link between two ranks; 0 is the fastest."""
+        """Return the index in `classes` of the link between two ranks; 0 is the fastest."""
         level = self.level(one, other)
         return next(index for index, levels in enumerate(self.classes) if level in levels)
 
     def group(self, rank: int, speed_class: int) -> int:
-        """Number of the group in which ``rank`` reaches everybody by links of ``speed_class`` or faster."""
+        """Return the number of the group in which ``rank`` reaches every member by links of ``speed_class`` or
+        faster."""
         sizes = (self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)
         outermost = self.classes[speed_class][-1]
         return rank // sizes[outermost] if outermost < len(sizes) else 0

@@ -1,17 +1,17 @@
-"""Executes a plan round by round, with two rounds under way.
+"""Execute a plan round by round, with two rounds in flight.
 
     agree ─►  send 0   send 1     send 2     …   send n-1                                                 ─►  agree
        │               receive 0  receive 1  …   receive n-2  receive n-1                                       │
        │                                                                                                        │
-       └ refused: both ends as they were                               failed: SwitchError on every rank, target empty
+       └ refused: both ends unchanged                                  failed: SwitchError on every rank, target empty
 
-    send k      free what was read for the last time in round k-2, allocate, copy what stays on the rank, send
-    receive k   wait, take
+    send k      free units last read in round k-2, allocate, copy what stays on the rank, send
+    receive k   wait, copy into the target
 
-All copies and all storage are queued on the caller's current stream, and what is freed is free in the order of the
-stream. Where rounds are collectives the wire runs beside it: while round k is on the wire, round k+1 is packed and
-round k-1 taken. Where storage is read in place, a rank is ahead of its slowest reader by two rounds. A failed rank
-keeps no other waiting, so all ranks abort together. The target is then released on all of them: a half-switched model
+All copies, allocations and releases are queued on the caller's current stream and take effect in its order. Where
+rounds are collectives, communication overlaps with copies: while round k is on the wire, round k+1 is packed and round
+k-1 unpacked. Where storage is read in place, a rank is at most two rounds ahead of its slowest reader. No rank waits
+for a failed one, so all ranks abort together. The target is then released on all of them, since a partly switched model
 cannot serve.
 """
 
@@ -54,22 +54,21 @@ def execute(
     checksum: bool = False,
     exchange: Kind = "auto",
 ) -> SwitchReport:
-    """Moves the weights from ``source`` to ``target`` once; `Switcher` makes the views of a plan once for many
-    switches."""
+    """Move the weights from ``source`` to ``target`` once; a `Switcher` reuses a plan's views for many switches."""
     return Switcher(plan, source, target, device, group, exchange).run(checksum)
 
 
 class Switcher:
-    """Moves the weights from ``source`` to ``target`` by a plan, as often as it is asked to.
+    """Moves the weights from ``source`` to ``target`` by a plan, any number of times.
 
     Args:
         source: in the layout ``plan.source``.
-        target: in the layout ``plan.target``. Its dtype may differ. Units that are the same in both (`Plan.shared`) are
-            the same storage (``share`` of `Buckets`), and are left alone.
-        group: holds every rank of the plan; default: all processes, or none where the plan has one rank. Ranks of the
-            group that have no part in the plan bring no models and only agree.
-        exchange: how bytes travel (`exchange`); `auto`: `shared` where all ranks are on one machine and their cards can
-            read each other's memory (emulated ones can), else `collective`.
+        target: in the layout ``plan.target``. Its dtype may differ. Units that are equal in both (`Plan.shared`) have
+            common storage (``share`` of `Buckets`) and are not touched.
+        group: contains every rank of the plan; default: all processes, or none where the plan has one rank. Ranks of
+            the group that are not in the plan have no models and only take part in the agreements.
+        exchange: how bytes are sent (`exchange`); `auto`: `shared` where all ranks are on one machine and their cards
+            can read each other's memory (emulated ones can), else `collective`.
     """
 
     def __init__(
@@ -88,24 +87,27 @@ class Switcher:
         self._fill = HostFill(device)
         self._source: Buckets | None = None
         self._target: Buckets | None = None
+        self._shared: dict[int, int] = {}
+        self._unread: tuple[int, ...] = ()
+        self._round = -1
+        self._other_bytes = self._peak_bytes = self._peak_reserved = 0
 
     def run(self, checksum: bool = False, host: HostParts = MappingProxyType({})) -> SwitchReport:
-        """Executes one switch. Collective over the group.
+        """Execute one switch. Collective over the group.
 
-        The source has to be resident and holds nothing but shared units afterwards (all, if the plan keeps it); the
-        target has to be released but for shared units and is resident afterwards. Copies, allocation and freeing are on
-        the current stream, which has to be the one that the storage was allocated on.
+        The source must be resident and afterwards holds only shared units (all, if the plan keeps it); the target must
+        be released except for shared units and is resident afterwards. Copies, allocations and releases run on the
+        current stream, which must be the one that the storage was allocated on.
 
         Args:
-            checksum: compare a checksum of everything that travels between its ends: what the sender packed with what
-                lies in the receiver's target.
-            host: what fills the units of this rank that the plan has hosted. Read until the switch returns.
+            checksum: compare checksums of all data that is sent: what the sender packed with what is in the receiver's
+                target.
+            host: host memory that fills the hosted units of this rank. Read until the switch returns.
 
         Raises:
-            SwitchError: on every rank, with rank, round and parameter of each failure. What was refused before the
-                first round (storage that is not the plan's, ranks with different plans, no memory for the buffers) left
-                both ends as they were; after a later failure the target is released, and the source, unless kept, is
-                not to be used.
+            SwitchError: on every rank, with rank, round and parameter of each failure. A refusal before the first round
+                (storage that is not the plan's, ranks with different plans, no memory for the buffers) leaves both ends
+                unchanged; after a later failure the target is released, and the source, unless kept, is unusable.
         """
         with torch.no_grad():
             stream = self.device.current_stream()
@@ -127,7 +129,7 @@ class Switcher:
         return exchange
 
     def _prepare(self, exchange: Exchange, checksum: bool, host: HostParts) -> Program:
-        """Does everything that can be refused without harm, and agrees that no rank refused."""
+        """Run every check and allocation that can fail without changing either end, and agree that none failed."""
         exchange.begin()
         self._round = -1
 
@@ -141,10 +143,10 @@ class Switcher:
         return self._attempt(exchange, prepare)
 
     def _attempt(self, exchange: Exchange, work: Callable[[], T]) -> T:
-        """Runs work that all ranks of the group do, or none.
+        """Run work that succeeds on all ranks of the group or on none.
 
         Raises:
-            SwitchError: on all ranks; buffers are given back.
+            SwitchError: on all ranks; buffers are released.
         """
         try:
             return attempt(
@@ -159,9 +161,9 @@ class Switcher:
             raise
 
     def _describe(self, rank: int, error: Exception) -> list[SwitchFailure]:
-        """The failures that this rank reports, with the owners of the memory where it ran out."""
+        """Return the failures that this rank reports, with memory by owner if it ran out."""
         if isinstance(error, PeerLost):
-            if error.left:  # it reports itself
+            if error.left:  # that rank reports its own failure
                 return []
             return [lost_rank(error.rank, error.reason, round_=self._round, parameter=error.parameter)]
         parameter = error.parameter if isinstance(error, TransferError) else ""
@@ -179,12 +181,12 @@ class Switcher:
             self._program = compile_program(self.plan, rank, self._source, self._target)
             self._unread = tuple(index for owner, index in self.plan.unread if owner == rank)
         held = check_resident(self._source, self._target, self._shared, rank)
-        self._others = self.device.memory().allocated - held
+        self._other_bytes = self.device.memory().allocated - held
         self._peak_bytes = self._peak_reserved = 0
         return self._program
 
     def _carry_out(self, exchange: Exchange, program: Program) -> None:
-        """Runs the rounds, and agrees that all ranks have; releases the target if one has not."""
+        """Run the rounds and agree that they succeeded on all ranks; otherwise release the target."""
         try:
             self._attempt(exchange, lambda: self._run_rounds(exchange, program))
         except SwitchError:
@@ -244,8 +246,8 @@ class Switcher:
 
     def _note_memory(self) -> None:
         memory = self.device.memory()
-        self._peak_bytes = max(self._peak_bytes, memory.allocated - self._others)
-        self._peak_reserved = max(self._peak_reserved, memory.reserved - self._others)
+        self._peak_bytes = max(self._peak_bytes, memory.allocated - self._other_bytes)
+        self._peak_reserved = max(self._peak_reserved, memory.reserved - self._other_bytes)
 
     def _report(self, exchange: Exchange, program: Program, seconds: float) -> SwitchReport:
         return SwitchReport(

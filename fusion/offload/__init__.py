@@ -1,12 +1,12 @@
-"""Offloads optimizer state, and whatever else generation does not need, from HBM to the host and back, bitwise.
+"""Offload optimizer state, and other tensors that generation does not need, from HBM to the host and back, bitwise.
 
-    card:  exp_avg, exp_avg_sq, masters, …                           card:  nothing, the views wait
+    card:  exp_avg, exp_avg_sq, masters, …                           card:  nothing, the views are unusable
                │ Offloader.out({name: tensor}), poll, wait                │ Offloader.back(names), wait(names)
-               ▼ a stream of its own, in pieces                           ▼ a stream of its own, in pieces
-    host:  HostPool: pinned arenas, taken once, reused ──────────────────►
+               ▼ a separate stream, in pieces                             ▼ a separate stream, in pieces
+    host:  HostPool: pinned arenas, allocated once, reused ──────────────►
 
-    gradients:      dead after a step: Offloader.drop, no copy; out and back where a partial accumulation is alive
-    offload=stream: StreamedStates: states live on the host, two groups of them are in HBM while a step runs
+    gradients:      Offloader.drop after a step, no copy; out and back while they hold a partial accumulation
+    offload=stream: StreamedStates: states are kept on the host, two groups of them are in HBM while a step runs
 
 offload: Offloader; pool: HostPool; states: StreamedStates.
 """

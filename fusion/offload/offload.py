@@ -1,22 +1,22 @@
-"""Moves tensors from HBM to the host and back, bit for bit, under every view that was made of them.
+"""Move tensors from HBM to the host and back, bitwise, while every view of them stays valid.
 
     resident ──out──► leaving ──poll, wait: copy done──► out ──back──► returning ──wait──► resident
-        │   HBM and host      │                  host only     HBM taken, host kept      host given up
+        │   HBM and host      │                  host only     HBM allocated, host kept  host released
         └────────drop, no copy, content dead─────► out ──back──► resident, content undefined
 
-What moves is the storage: parameters, flat buckets and their views keep working once `wait` was called after `back`,
-and none of them may be read or written from `out` until then.
+The storage is moved: parameters, flat buckets and their views are valid again once `wait` was called after `back`, and
+must not be read or written from `out` until then.
 
-Copies go straight between a tensor's own storage and the pinned pool, so there is no staging buffer in HBM and nothing
-to double-buffer: all pieces are queued at once and the copy engine takes one after the other, without the host. Pieces
-are at most `bucket_bytes`, so that other streams' copies (token ids, a switch's own) get in between. One stream a
-direction: the link carries both at once.
+Copies run directly between a tensor's own storage and the pinned pool, so there is no staging buffer in HBM and no
+double-buffering: all pieces are queued at once and the copy engine processes them without the host. Pieces are at most
+`bucket_bytes`, so that copies of other streams (token ids, those of a switch) can run in between. Each direction has
+its own stream, since the link carries both at once.
 
-Order, and who keeps it. A copy starts behind what the current stream had queued when it was asked for. Memory of a
-storage is given up only after the host saw the event behind its copy, so no other stream can meet a copy in it, and
-`record_stream` is not needed. Memory to come back is taken from, and belongs to, the current stream, whose earlier work
-may still use it: the copy in waits for that work. A host region is reused only after the host saw the copy out of it
-end. Nothing here waits for the whole card or empties the allocator's cache.
+Ordering: a copy starts after what is queued on the current stream at the call. Memory of a storage is released only
+after the host has seen the event behind its copy, so no other stream can collide with the copy, and `record_stream` is
+not needed. Memory to come back is allocated on, and belongs to, the current stream, whose earlier work may still use
+it: the copy in waits for that work. A host region is reused only after the host has seen the end of the copy out of it.
+No call waits for the whole card or empties the allocator's cache.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class _Trip:
-    """One storage that is leaving, out or returning, and the names of the tensors that lie in it."""
+    """Tracks one storage that is leaving, out or returning, and the names of its tensors."""
 
     content: torch.Tensor
     """The whole storage on the device as uint8."""
     names: list[str] = field(default_factory=list)
     host: torch.Tensor | None = None
-    """Where the content is; None: it was dropped."""
+    """Host region of the content; None: it was dropped."""
     copied: Any = None
-    """The event behind the copy under way; None: no copy is."""
+    """Event behind the current copy; None: there is none."""
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -51,7 +51,7 @@ class _Trip:
 
     @property
     def key(self) -> int:
-        """Of the storage, with memory or without."""
+        """Identity of the storage, with memory or without."""
         return self.storage._cdata
 
 
@@ -59,7 +59,7 @@ class Offloader:
     """Moves the storage of named tensors between the card and a `HostPool`, asynchronously; `wait` makes it blocking.
 
     Args:
-        bucket_bytes: of the largest piece that is copied at once.
+        bucket_bytes: maximum size of a piece that is copied at once.
     """
 
     def __init__(self, device: Device, pool: HostPool | None = None, bucket_bytes: int = BUCKET_BYTES):
@@ -70,9 +70,9 @@ class Offloader:
         self._returning: dict[int, _Trip] = {}  # by key; the host region is still being read
 
     def out(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Starts copying the storage of each tensor to the host; `poll` or `wait` frees it on the card.
+        """Start copying the storage of each tensor to the host; `poll` or `wait` releases it on the card.
 
-        Several tensors may share a storage: it travels once, and they go and come together. Either all leave or none.
+        Several tensors may share a storage: it is copied once, and they leave and return together. All leave or none.
 
         Raises:
             RuntimeError: the host has no memory for them; all of them are still resident.
@@ -92,9 +92,9 @@ class Offloader:
         self._away.update({name: trip for trip in leaving for name in trip.names})
 
     def drop(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Frees the storage of tensors whose content is dead, without a copy; `back` takes memory for them again.
+        """Release the storage of tensors whose content is not needed, without a copy; `back` reallocates it.
 
-        For gradients: `out` where a partial accumulation is alive in them, `drop` where the optimizer has stepped.
+        For gradients: `out` while they hold a partial accumulation, `drop` after the optimizer step.
         """
         for trip in self._storages(tensors):
             if trip.key in self._returning:
@@ -103,12 +103,12 @@ class Offloader:
             self._away.update(dict.fromkeys(trip.names, trip))
 
     def back(self, names: Iterable[str] | None = None) -> None:
-        """Takes memory for the named tensors (default: all that are not resident) and starts copying their content in.
+        """Allocate memory for tensors (default: all that are not resident) and start copying their content in.
 
-        Those that had not left yet stay. The memory belongs to the owner it belonged to.
+        Tensors that have not left yet stay resident. The memory has the same owner as before.
 
         Raises:
-            torch.OutOfMemoryError: no room; what is out stays out, and none of the memory was kept.
+            torch.OutOfMemoryError: there is not enough memory; what is out stays out, and no memory is kept.
         """
         self.poll()
         coming = list(self._trips(names))
@@ -134,22 +134,23 @@ class Offloader:
                 del self._away[name]
 
     def wait(self, names: Iterable[str] | None = None) -> None:
-        """Waits for the copies of the named tensors (default: of all) as far as the caller can notice.
+        """Wait for the copies of the named tensors (default: of all).
 
-        What comes back may be used by everything that is queued on the current stream from now on; the host does not
-        block. What leaves is on the host and off the card; the host blocks until its own copy is done, no longer.
+        Returning tensors may be used by all work queued on the current stream from now on; the host does not block.
+        Leaving tensors are on the host and released on the card afterwards; the host blocks until their copies are
+        done.
         """
-        wanted = None if names is None else set(names)
+        selected = None if names is None else set(names)
         for trip in self._returning.values():
-            if wanted is None or not wanted.isdisjoint(trip.names):
+            if selected is None or not selected.isdisjoint(trip.names):
                 trip.copied.wait(self._device.current_stream())
-        for trip in self._trips(name for name in self._away if wanted is None or name in wanted):
+        for trip in self._trips(name for name in self._away if selected is None or name in selected):
             if trip.copied is not None:
                 trip.copied.synchronize()
                 self._arrived(trip)
 
     def poll(self) -> None:
-        """Releases, on the card and on the host, the memory that finished copies left behind. Never blocks."""
+        """Release the memory that finished copies no longer need, on the card and on the host. Never blocks."""
         for trip in self._trips(None):
             if trip.copied is not None and trip.copied.query():
                 self._arrived(trip)
@@ -158,23 +159,23 @@ class Offloader:
                 self._settle(trip)
 
     def host(self, name: str) -> torch.Tensor:
-        """Returns the content of an offloaded tensor on the host: its whole storage, uint8 [bytes], pinned where
-        the card can pin. To be read only, and not after `back` was called for it."""
+        """Return the content of an offloaded tensor on the host: its whole storage, uint8 [bytes], pinned where the
+        card supports it. Read only, and not after `back` was called for it."""
         trip = self._away.get(name)
         assert trip is not None and trip.host is not None and trip.copied is None, f"{name} is not on the host"
         return trip.host
 
     def resident(self, name: str) -> bool:
-        """Whether the tensor has memory that will stay: it never left, or `back` was called for it."""
+        """Return whether the tensor never left, or `back` was called for it."""
         return name not in self._away
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that are out or leaving at present (`pool.nbytes`: what the pool holds)."""
+        """Bytes that are currently out or leaving (`pool.nbytes`: all bytes of the pool)."""
         return sum(trip.host.numel() for trip in self._trips(None) if trip.host is not None)
 
     def _storages(self, tensors: Mapping[str, torch.Tensor]) -> list[_Trip]:
-        """The storages under some tensors, each once, in order."""
+        """Return the storages of tensors, each once, in order."""
         trips: dict[int, _Trip] = {}
         for name, tensor in tensors.items():
             assert name not in self._away, f"{name} is out already"
@@ -189,21 +190,21 @@ class Offloader:
         return list(trips.values())
 
     def _trips(self, names: Iterable[str] | None) -> Iterator[_Trip]:
-        """What is under way or out under some names, each storage once."""
+        """Yield the trips of names (default: all that are not resident), each once."""
         names = list(self._away) if names is None else list(names)
         for name in names:
             assert name in self._away, f"{name} is not out"
         yield from {id(self._away[name]): self._away[name] for name in names}.values()
 
     def _regions(self, sizes: list[int]) -> list[torch.Tensor]:
-        # Pinning more memory takes longer than the copies that still read what is held.
+        # Pinning more memory takes longer than waiting for the copies that still read host regions.
         if self._returning and not self.pool.fits(sizes):
             for trip in list(self._returning.values()):
                 self._settle(trip)
         return self.pool.take(sizes)
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor | None) -> Any:
-        """Queues one copy in pieces; returns the event behind it, None if there was nothing to copy."""
+        """Queue one copy in pieces; return the event behind it, None if there is nothing to copy."""
         if source is None:
             return None
         with self._device.on_stream(stream):
@@ -225,7 +226,7 @@ class Offloader:
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage under a tensor, as uint8."""
+    """Return the whole storage of a tensor as uint8."""
     nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.element_size()
     assert nbytes % itemsize == 0, f"{name}: {nbytes} bytes of storage are no multiple of {itemsize}"
     return tensor.detach().as_strided((nbytes // itemsize,), (1,), 0).view(torch.uint8)

@@ -1,12 +1,12 @@
-"""Pools pinned host memory, allocated once and kept: pinning pages costs more than copying them.
+"""Pool pinned host memory, which is allocated once and kept: pinning pages costs more than copying them.
 
     arena 0, 8 MiB   | exp_avg.0 | exp_avg_sq.0 | master.0 | ░ free ░ |
     arena 1, 2 MiB   | exp_avg.1 | ░ free ░ |
 
 Invariants (property-tested in tests/offload/test_pool.py): regions that are out at the same time share no byte; an
 arena is a power of two of bytes, which is what PyTorch's pinning allocators round up to, so `nbytes` is what the host
-really lost; the arenas of one batch are less than twice its bytes; regions given back merge with their free
-neighbours, so a batch that was given back and is taken again lies where it lay; the pool never shrinks.
+actually uses; the arenas of one batch are less than twice its bytes; returned regions merge with their free neighbours,
+so a batch that is returned and taken again gets the same addresses; the pool never shrinks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from fusion.npu import Device
 
 ALIGN = 512
-"""Bytes: regions start at multiples of it, as copy engines like it, and any dtype may view them."""
+"""Alignment of regions in bytes, for copy engines and so that any dtype may view them."""
 
 
 class HostPool:
-    """Regions of host memory, pinned where the card can pin, for everything of a process that leaves the card."""
+    """Allocates regions of host memory, pinned where the card supports it, for all data that a process offloads."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -31,13 +31,13 @@ class HostPool:
         self._taken: dict[int, tuple[int, int, int]] = {}  # address -> arena, start, stop
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Regions uint8 [size] on the host, each contiguous, of undefined content; ``sizes`` in bytes, all > 0.
+        """Take regions, uint8 [size] on the host, each contiguous, of undefined content; ``sizes`` in bytes, all > 0.
 
-        What goes out together is best taken together: the largest are placed first, each into the first gap that holds
-        it, and where there is none an arena is made for all that are left.
+        Regions of one transfer are best taken together: the largest are placed first, each into the first gap that
+        holds it; where there is none, an arena is allocated for all remaining ones.
 
         Raises:
-            RuntimeError: the host has no more memory to pin. Nothing was taken.
+            RuntimeError: the host has no more memory to pin. Nothing is taken.
         """
         assert all(size > 0 for size in sizes), f"regions of {list(sizes)} bytes: expected sizes > 0"
         regions: dict[int, torch.Tensor] = {}
@@ -57,13 +57,13 @@ class HostPool:
         return [regions[index] for index in range(len(sizes))]
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether `take` would do with the memory the pool has."""
+        """Return whether `take` needs no new arena."""
         regions = [self._place(sizes[index]) for index in _largest_first(sizes)]
         self.give(region for region in regions if region is not None)
         return all(region is not None for region in regions)
 
     def give(self, regions: Iterable[torch.Tensor]) -> None:
-        """Takes regions back, which no copy may be reading or writing any more."""
+        """Return regions to the pool; no copy may still read or write them."""
         for region in regions:
             arena, start, stop = self._taken.pop(region.data_ptr())
             gaps = self._free[arena]
@@ -75,16 +75,16 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory the pool holds, in use or not."""
+        """Bytes of host memory that the pool holds, in use or not."""
         return sum(arena.numel() for arena in self._arenas)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of it that nobody has."""
+        """Bytes of it that are not taken."""
         return sum(stop - start for gaps in self._free for start, stop in gaps)
 
     def _place(self, nbytes: int) -> torch.Tensor | None:
-        """A region in the first gap that holds it; None: there is no such gap."""
+        """Take a region from the first gap that holds it; None: there is no such gap."""
         size = _aligned(nbytes)
         for arena, gaps in enumerate(self._free):
             for position, (start, stop) in enumerate(gaps):
@@ -96,7 +96,7 @@ class HostPool:
         return None
 
     def _grow(self, size: int, left: int) -> None:
-        # No larger than what is left fills, unless one region alone needs it.
+        # No larger than the remaining regions fill, unless a single region needs it.
         nbytes = max(1 << (size - 1).bit_length(), 1 << (left.bit_length() - 1))
         self._arenas.append(self._device.host_empty((nbytes,), torch.uint8))
         self._free.append([(0, nbytes)])

@@ -1,17 +1,17 @@
-"""The optimizer's states in groups, one group a gradient bucket, of which at most two are in HBM.
+"""Stream the optimizer's states through HBM in groups, one per gradient bucket, of which at most two are in HBM.
 
     for index, states in groups:                      # the loop of states that stay in HBM, too
         update(states["master"], gradients[index], states["exp_avg"], …)
 
-    host      │ 0 │ 1 │ 2 │ 3 │ …        pinned, where the states live
-    fetch ▼     0   1   2   3            a stream of its own: slot 0, slot 1, slot 0, …
+    host      │ 0 │ 1 │ 2 │ 3 │ …        pinned, holds the states
+    fetch ▼     0   1   2   3            a separate stream: slot 0, slot 1, slot 0, …
     current         0   1   2   3        the caller's update, in place in the slot
-    store ▲             0   1   2   3    a stream of its own
+    store ▲             0   1   2   3    a separate stream
 
-The fetch of group i + 1 is queued before the caller updates group i. Into the slot of group i - 1 it may go state by
-state as the store of that state out of it ends, so that both directions of the link are busy with two slots only. All
-waits are of streams for events: the host runs ahead. The idea is ZeRO-Infinity's (arXiv 2104.07857, section 6.2), with
-a card instead of a processor doing the update.
+The fetch of group i + 1 is queued before the caller updates group i. It overwrites the slot of group i - 1 state by
+state, as the store of each state ends, so that both directions of the link are busy with only two slots. Only streams
+wait for events; the host runs ahead. The idea is ZeRO-Infinity's (arXiv 2104.07857, section 6.2), with the update on
+the card instead of the CPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ States = dict[str, torch.Tensor]
 
 
 class StreamedStates:
-    """States in pinned host memory, zeros at first; HBM holds two slots of the largest group while a loop runs.
+    """Holds states in pinned host memory, initially zero; HBM holds two slots of the largest group while a loop runs.
 
-    One loop at a time, each to its end or left for good; a group that was left in the middle keeps what it held before.
-    The loop's body works on the stream that was current when the loop began.
+    Only one loop at a time may run, to its end or until it is abandoned; a group whose update was abandoned keeps its
+    previous states. The loop's body runs on the stream that was current when the loop began.
 
     Args:
         groups: by group, name → elements of a flat float32 tensor.
@@ -45,19 +45,20 @@ class StreamedStates:
         self._fetching, self._storing = device.new_stream(), device.new_stream()
 
     def __iter__(self) -> Iterator[tuple[int, States]]:
-        """Every group in order, on the card, to be read and written until the next is asked for."""
+        """Yield every group in order, on the card; it may be read and written until the next one is requested."""
         return self._pass(dict(enumerate(self._host)), store=True)
 
     def reading(self, *names: str, groups: Iterable[int] | None = None) -> Iterator[tuple[int, States]]:
-        """Some groups (default: all), in the order given, with the states of these names; writing to them is lost."""
-        chosen = range(len(self._host)) if groups is None else groups
-        wanted = {
-            index: {name: self._host[index][name] for name in names if name in self._host[index]} for index in chosen
+        """Yield ``groups`` (default: all), in this order, with the states of ``names``; writes to them are lost."""
+        indices = range(len(self._host)) if groups is None else groups
+        selected = {
+            index: {name: self._host[index][name] for name in names if name in self._host[index]} for index in indices
         }
-        return self._pass(wanted, store=False)
+        return self._pass(selected, store=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`name.index` → the live tensor in host memory. Ask anew before every use: blocks until copies are done."""
+        """Map `name.index` to the live tensor in host memory; blocks until copies are done. Call it before every
+        use."""
         self._fetching.synchronize()
         self._storing.synchronize()
         return {f"{name}.{index}": state for index, host in enumerate(self._host) for name, state in host.items()}
@@ -65,7 +66,7 @@ class StreamedStates:
     def _pass(self, groups: dict[int, States], store: bool) -> Iterator[tuple[int, States]]:
         current = self._device.current_stream()
         slots = [_Slot(self._device, groups.values()) for _ in list(groups)[:2]]
-        # Until then the slots' memory may be in use by what is queued; and behind it are the stores of the last loop.
+        # Work queued earlier may still use the slots' memory, and follows the stores of the last loop.
         self._fetching.wait_stream(current)
         try:
             order = list(groups.items())
@@ -88,7 +89,7 @@ class StreamedStates:
 
 
 class _Slot:
-    """Room in HBM for any one group. `vacant`: by state, the event after which its room may be written again."""
+    """Holds HBM for any one group. `_vacant`: by state, the event after which its memory may be overwritten."""
 
     def __init__(self, device: Device, groups: Iterable[States]):
         self._device = device
@@ -117,7 +118,7 @@ class _Slot:
         self.fetched = self._event(stream)
 
     def leave(self, stream: Any) -> None:
-        """The caller has queued its last use of the group."""
+        """Record that the caller has queued its last use of the group."""
         self._left = self._event(stream)
         self._vacant = dict.fromkeys(self._room, self._left)
 
