@@ -102,10 +102,10 @@ CONFIGS = [config for config, *_ in CASES.values()]
 
 
 def case_factors(case: tuple[str, str]) -> tuple:
-    """The device, the model, what changes between the two layouts (dtype, cards, experts' places), what they shard."""
+    """The device, the model, what changes between the two layouts (dtype, cards), what they shard."""
     config, one, other, options = CASES[case[0]]
     shared = len(set(one.ranks) & set(other.ranks)) / len({*one.ranks, *other.ranks})
-    changes = one.dtype != other.dtype, 0 < shared < 1, shared == 0, bool(options), other.reversed_experts
+    changes = one.dtype != other.dtype, 0 < shared < 1, shared == 0, bool(options)
     sizes = [max(size) > 1 for size in zip(axes(one.parallel), axes(other.parallel), strict=True)]
     return case[1], CONFIGS.index(config), *changes, *sizes
 
