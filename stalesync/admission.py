@@ -60,6 +60,7 @@ from stalesync.commands import (
     SwitchToTrain,
     Train,
 )
+from stalesync.running_engines import RunningEngines
 from stalesync.staleness import StalenessLedger
 
 if TYPE_CHECKING:
@@ -105,36 +106,6 @@ class AdmissionSpec:
         return round(AHEAD[0] * self.engine_slots) if self.ahead else -1
 
 
-class RunningEngines:
-    """How many requests each running engine has, their total, and which engines run low."""
-
-    def __init__(self, low_requests: int) -> None:
-        self._low_requests = low_requests
-        self._counts: dict[int, int] = {}
-        self.total = 0
-        self.low: set[int] = set()
-
-    def update(self, engine: int, count: int) -> None:
-        """Records that a running engine has ``count`` requests; it starts if it did not run."""
-        self.total += count - self._counts.get(engine, 0)
-        self._counts[engine] = count
-        (self.low.add if count <= self._low_requests else self.low.discard)(engine)
-
-    def remove(self, engine: int) -> None:
-        """Records that an engine has stopped."""
-        self.total -= self._counts.pop(engine)
-        self.low.discard(engine)
-
-    def __contains__(self, engine: int) -> bool:
-        return engine in self._counts
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._counts))
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-
 class Admission:
     """The decisions of a run, over its staleness ledger and its request buffer."""
 
@@ -162,9 +133,8 @@ class Admission:
         """
         self._steps_left = steps_left
         yield from self._collect(share)
-        while (
-            self._makes_up_for_filtered or self._may_not_train_yet
-        ):  # of what was scored after the engines had stopped
+        # What was scored after the engines had stopped may have left the step short of groups.
+        while self._makes_up_for_filtered or self._may_not_train_yet:
             yield from self._collect(share)
         self._num_filtered = 0
         self.stage = "train"

@@ -4,8 +4,8 @@
                           queue/                     samples under way, suspended ones included
                           controller.json            the run's state, written last: with it the checkpoint is complete
 
-The run's state and the queue's are taken while nothing runs (`TrainingRun.cut`). Samples that were generated and
-not scored then are scored again after a restart; nothing else is done twice.
+The run's state and the queue's are taken while nothing runs and everything generated is scored (`TrainingRun.cut`), so
+nothing is done twice after a restart.
 """
 
 from __future__ import annotations

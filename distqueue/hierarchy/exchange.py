@@ -93,7 +93,7 @@ class Exchange:
         buffers: dict[str, Tensor] = {}
         for names, numels, (message, works) in zip(dtypes, sizes, incoming, strict=True):
             for work in works:
-                work.wait()
+                _wait(work)
             self._forward(dict(zip(names, message.split(numels), strict=True)), message)
             buffers |= dict(zip(names, message.cpu().split(numels), strict=True))
         return buffers
@@ -102,7 +102,7 @@ class Exchange:
         """Wait until all messages of this rank are sent."""
         sending, self._sending = self._sending, []
         for work, _ in sending:
-            work.wait()
+            _wait(work)
 
     def _meet(self, place: str, columns: Sequence[str]) -> list[Member]:
         """Exchange all ranks' places and needs. Collective: NCCL and HCCL need one before point-to-point messages."""
@@ -137,7 +137,7 @@ class Exchange:
     def _receive(self, dtype: torch.dtype, numel: int) -> Tensor:
         message, works = self._start_receiving(dtype, numel)
         for work in works:
-            work.wait()
+            _wait(work)
         return message
 
     def _start_receiving(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, list[dist.Work]]:
@@ -155,6 +155,18 @@ class Exchange:
     def _start(self, way: Callable, message: Tensor, peer: int) -> list[dist.Work]:
         # as bytes: not every backend knows every dtype
         return dist.batch_isend_irecv([dist.P2POp(way, message.view(torch.uint8), group=self._group, group_peer=peer)])
+
+
+def _wait(work: dist.Work) -> None:
+    """Wait for a message.
+
+    Raises:
+        ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise ConnectionError(f"a message between the ranks of a reading group failed: {error}") from error
 
 
 def this_machine() -> str:

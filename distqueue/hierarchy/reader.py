@@ -2,7 +2,10 @@
 
 Invariants: one request to the queue per batch, for any number of ranks; every rank gets its own columns, bitwise as the
 queue handed them out, and the lengths of all; an error of the leader's request is raised on all ranks, with its type
-and message. If a rank dies, the others fail by their group's timeout at the latest.
+and message. If a rank dies, the others raise ConnectionError by their group's timeout at the latest.
+
+Only the leader asks, so only its error can differ from the other ranks', and it is broadcast in place of the samples:
+no agreement of the whole group is needed.
 """
 
 from __future__ import annotations
