@@ -127,7 +127,7 @@ def _subset(kind: type, config: object) -> Any:
 
 
 def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
-    """The layouts that were asked for; one that was left to `auto` is the best beside the other."""
+    """Choose the requested layouts; one that was left to `auto` is the best beside the other."""
     best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
     return estimate(setup.with_layouts(train or best.train, infer or best.infer))
 

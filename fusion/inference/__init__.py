@@ -7,7 +7,7 @@
     sequence    a request in the engine; what one step computes                              (pure)
     scheduler   which tokens the next step computes; which attention rank gets a request     (pure)
     blocks      who holds which KV block; the prefix cache, keyed by policy version          (pure)
-    kv_cache    the memory of keys and values, allocated last, given back before training
+    kv_cache    the memory of keys and values, allocated last, released before training
     parked      KV of suspended requests on the host, until they are resumed
     routing     which experts the tokens in it went to
     batch       one step as tensors: ids, positions, slots, (row, block) pairs

@@ -71,13 +71,13 @@ def _read_blocks(
     pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Keys and values [n * K, block_size, C] of the stretch, uncopied, and of the gathered blocks; what there is."""
-    found = []
+    pieces_of_kv = []
     if part.stretch != (0, 0):
-        found.append(pool.unflatten(0, (2, -1))[:, slice(*part.stretch)])
+        pieces_of_kv.append(pool.unflatten(0, (2, -1))[:, slice(*part.stretch)])
     count = part.pieces.shape[0]
     if count:
-        found.append(torch.index_select(pool, 0, part.pieces, out=workspace[:count]).unflatten(0, (2, -1)))
-    keys, values = zip(*(kv.to(dtype).flatten(1, 2) for kv in found), strict=True)
+        pieces_of_kv.append(torch.index_select(pool, 0, part.pieces, out=workspace[:count]).unflatten(0, (2, -1)))
+    keys, values = zip(*(kv.to(dtype).flatten(1, 2) for kv in pieces_of_kv), strict=True)
     return list(keys), list(values)
 
 

@@ -56,13 +56,13 @@ class BlockManager:
 
     def find(self, names: Iterable[BlockName]) -> list[int]:
         """The blocks of the longest known prefix of a chain of names. Takes no reference."""
-        found = []
+        blocks = []
         for name in names:
             block = self._by_name.get(name)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of these count as available now and will not once they are shared."""

@@ -57,8 +57,8 @@ class Forward:
 
     def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
         shape = self.model.config
-        mine = routing_of(routed, len(batch.ids), self.mesh, shape.num_experts)
-        whole = of_all_layers(mine, self.mesh, shape)
+        own_layers = routing_of(routed, len(batch.ids), self.mesh, shape.num_experts)
+        whole = of_all_layers(own_layers, self.mesh, shape)
         if self.routing and whole is not None:
             self.routing.write(batch, whole)
 

@@ -1,4 +1,4 @@
-"""The memory of keys and values: for every layer a pool of blocks, allocated last and given back before training.
+"""Hold keys and values: for every layer a pool of blocks, allocated last and released before training.
 
     pool of a layer   [2 · blocks, K, block_size, C]      a head's block is one contiguous matrix
 
@@ -70,8 +70,8 @@ class KVCache:
         self.pools = []
 
     def host_shape(self, blocks: int) -> tuple[int, ...]:
-        """Of so many blocks of a sequence beside the card: [layers, 2 · blocks, K, block_size, C], all of this rank's
-        layers and heads."""
+        """Return the shape of ``blocks`` blocks of a sequence on the host: [layers, 2 · blocks, K, block_size, C], with
+        all of this rank's layers and heads."""
         return self.layers, 2 * blocks, self.kv_heads, self.block_size, self.head_dim
 
     def copy_out(self, blocks: Sequence[int], host: torch.Tensor) -> None:

@@ -36,8 +36,8 @@ class RoutingCache:
 
     def read(self, blocks: list[int], count: int) -> torch.Tensor:
         """[count, layers, k]: of the first tokens of a sequence that lies in these blocks."""
-        found = self._cells[np.array(blocks, np.int64)]
-        return torch.from_numpy(found.reshape(-1, *self.cell[1:])[:count])
+        cells = self._cells[np.array(blocks, np.int64)]
+        return torch.from_numpy(cells.reshape(-1, *self.cell[1:])[:count])
 
     def fill(self, blocks: list[int], first: int, routing_TLk: torch.Tensor) -> None:
         """Puts what `read` found of a sequence's tokens back into these blocks, from its block ``first`` on."""

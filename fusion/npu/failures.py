@@ -38,7 +38,7 @@ class FailureKind(str, Enum):
     DIED = "died"
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
-    """The rank raised an error of its own."""
+    """The rank itself raised an error."""
     QUEUE_CLOSED = "queue_closed"
     """The sample queue was closed while the rank used it."""
     PEER_FAILED = "peer_failed"

@@ -1,6 +1,6 @@
 """Track the owner of every storage by weak references, for devices whose allocator does not store it.
 
-A dispatch mode intercepts every operation inside `owner()`; an output storage that is no input was allocated there.
+A dispatch mode intercepts every operation inside `owner()`; an output storage that is not an input was allocated there.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A checkpoint appears whole or not at all: all ranks write into a folder beside it, which is renamed when the last rank
 has synced its file. (`fusion.model.save_folder` exports weights for other layouts and other programs.)
 
-To train on while it is written, copy the state and write the copy in another thread, over a process group of its own.
+To train on while it is written, copy the state and write the copy in another thread, over a separate process group.
 `torch.distributed.checkpoint.async_save` does not fit: it treats tensors of one name on several ranks as replicas, and
-ours are flat pieces of each rank; it makes copies of its own, also of states that are on the host already.
+ours are flat pieces of each rank; it also copies states that are on the host already.
 """
 
 from __future__ import annotations

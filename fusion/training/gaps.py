@@ -17,7 +17,7 @@ import torch
 from fusion.training.loss import LossInput
 
 LAGS = 8
-"""Lags with a row of their own: 0 … 7"""
+"""Number of lags with separate rows: 0 … 7."""
 
 MIN_GAP, MAX_GAP, BINS = 1e-6, 10.0, 64
 RESOLUTION = (MAX_GAP / MIN_GAP) ** (1 / BINS)

@@ -72,7 +72,7 @@ class Objective:
             return None if values_N is None else values_N[rows].to(device)
 
         owner = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths, dtype=torch.int64))
-        given = LossInput(
+        inputs = LossInput(
             tokens.logprobs,
             tokens.entropy,
             owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
@@ -83,7 +83,7 @@ class Objective:
             column(batch.versions),
             batch.version,
         )
-        out, weight_n = self.loss(given), column(batch.token_weight)
+        out, weight_n = self.loss(inputs), column(batch.token_weight)
 
         def total(values_n: torch.Tensor) -> torch.Tensor:
             return (values_n if weight_n is None else values_n * weight_n).sum()
@@ -92,8 +92,8 @@ class Objective:
             self._add(name, total(values))
         self._add("actor/entropy", total(tokens.entropy.detach()))
         self._add(LOSS, total(out.loss.detach()))
-        if given.behaviour_logprobs is not None:
-            self._add(GAPS, gap_sums(given, weight_n))
+        if inputs.behaviour_logprobs is not None:
+            self._add(GAPS, gap_sums(inputs, weight_n))
         return total(out.loss) / max(self.totals.normaliser, 1e-12)
 
     def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:

@@ -207,9 +207,9 @@ class ShardedAdamW:
             return
         with self.device.owner("buckets"):
             wire = torch.empty(shard.plan.numel, dtype=self.weights.dtype, device=self.device.torch_device)
-        mine = wire[shard.start : shard.stop]
+        own = wire[shard.start : shard.stop]
         for piece in shard.pieces:
-            shard.cut(mine, piece).copy_(self._master(states, piece))
-        dist.all_gather_into_tensor(wire, mine, group=shard.group)
+            shard.cut(own, piece).copy_(self._master(states, piece))
+        dist.all_gather_into_tensor(wire, own, group=shard.group)
         for param, offset in shard.plan.entries:
             self.weights.views[param.name].copy_(wire[offset : offset + param.numel].view(param.shape))
