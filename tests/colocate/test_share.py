@@ -29,7 +29,7 @@ def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
         ({"engines": ""}, "engines=: expected all"),
         ({"rollout.kv_fraction": "1.5"}, r"rollout.kv_fraction=1.5: expected a number in \(0, 1\]"),
         ({"rollout.kv_fraction": "half"}, r"rollout.kv_fraction=half: expected a number in \(0, 1\]"),
-        ({"rollout.max_seqs": "0"}, "rollout.max_seqs=0: expected a positive integer"),
+        ({"rollout.max_seqs": "0"}, "rollout.max_seqs=0: expected a whole number of at least 1"),
         ({"rollout.max_kv_tokens": "47"}, "rollout.max_kv_tokens=47: expected null, or at least the longest sample"),
     ],
 )

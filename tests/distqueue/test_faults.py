@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.distqueue import faults
+from tests.machine import patience
 
 
 def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
     journal, folder = tmp_path / "journal", tmp_path / "told"
-    killed = faults.fire(journal, folder, seconds=8, pause_s=(0.2, 0.8), seed=1)
+    killed = faults.fire(journal, folder, seconds=patience(8), pause_s=(0.2, 0.8), seed=1)
     assert killed >= 5
     assert faults.check(folder, faults.drain(journal, folder, seed=2)) > 20
 

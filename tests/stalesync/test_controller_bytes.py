@@ -38,7 +38,7 @@ def test_the_controller_receives_text_and_lengths_and_no_token(base, judge, tmp_
     options += ["stalesync.max_staleness=1", "algorithm.kl_coef=0.01"]
     options += [f"reward.model={judge}"] if reward == "model" else []
     command, counts = command_of(base, tmp_path, *options), tmp_path / "counts.json"
-    command = [sys.executable, "-m", "tests.stalesync.counted_run", str(counts), *command[2:]]
+    command = [sys.executable, "-m", "tests.stalesync.counted_run", str(counts), *command[1:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(counts.read_text())

@@ -98,9 +98,12 @@ def test_a_layout_trains_as_one_rank_does(checkpoints, setting, layout):
     assert weights.keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
         # Adam moves an element by the learning rate whatever its gradient is, so where that is all rounding it moves at
-        # random: a few elements may differ by much of a step, a tensor as a whole not by a thousandth of its way.
+        # random, and differently on other processors: a few elements may differ by much of a step, the rest of a tensor
+        # not by a two-thousandth of its way.
         torch.testing.assert_close(weights[name], tensor, atol=2e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-        assert (weights[name] - tensor).norm() <= 2e-3 * (tensor - before[name]).norm(), name
+        few = max(1, tensor.numel() // 200)
+        difference = (weights[name] - tensor).abs().flatten().sort().values[:-few]
+        assert difference.norm() <= 5e-4 * (tensor - before[name]).norm(), name
 
 
 def copies_of_the_embedding(rank, device, case):

@@ -32,7 +32,7 @@ def reference(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same steps by torch.optim.AdamW on fp32 tensors, matrices (or blocks of them) and vectors in groups of their
     own."""
-    table = local_params(tiny_config(), Parallel(), 0, (), unit_bytes(BUCKET) // dtype.itemsize)
+    table = local_params(tiny_config(), Parallel(), 0, unit_bytes(BUCKET) // dtype.itemsize)
     views = {param.name: torch.empty(param.shape) for param in table}
     fill(views, seed=0, scale=0.1)
     params = {name: torch.nn.Parameter(view.to(dtype).float()) for name, view in views.items()}

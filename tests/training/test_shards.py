@@ -74,7 +74,7 @@ def test_ranks_that_share_an_element_meet_in_one_place_and_count_it_once(experts
     config = tiny_config(experts, hidden_size=8, num_attention_heads=8, head_dim=4, vocab_size=16, num_experts=2)
     parallel = Parallel(tp * pp * replicas, tp, pp=pp)
     group = parallel.groups("tp")[-1]
-    tables = [local_params(config, parallel, rank, (), max_numel) for rank in group]
+    tables = [local_params(config, parallel, rank, max_numel) for rank in group]
     counted: Counter[Element] = Counter()
     held: defaultdict[Element, set[int]] = defaultdict(set)
     places: defaultdict[tuple[int, int], set[Element]] = defaultdict(set)
