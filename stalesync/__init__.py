@@ -14,7 +14,7 @@ update       from scored groups to an optimizer step: advantages, reference, min
 savepoint    the files of a checkpoint beside weights and optimizer
 saving       writes a checkpoint while the run continues
 pacing       whether a run of modelled cards kept its pace
-control      a run is told to generate otherwise while it goes on
+control      changes how engines generate during a run
 card         one worker as a Ray actor; `cards` all of them, called by typed methods; `placing` their ranks
 failures     what ends a run
 launch       from a config to a finished run and its report

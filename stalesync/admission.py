@@ -313,7 +313,7 @@ class Admission:
 
     @property
     def _makes_up_for_filtered(self) -> bool:
-        """Whether a step that lacks groups because some were filtered goes on for others in their place."""
+        """Whether a step that lacks groups because some were filtered admits others in their place."""
         lacks = 0 < self._num_filtered <= self.spec.max_filtered_groups and not self.ledger.is_enough
         return lacks and bool(self.ledger.in_flight or self._num_admissible)
 
@@ -335,7 +335,7 @@ class Admission:
             )
 
     def _count(self, engine: int | None) -> None:
-        """Counts the requests of an engine anew, if it runs: samples may arrive after their engine has stopped."""
+        """Counts the requests of an engine again, if it runs: samples may arrive after their engine has stopped."""
         if engine is not None and engine in self.running:
             self.running.update(engine, self.buffer.num_running_on(engine))
 

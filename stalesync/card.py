@@ -1,6 +1,6 @@
 """One card of a run as a Ray actor.
 
-Stages run one after the other. Concurrency groups run beside them: control calls, new weights on a card that goes on
+Stages run one after the other. Concurrency groups run beside them: control calls, new weights on a card that continues
 generating, and the writing of a checkpoint.
 """
 

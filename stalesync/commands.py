@@ -47,8 +47,8 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Publish:
-    """Give the engines the weights of policy ``version``; the engines ``beside`` go on generating meanwhile, no other
-    engine runs."""
+    """Give the engines the weights of policy ``version``; the engines ``beside`` continue generating meanwhile, no
+    other engine runs."""
 
     version: int
     beside: tuple[int, ...] = ()

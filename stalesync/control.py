@@ -104,15 +104,15 @@ class ControlDesk:
             share = self._limits.changed(self.share, wishes)
             self._check_room(share, kv_tokens)
         except ValueError as error:
-            outcome, told = f"refused: {error}", f"request refused, generation continues unchanged: {error}"
+            outcome, reply = f"refused: {error}", f"request refused, generation continues unchanged: {error}"
         else:
             self.share = share
-            outcome, told = "applied", f"from step {step} generation has {share}"
+            outcome, reply = "applied", f"from step {step} generation has {share}"
         record = JsonLines(self._folder / RECORD)
         record.write({"step": step, "share": self.share.state(), "outcome": outcome})
         record.close()
         taken.unlink()
-        return told
+        return reply
 
     def _check_room(self, share: InferenceShare, kv_tokens: float | None) -> None:
         longest = self._limits.config.longest_sample

@@ -189,7 +189,7 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
 
 def next_steps(config: Config, folder: RunFolder) -> list[str]:
     return [
-        f"go on: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
+        f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
         f"watch the curves: tensorboard --logdir {folder.path / 'tensorboard'}",
         "answers with their working written out: bash recipes/long_answers.sh",
         "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl",

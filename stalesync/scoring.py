@@ -120,7 +120,7 @@ class Scorer:
 
     @property
     def num_unscored(self) -> int:
-        """Samples that are generated and of whose score `poll` has not told yet."""
+        """Samples that are generated and whose score `poll` has not returned yet."""
         with self._changed:
             return self._progress.num_unscored
 

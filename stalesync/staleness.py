@@ -246,7 +246,7 @@ class StalenessLedger:
             yield untrained, finished, (self.max_staleness - age) * self.groups_per_step
 
     def _in_time(self, version: int, places: int) -> bool:
-        """Whether every untrained group can be trained in time from ``version`` on, which has so many ``places``."""
+        """Whether all untrained groups can be trained in time from ``version`` on, which has ``places`` left."""
         older = 0
         for age in range(self.max_staleness + 1, -1, -1):
             older += self._num_untrained_of[version - age]
