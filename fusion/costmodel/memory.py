@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Layer, Shape
 from fusion.model import Parallel
-from fusion.npu.device import OWNERS
+from fusion.npu.memory import OWNERS
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes of an element: bf16 weights, fp32 gradients."""

@@ -29,7 +29,7 @@ from fusion.costmodel.traffic import Traffic
 from fusion.ep_switch.topology import LEVELS
 from fusion.ep_switch.unit_sources import Part, plan_return
 from fusion.model import Parallel
-from fusion.model.weights import UNITS_A_BUCKET
+from fusion.model.bucket_plan import UNITS_A_BUCKET
 
 PUBLISHED = {"reshard": 11.5, "offload": 5.5}
 """Seconds of the A3 run (cann-recipes-train, docs/llm_rl/deepseek_rl_train_optimization.md, 1.4.1: real weights)."""

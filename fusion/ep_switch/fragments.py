@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from fusion.ep_switch.layout import Layout, places_in
 from fusion.ep_switch.moves import Regions
+from fusion.model.bucket_plan import BucketPlan
 from fusion.model.table import Box
-from fusion.model.weights import BucketPlan
 
 Strides = tuple[int, ...]
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.model.bucket_plan import BucketPlan, plan_units, unit_bytes
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
 from fusion.model.table import Box, LocalParam, Part, local_params
-from fusion.model.weights import BucketPlan, plan_units, unit_bytes
 
 
 class Place(NamedTuple):

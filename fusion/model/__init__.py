@@ -3,7 +3,8 @@
 config        ModelConfig: the shape, from and to a Hugging Face config.json
 parallel      Parallel: the grid of ranks as arithmetic;   mesh   Mesh: one rank's process groups
 table         LocalParam and Part: logical slices of global tensors, physical places in local ones
-weights       Buckets: storage in units (or buckets) that can be released, reallocated and shared under live views
+bucket_plan   which parameters are stored together in a unit or a bucket (pure)
+weights       Buckets: their storage, which can be released, reallocated and shared under live views
 holder        WeightHolder: the interface of a model that weights are loaded into, switched and exported from
 matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients

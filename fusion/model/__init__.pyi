@@ -1,3 +1,7 @@
+from .bucket_plan import BucketPlan as BucketPlan
+from .bucket_plan import plan_buckets as plan_buckets
+from .bucket_plan import plan_units as plan_units
+from .bucket_plan import unit_bytes as unit_bytes
 from .config import ModelConfig as ModelConfig
 from .folder import check_folder as check_folder
 from .holder import WeightHolder as WeightHolder
@@ -17,8 +21,4 @@ from .table import local_params as local_params
 from .transformer import Attend as Attend
 from .transformer import PackedAttention as PackedAttention
 from .transformer import Transformer as Transformer
-from .weights import BucketPlan as BucketPlan
 from .weights import Buckets as Buckets
-from .weights import plan_buckets as plan_buckets
-from .weights import plan_units as plan_units
-from .weights import unit_bytes as unit_bytes

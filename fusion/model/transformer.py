@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fusion.model.bucket_plan import plan_units, unit_bytes
 from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
 from fusion.model.config import ModelConfig
 from fusion.model.matrix import Weights, blocks_of, parameter, project
@@ -28,7 +29,7 @@ from fusion.model.mesh import Mesh
 from fusion.model.moe import MoE
 from fusion.model.replay import Forced, Replay, Routed
 from fusion.model.table import local_params
-from fusion.model.weights import Buckets, plan_units, unit_bytes
+from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, varlen_causal_attention
 

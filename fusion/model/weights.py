@@ -1,113 +1,16 @@
 """Store one rank's weights in flat pieces whose memory can be released and reallocated while every view stays valid.
 
-Units, in which weights are stored, freed, moved and shared:
-
-    layer 3, replicated | input_norm | q_norm | k_norm | post_norm | router |
-    layer 3, TP shard   | attention.qkv | attention.out |
-    layer 3, expert 17  | gate_up | down |
-
-Buckets, in which gradients and optimizer states are stored and reduced:
-
-    bucket 0 (dense)    | embed | layers.0.input_norm | layers.0.attention.qkv | …
-    bucket 1 (expert)   | layers.0.moe.experts.0.gate_up | layers.0.moe.experts.0.down | …
-
-Invariants: a parameter is stored whole in one piece, at an offset that is a multiple of ALIGN elements; a bucket is no
-larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is. The content of a
-unit depends on the slices alone, so layouts that hold the same slices hold equal units, and two models on one card can
-share them. Dense and expert parameters never share a bucket (their gradients are reduced over different ranks), and a
-bucket's size is a multiple of its number of replicas, so that an optimizer can shard it evenly. `release` frees every
-byte.
+What a piece holds is planned by bucket_plan.py. Invariant: `release` frees every byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from fusion.model.parallel import Parallel
-from fusion.model.table import LocalParam
+from fusion.model.bucket_plan import BucketPlan
 from fusion.npu import Device
-
-ALIGN = 16
-"""Alignment in elements: 64 bytes in fp32, as vector units and DMA engines require."""
-
-UNITS_A_BUCKET = 8
-"""Units per bucket. Arriving units must fit into the holes that released units leave in the allocator's segments. With
-units as large as a bucket the allocator reserved up to 7 buckets more than the larger layout, with quarters 4, with
-eighths 2 (`benchmarks/switch.py`)."""
-
-
-def unit_bytes(bucket_bytes: int) -> int:
-    """Return the upper bound on a unit of storage, in bytes."""
-    return bucket_bytes // UNITS_A_BUCKET
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Lists the parameters of one flat piece as (parameter, offset in elements); ``numel`` is the piece's size in
-    elements."""
-
-    expert: bool
-    numel: int
-    entries: tuple[tuple[LocalParam, int], ...]
-
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of the parameters, by name, in a piece of this plan."""
-        return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
-
-
-def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> tuple[BucketPlan, ...]:
-    """Pack parameters into units of at most ``max_bytes``, in the order in which a forward pass uses them."""
-    kinds: dict[tuple[str, str], list[LocalParam]] = {}
-    for param in params:
-        kinds.setdefault(_unit_kind(param), []).append(param)
-    units = []
-    for members in kinds.values():
-        for entries in _fill(members, itemsize, max_bytes):
-            last, offset = entries[-1]
-            units.append(BucketPlan(last.expert, offset + last.numel, tuple(entries)))
-    return tuple(units)
-
-
-def _unit_kind(param: LocalParam) -> tuple[str, str]:
-    """Return (layer or parameter, which ranks replicate it): parameters of one kind may share a unit."""
-    path = param.name.split(".")
-    scope = ".".join(path[:2]) if path[0] == "layers" else path[0]
-    if param.expert:
-        return scope, path[4]
-    return scope, "share" if param.tp_sharded else "replicated"
-
-
-def plan_buckets(
-    params: Iterable[LocalParam], parallel: Parallel, itemsize: int, bucket_bytes: int
-) -> tuple[BucketPlan, ...]:
-    """Pack parameters in order into buckets of at most ``bucket_bytes`` (a larger parameter gets its own bucket)."""
-    params = list(params)
-    plans: list[BucketPlan] = []
-    for expert in (False, True):
-        replicas = parallel.edp if expert else parallel.dp
-        for entries in _fill([param for param in params if param.expert == expert], itemsize, bucket_bytes):
-            last, offset = entries[-1]
-            end = offset + last.numel
-            plans.append(BucketPlan(expert, end + -end % replicas, tuple(entries)))
-    return tuple(plans)
-
-
-def _fill(params: list[LocalParam], itemsize: int, max_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
-    """Yield lists of consecutive (parameter, offset in elements), each of which fits into one piece."""
-    entries: list[tuple[LocalParam, int]] = []
-    end = 0
-    for param in params:
-        offset = end + -end % ALIGN
-        if entries and (offset + param.numel) * itemsize > max_bytes:
-            yield entries
-            entries, offset = [], 0
-        entries.append((param, offset))
-        end = offset + param.numel
-    if entries:
-        yield entries
 
 
 class Buckets:

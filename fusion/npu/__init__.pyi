@@ -1,10 +1,10 @@
 from .config import DeviceConfig as DeviceConfig
 from .device import HANDLE_BYTES as HANDLE_BYTES
-from .device import OWNERS as OWNERS
 from .device import Device as Device
-from .device import Memory as Memory
 from .device import open_device as open_device
 from .failures import AbortedOnAllRanks as AbortedOnAllRanks
 from .failures import FailureKind as FailureKind
 from .failures import OutOfMemory as OutOfMemory
 from .failures import RankFailure as RankFailure
+from .memory import OWNERS as OWNERS
+from .memory import Memory as Memory

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fusion.npu.device import HANDLE_BYTES, OWNERS, Device, Memory, check_owner
+from fusion.npu.device import HANDLE_BYTES, Device
+from fusion.npu.memory import OWNERS, Memory, check_owner
 from fusion.npu.owners import OwnerMode, StorageOwners
 
 HANDLE = struct.Struct("<6q")  # pid, file descriptor, inode, bytes of the file, offset, bytes of the block

@@ -9,35 +9,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion.npu.config import DeviceConfig
-
-OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
-"""What device memory is used for. Unclaimed memory is `activations`."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Holds the memory statistics of one card, in bytes.
-
-    `requested` (by tensors), `allocated` (the same, rounded to blocks) and `reserved` (segments of the card, cached
-    blocks included) are this process's. `fragmented`: reserved and unused, but in pieces that cannot be released.
-    `free`: what this process can still allocate, accounting for other processes on the card and its own cached blocks.
-    """
-
-    allocated: int
-    reserved: int
-    peak_allocated: int
-    peak_reserved: int
-    capacity: int
-    free: int
-    requested: int
-    fragmented: int
-
+from fusion.npu.memory import Memory
 
 HANDLE_BYTES = 48
 """Length of a handle by which another process maps memory of a card."""
@@ -125,12 +102,6 @@ class Device(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return a one-line description of the card."""
-
-
-def check_owner(name: str) -> None:
-    """Raise ValueError unless ``name`` is one of OWNERS."""
-    if name not in OWNERS:
-        raise ValueError(f"memory owner {name!r}: expected one of {', '.join(OWNERS)}")
 
 
 def open_device(

@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.npu.config import DEFAULT_CAPACITY_BYTES
-from fusion.npu.device import OWNERS, Device, Memory, check_owner
+from fusion.npu.device import Device
+from fusion.npu.memory import OWNERS, Memory, check_owner
 from fusion.npu.owners import storages_of
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ def test_a_worker_that_is_not_paced_does_not_load_the_cost_model(modules):
     assert not {name for name in loaded_by(f"import {modules}") if name.startswith("fusion.costmodel")}
 
 
-def test_the_cost_model_loads_neither_ray_nor_what_acts():
+def test_the_cost_model_loads_neither_torch_nor_ray_nor_what_acts():
     """Nor the rooms it may not import: plans are pure."""
     loaded = loaded_by("import fusion.costmodel.pace, fusion.costmodel.command_line")
     others = (
@@ -39,5 +39,5 @@ def test_the_cost_model_loads_neither_ray_nor_what_acts():
         "fusion.colocate",
         "fusion.rewards",
     )
-    assert not {name for name in loaded if name.split(".")[0] in ("ray", "stalesync", "distqueue")}
+    assert not {name for name in loaded if name.split(".")[0] in ("torch", "ray", "stalesync", "distqueue")}
     assert not {name for name in loaded if name.startswith(others)}

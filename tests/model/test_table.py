@@ -1,4 +1,4 @@
-"""The invariant of `fusion.model.table` and those of `fusion.model.weights`, over random layouts."""
+"""The invariant of `fusion.model.table` and those of `fusion.model.bucket_plan`, over random layouts."""
 
 import numpy as np
 import pytest

@@ -81,6 +81,8 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/control.py", "the following arguments are required"),
         ("scripts/control.py runs/x rollout.max_seqs", "'rollout.max_seqs': expected KEY=VALUE"),
         ("scripts/plan.py", "model= and cluster= are required"),
+        ("scripts/plan.py model=pangu_718b clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
+        ("scripts/plan.py model=pangu_718b cluster=a3_16 fusion.offload=disk", "fusion.offload='disk': expected one"),
         ("scripts/report.py", "the following arguments are required"),
         ("scripts/report.py nowhere", "nowhere: expected the folder of a run"),
         ("scripts/doctor.py --fast", "unrecognized arguments: --fast"),

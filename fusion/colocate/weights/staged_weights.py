@@ -21,7 +21,8 @@ import torch
 from fusion.colocate.weights.policy import PolicyWeights, WeightsDiffer
 from fusion.colocate.weights.route import Route
 from fusion.ep_switch import SwitchReport, weights_checksum
-from fusion.model.weights import BucketPlan, Buckets
+from fusion.model.bucket_plan import BucketPlan
+from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.offload import HostPool
 
