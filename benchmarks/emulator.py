@@ -17,38 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from fusion.npu import open_device  # noqa: E402
-from fusion.npu.emulator.build import build  # noqa: E402
-
-
-def operations(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return operations on small tensors, whose time is mostly dispatch rather than the kernel."""
-    x_BD, y_BD, out_BD = (torch.randn(16, 16, device=device) for _ in range(3))
-    parameters = [torch.randn(16, 16, device=device, requires_grad=True) for _ in range(8)]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, foreach=True)
-    index_B = torch.arange(16, device=device)
-
-    def train() -> None:
-        (torch.nn.functional.silu(x_BD @ parameters[0]) @ parameters[1]).sum().backward()
-
-    return {
-        "add": lambda: x_BD + y_BD,
-        "add_out": lambda: torch.add(x_BD, y_BD, out=out_BD),
-        "mul_": lambda: out_BD.mul_(1.0),
-        "matmul": lambda: x_BD @ y_BD,
-        "view": lambda: x_BD.view(-1),
-        "empty": lambda: torch.empty(16, 16, device=device),
-        "index": lambda: x_BD[index_B],
-        "cat": lambda: torch.cat([x_BD, y_BD]),
-        "forward_backward": train,
-        "adamw_step": optimizer.step,
-    }
 
 
 def microseconds(function: Callable[[], object], seconds: float) -> float:
@@ -70,8 +39,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.05, help="CPU seconds of each operation in each round")
     args = parser.parse_args()
-    torch.set_num_threads(1)
 
+    import torch  # only now: --help must not wait for torch
+
+    from benchmarks.emulator_operations import operations
+    from fusion.npu import open_device
+    from fusion.npu.emulator.build import build
+
+    torch.set_num_threads(1)
     start = time.perf_counter()
     build()
     build_s = time.perf_counter() - start

@@ -13,63 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams  # noqa: E402
-from fusion.model import Mesh, ModelConfig, Transformer, load_weights  # noqa: E402
-from fusion.npu import open_device  # noqa: E402
-
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
-    norm_topk_prob=True,
-    tie_word_embeddings=True,
-    initializer_range=0.08,
-    max_position_embeddings=1024,
-    eos_token_id=1,
-    pad_token_id=0,
-)
-PROMPT_TOKENS = 16
 CASES = {"equal": dict(batch=64, new_tokens=64, stop=()), "ragged": dict(batch=256, new_tokens=256, stop=(1,))}
 TARGETS = {"equal": 1.0, "ragged": 2.5}
-
-
-class PlainCpu:
-    """Stands in for a device: the plain CPU, with no emulated card. Both sides run on it by default."""
-
-    torch_device = torch.device("cpu")
-
-    def owner(self, name: str) -> Any:
-        return nullcontext()
-
-    def memory(self) -> Any:
-        return SimpleNamespace(free=1 << 30)
-
-    def synchronize(self) -> None:
-        pass
-
-    def describe(self) -> str:
-        return "plain CPU"
 
 
 def main() -> None:
@@ -80,6 +30,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu (default), or a kind of fusion.npu: auto, emulated, …")
     parser.add_argument("--batch-invariant", action="store_true", help="rollout.batch_invariant=true")
     args = parser.parse_args()
+
+    import torch  # only now: --help must not wait for torch
+
+    from benchmarks.engine_sides import SHAPE, PlainCpu, build, measure
+    from fusion.npu import open_device
+
     torch.set_num_threads(args.threads)
     device = PlainCpu() if args.device == "cpu" else open_device(args.device)
 
@@ -104,126 +60,6 @@ def main() -> None:
         )
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
-    """Load transformers' model and the engine from one checkpoint folder."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE)).save_pretrained(folder)
-        hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
-        if device.torch_device.type not in ("cpu", "cuda"):
-            hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
-        mesh = Mesh.single()
-        model = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=batch_invariant)
-        load_weights(model, folder)
-    config = RolloutConfig(
-        max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
-    )
-    engine = EmbeddedEngine(model, mesh, device, config)
-    engine.allocate_kv()
-    return hf, engine
-
-
-def measure(
-    hf: Any, engine: EmbeddedEngine, device: Any, *, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
-) -> dict[str, float]:
-    """Run engine, `generate` and floor in alternating rounds, each with other noise and the same prompts."""
-    torch.manual_seed(1)
-    prompts = torch.randint(2, SHAPE["vocab_size"], (batch, PROMPT_TOKENS))
-    rates: dict[str, list[float]] = {"engine": [], "hf": [], "floor": []}
-    useful_share = []
-    for round_ in range(-1, rounds):
-        rows, tokens, seconds = run_engine(
-            engine, device, prompts=prompts, new_tokens=new_tokens, stop=stop, round_=round_
-        )
-        hf_tokens, hf_slots, hf_seconds = run_hf(hf, device, prompts=prompts, new_tokens=new_tokens, stop=stop)
-        floor_seconds = timed(device, lambda rows=rows: run_products(engine.model, rows))
-        if round_ >= 0:  # the first round warms up
-            rates["engine"].append(tokens / seconds)
-            rates["hf"].append(hf_tokens / hf_seconds)
-            rates["floor"].append(tokens / floor_seconds)
-            useful_share.append(hf_tokens / hf_slots)
-    return {
-        "engine_tokens_per_s": statistics.median(rates["engine"]),
-        "hf_tokens_per_s": statistics.median(rates["hf"]),
-        "ratio_to_hf": statistics.median(e / h for e, h in zip(rates["engine"], rates["hf"], strict=True)),
-        "floor_tokens_per_s": statistics.median(rates["floor"]),
-        "hf_useful_share": statistics.median(useful_share),
-    }
-
-
-def run_engine(
-    engine: EmbeddedEngine, device: Any, *, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
-) -> tuple[list[int], int, float]:
-    """Return the rows of every step, useful tokens, seconds."""
-    engine.policy_version = round_  # so that no cached prefix of the previous round is reused
-    params = SamplingParams(max_tokens=new_tokens, stop_token_ids=stop)
-    requests = [Request(f"{round_}-{i}", tuple(row), params) for i, row in enumerate(prompts.tolist())]
-    rows: list[int] = []
-    outputs: list = []
-
-    def generate() -> None:
-        engine.submit(requests)
-        while not outputs or len(outputs) < len(requests):
-            before = engine.scheduler.generated_tokens
-            outputs.extend(engine.step())
-            rows.append(engine.scheduler.generated_tokens - before)
-
-    seconds = timed(device, generate)
-    rows[0] = prompts.numel()
-    return rows, sum(len(output.tokens) for output in outputs), seconds
-
-
-def run_hf(
-    hf: Any, device: Any, *, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...]
-) -> tuple[int, int, float]:
-    """Return useful tokens, computed slots, seconds."""
-    ids = prompts.to(device.torch_device)
-    hf.generation_config.eos_token_id = stop[0] if stop else None
-    kwargs: dict[str, Any] = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=new_tokens)
-    sequences: list[torch.Tensor] = []
-
-    def generate() -> None:
-        with torch.inference_mode():
-            output = hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **kwargs)
-            sequences.append(output.cpu())
-
-    seconds = timed(device, generate)
-    new = sequences[0][:, PROMPT_TOKENS:]
-    ended = (new == stop[0]).long().cumsum(1) if stop else torch.zeros_like(new)
-    useful = int(((ended == 0) | ((ended == 1) & (new == (stop[0] if stop else -1)))).sum())
-    return useful, new.numel(), seconds
-
-
-def run_products(model: Transformer, rows: list[int]) -> None:
-    """Compute the products with weight matrices of steps with these numbers of rows."""
-    config, like = model.config, model.embed
-    with torch.inference_mode():
-        for n in rows:
-            x = like.new_ones(n, config.hidden_size)
-            heads = like.new_ones(n, config.num_heads * config.head_dim)
-            share = -(-n * config.top_k // config.num_experts)
-            routed = like.new_ones(share, config.hidden_size)
-            inner = like.new_ones(share, config.moe_intermediate_size)
-            for layer in model.layers.values():
-                torch.mm(x, layer.attention.qkv.t())
-                torch.mm(heads, layer.attention.out.t())
-                torch.mm(x, layer.moe.router.t())
-                for expert in layer.moe.experts.values():
-                    torch.mm(routed, expert.gate_up.t())
-                    torch.mm(inner, expert.down.t())
-            torch.mm(x, model.lm_head.t())
-
-
-def timed(device: Any, work: Callable[[], None]) -> float:
-    device.synchronize()
-    start = time.perf_counter()
-    work()
-    device.synchronize()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

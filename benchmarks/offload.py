@@ -15,139 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fusion.npu import Device, open_device  # noqa: E402
-from fusion.offload import Offloader, StreamedStates  # noqa: E402
-
-NAMES = ("master", "exp_avg", "exp_avg_sq")
 TARGET = 0.9
-Interval = tuple[float, float]
-
-
-def states_of(device: Device, numel: int, groups: int) -> dict[str, torch.Tensor]:
-    """Allocate Adam's three states for ``groups`` gradient buckets, ``numel`` elements each."""
-    with device.owner("optimizer"):
-        return {
-            f"{name}.{index}": torch.randn(numel, device=device.torch_device)
-            for index in range(groups)
-            for name in NAMES
-        }
-
-
-def sides(device: Device, numel: int, groups: int) -> dict[str, Callable[[], None]]:
-    """Return floor, offload and stream; each makes one round trip and returns when the card has finished."""
-    states = states_of(device, numel, groups)
-    nbytes = sum(state.nbytes for state in states.values())
-    flat = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
-    host = device.host_empty((nbytes,), torch.uint8)
-    offloader = Offloader(device)
-    streamed = StreamedStates(device, [dict.fromkeys(NAMES, numel)] * groups, offloader.pool)
-
-    def floor() -> None:
-        host.copy_(flat, non_blocking=True)
-        device.synchronize()
-        flat.copy_(host, non_blocking=True)
-        device.synchronize()
-
-    def offload() -> None:
-        offloader.out(states)
-        offloader.wait()
-        offloader.back()
-        offloader.wait()
-        device.synchronize()
-
-    def stream() -> None:
-        for _ in streamed:
-            pass
-        device.synchronize()
-
-    return {"floor": floor, "offload": offload, "stream": stream}
-
-
-def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each; the order rotates from round to round."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for run in ways.values():
-        run()
-    names = list(ways)
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            start = time.perf_counter()
-            ways[name]()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def overlap(device: Device, *, numel: int, groups: int, copy_s: float, trace: Path) -> dict[str, Any]:
-    """Profile both directions beside matrix products that last as long as the copies; return the trace's figures."""
-    states, offloader = states_of(device, numel, groups), Offloader(device)
-    x_DD = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device.torch_device)
-
-    def products(count: int) -> None:
-        for _ in range(count):
-            torch.mm(x_DD, x_DD)
-
-    products(3)
-    device.synchronize()
-    start = time.perf_counter()
-    products(20)
-    device.synchronize()
-    count = max(1, int(copy_s / 2 / ((time.perf_counter() - start) / 20)))
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        offloader.out(states)
-        products(count)
-        offloader.wait()
-        offloader.back()
-        products(count)
-        offloader.wait()
-        device.synchronize()
-    profile.export_chrome_trace(str(trace))
-    return read_trace(json.loads(trace.read_text())["traceEvents"])
-
-
-def read_trace(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of copies in each direction, and for how many of them kernels ran on another stream."""
-    figures: dict[str, Any] = {}
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    for direction in ("DtoH", "HtoD"):
-        copies = [event for event in events if event.get("cat") == "gpu_memcpy" and direction in event["name"]]
-        streams = {event["args"]["stream"] for event in copies}
-        others = [event for event in kernels if event["args"]["stream"] not in streams]
-        busy = union([(event["ts"], event["ts"] + event["dur"]) for event in copies])
-        beside = union([(event["ts"], event["ts"] + event["dur"]) for event in others])
-        copied = sum(stop - start for start, stop in busy)
-        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in busy for b in beside)
-        figures[direction] = {
-            "copy_s": copied * 1e-6,
-            "overlapped_s": both * 1e-6,
-            "share": both / copied if copied else 0.0,
-            "copy_streams": sorted(streams),
-            "compute_streams": sorted({event["args"]["stream"] for event in others}),
-        }
-    return figures
-
-
-def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Merge intervals into disjoint ones that cover the same time, ascending."""
-    merged: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def main() -> None:
@@ -159,8 +34,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trace", type=Path, help="CUDA: write the profile to this file (Chrome trace)")
     args = parser.parse_args()
-    torch.set_num_threads(1)
 
+    import torch  # only now: --help must not wait for torch
+
+    from benchmarks.offload_overlap import overlap
+    from benchmarks.offload_sides import NAMES, measure, sides
+    from fusion.npu import open_device
+
+    torch.set_num_threads(1)
     device = open_device(args.device)
     numel = max(1, (args.mib << 20) // (4 * len(NAMES) * args.groups))
     seconds = measure(sides(device, numel, args.groups), args.rounds)

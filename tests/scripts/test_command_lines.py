@@ -14,6 +14,7 @@ from tests.machine import cpu_patience
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "ray", "transformers"}
+BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
 QUICKSTART = (
     "run.name=quickstart run.steps=80 model.path=runs/base/addition cluster=four device=emulated parallel=tp2ep2_ep4 "
     "data=addition data.max_prompt_length=8 reward=arithmetic rollout.max_response_length=5 algorithm=grpo "
@@ -60,9 +61,7 @@ def is_quick(answer: Answer) -> bool:
         ("scripts/doctor.py --help", "--quick"),
         ("scripts/make_base.py --help", "worked_arithmetic"),
         ("-m distqueue --help", "--watch"),
-        ("benchmarks/learning.py --help", "usage"),
-        ("benchmarks/seeds.py --help", "usage"),
-        ("benchmarks/stalesync.py --help", "usage"),
+        *((f"benchmarks/{name} --help", "--json") for name in BENCHMARKS),
     ],
 )
 def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
@@ -83,6 +82,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/plan.py", "model= and cluster= are required"),
         ("scripts/plan.py model=pangu_718b clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
         ("scripts/plan.py model=pangu_718b cluster=a3_16 fusion.offload=disk", "fusion.offload='disk': expected one"),
+        ("benchmarks/switch.py --pairs TP2", "unknown pairs ['TP2']: expected some of"),
         ("scripts/report.py", "the following arguments are required"),
         ("scripts/report.py nowhere", "nowhere: expected the folder of a run"),
         ("scripts/doctor.py --fast", "unrecognized arguments: --fast"),
