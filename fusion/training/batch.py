@@ -1,17 +1,16 @@
-"""Packed sequences, and how they are divided over ranks and micro-batches.
+"""Pack sequences, and divide them over ranks and micro-batches.
 
     samples ─ split_over_ranks ─► one data-parallel rank ─ plan_micro_batches ─► micro-batches of ≤ token_budget tokens
     | prompt 0 | response 0 | prompt 1 | response 1 | …      tokens_N; every other column is aligned with the token it
-    | 0 0 0 0 0 1 1 1 1 1 1 | 0 0 0 0 0 0 | 1 1 1 1 | …      belongs to, so a sample's columns move together
+    | 0 0 0 0 0 1 1 1 1 1 1 | 0 0 0 0 0 0 | 1 1 1 1 | …      belongs to, so a sample's columns stay aligned
 
 Invariants of `plan_micro_batches`: every sequence is in exactly one micro-batch; a micro-batch holds at most the
-budget, or a single sequence that exceeds it alone; no two micro-batches would fit into one; lengths ascend inside a
-micro-batch (equal lengths share one attention call); at most 3/2 of the least possible number (best-fit decreasing;
-Simchi-Levi 1994).
+budget, or a single sequence that exceeds it; no two micro-batches would fit into one; lengths ascend inside a
+micro-batch (equal lengths share one attention call); the number of micro-batches is at most 3/2 of the minimum
+(best-fit decreasing; Simchi-Levi 1994).
 
 Invariants of `split_over_ranks`: every sequence is on exactly one rank; two ranks differ by at most the longest
-sequence; a rank without a sequence exists only where there are fewer sequences than ranks; order of indices is kept
-inside a rank.
+sequence; a rank has no sequence only if there are fewer sequences than ranks; indices stay in order inside a rank.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from typing import Any
 import torch
 
 UNREAD = -1
-"""In place of a token that this rank does not read"""
+"""Placeholder for a token that this rank does not read."""
 
 NOT_COLUMNS = ("lengths", "version")
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """B packed sequences of N tokens in all. A column that neither algorithm nor pipeline stage uses may be None.
+    """B packed sequences with N tokens in total. A column that neither algorithm nor pipeline stage uses may be None.
 
     Attributes:
         held_tokens: int64 [N], or None; see `tokens`.
         lengths: tokens of each sequence, prompt and response, B of them.
-        loss_mask: bool [N]; True on the tokens that are trained. The log-probability of a token comes from the one
-            before it, so the first token of a sequence cannot be.
+        loss_mask: bool [N]; True on the trained tokens. A token's log-probability is computed at the token before it,
+            so the first token of a sequence cannot be trained.
         advantages: float32 [N].
-        behaviour_logprobs: float32 [N], of the tokens as they were sampled.
+        behaviour_logprobs: float32 [N], of the policy that sampled the tokens.
         ref_logprobs: float32 [N], of the reference model.
-        proximal_logprobs: float32 [N], of the policy as it was when the training step began.
+        proximal_logprobs: float32 [N], of the policy at the start of the training step.
         versions: int32 [N], the policy version that sampled each token.
-        routing: an integer dtype [N, L, k]: the experts each token is sent to, in the L layers of this rank's stage;
-            the values at the last token of a sequence are not used (`replay`). None: the router chooses.
-        token_weight: float32 [N]; factor of a token's loss before the sum. None: 1.
-        normaliser: float32 [N]; their sum, over the trained tokens, divides that of the losses. None: token_weight, so
-            that the loss is the weighted mean.
-        version: the policy version that is being trained.
+        routing: integer [N, L, k]: the experts that each token is sent to, in the L layers of this rank's stage; the
+            values at the last token of a sequence are not used (`replay`). None: the router chooses.
+        token_weight: float32 [N]; factor of a token's loss. None: 1.
+        normaliser: float32 [N]; the sum of losses is divided by its sum over the trained tokens. None: token_weight,
+            which gives the weighted mean.
+        version: the policy version being trained.
     """
 
     held_tokens: torch.Tensor | None
@@ -71,7 +70,7 @@ class Sequences:
             if column.shape != (rows,) and not (name == "routing" and len(column) == rows):
                 raise ValueError(f"{name} has shape {list(column.shape)}; expected [{rows}], the sum of the lengths")
         if rows and self.loss_mask[self._starts()].any():
-            raise ValueError("loss_mask is set on the first token of a sequence, which nothing predicts")
+            raise ValueError("loss_mask is set on the first token of a sequence, which has no log-probability")
 
     @classmethod
     def from_samples(
@@ -88,12 +87,12 @@ class Sequences:
         """Packs B samples.
 
         Args:
-            advantages: one a sample, spread over its tokens.
-            behaviour_logprobs, ref_logprobs, versions: one list a sample, one number a response token.
-            trained: False leaves a sample out of the loss; None: all are in.
+            advantages: one per sample, repeated for its tokens.
+            behaviour_logprobs, ref_logprobs, versions: one list per sample, one number per response token.
+            trained: False excludes a sample from the loss; None: all are included.
 
         Raises:
-            ValueError: a column has another number of samples, or another number of tokens than the response (named).
+            ValueError: the number of samples of a column, or of values of a response, does not match (named).
         """
         prompts_, responses_ = _tensors(prompts, torch.int64), _tensors(responses, torch.int64)
         for name, column in (
@@ -111,9 +110,9 @@ class Sequences:
             if column is None:
                 return None
             values = _tensors(column, dtype)
-            for i, (found, response) in enumerate(zip(values, responses_, strict=True)):
-                if len(found) != len(response):
-                    raise ValueError(f"{name}[{i}] has {len(found)} values for {len(response)} response tokens")
+            for i, (of_sample, response) in enumerate(zip(values, responses_, strict=True)):
+                if len(of_sample) != len(response):
+                    raise ValueError(f"{name}[{i}] has {len(of_sample)} values for {len(response)} response tokens")
             return torch.cat([torch.empty(0, dtype=dtype), *values])
 
         empty = torch.empty(0, dtype=torch.int64)
@@ -144,15 +143,16 @@ class Sequences:
         trained: torch.Tensor | None = None,
         routing: torch.Tensor | None = None,
     ) -> Sequences:
-        """B samples whose columns are packed each by itself, as far as this rank holds them.
+        """Packs B samples whose columns are already packed, each column separately. Columns that this rank does not
+        hold are None.
 
         Args:
-            prompts, responses: their tokens, sample after sample. Without prompts (which the last stage of a pipeline
-                does not read) their places hold `UNREAD`; without either there are no tokens.
-            advantages: one a sample, spread over its tokens.
-            behaviour_logprobs, ref_logprobs, versions: one number a response token.
+            prompts, responses: their tokens, sample by sample. Without prompts (which the last stage of a pipeline
+                does not read) their places hold `UNREAD`; without both there are no tokens.
+            advantages: one per sample, repeated for its tokens.
+            behaviour_logprobs, ref_logprobs, versions: one number per response token.
             trained: as in `from_samples`.
-            routing: [tokens, L, k], of every token but the last of each sample.
+            routing: [tokens, L, k], of every token except the last of each sample.
         """
         sizes = torch.tensor(list(zip(prompt_lengths, response_lengths, strict=True)), dtype=torch.int64).reshape(-1, 2)
         lengths = sizes.sum(1)
@@ -165,7 +165,7 @@ class Sequences:
         if responses is not None:
             tokens = _fill(torch.full((len(of_response),), UNREAD), of_response, responses)
             tokens = tokens if prompts is None else _fill(tokens, ~of_response, prompts)
-        made = cls(
+        packed = cls(
             tokens,
             lengths=lengths.tolist(),
             loss_mask=of_response if trained is None else of_response & trained.bool().repeat_interleave(lengths),
@@ -174,45 +174,46 @@ class Sequences:
             ref_logprobs=aligned(ref_logprobs),
             versions=aligned(versions, torch.int32),
         )
-        return made if routing is None else made.with_routing(routing)
+        return packed if routing is None else packed.with_routing(routing)
 
     def with_routing(self, routing: torch.Tensor) -> Sequences:
-        """Returns the sequences with ``routing`` [tokens, L, k] of every token but the last of each sequence."""
-        known = torch.ones(self.rows, dtype=torch.bool)
-        known[self.last_rows()] = False
-        return replace(self, routing=_fill(routing.new_zeros(self.rows, *routing.shape[1:]), known, routing))
+        """Returns the sequences with ``routing`` [tokens, L, k] of every token except the last of each
+        sequence."""
+        has_routing = torch.ones(self.rows, dtype=torch.bool)
+        has_routing[self.last_rows()] = False
+        return replace(self, routing=_fill(routing.new_zeros(self.rows, *routing.shape[1:]), has_routing, routing))
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [N]. Held by the stages that read them: the first (all) and the last (the responses')."""
+        """Token ids, int64 [N]; on the first stage all of them, on the last the responses', on others none."""
         assert self.held_tokens is not None, "this stage of the pipeline holds no tokens"
         return self.held_tokens
 
     @property
     def rows(self) -> int:
-        """N"""
+        """Number of tokens, N."""
         return len(self.loss_mask)
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [N]: the place of each token in its sequence."""
+        """Position of each token in its sequence, int64 [N]."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return torch.arange(sum(self.lengths)) - self._starts(keep_empty=True).repeat_interleave(lengths)
 
     def loss_totals(self) -> tuple[float, float]:
-        """Returns these sequences' part of the sum of all tokens' weights, and of the divisor of the sum of losses."""
+        """Returns these sequences' share of the sum of all tokens' weights, and of the divisor of the losses."""
         mask = self.loss_mask.to(torch.float64)
         weight = mask if self.token_weight is None else mask * self.token_weight
         normaliser = weight if self.normaliser is None else mask * self.normaliser
         return float(weight.sum()), float(normaliser.sum())
 
     def last_rows(self) -> torch.Tensor:
-        """int64: the place in N of the last token of every sequence that has one."""
+        """Returns the row of the last token of every sequence that is not empty: int64."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return lengths.cumsum(0)[lengths > 0] - 1
 
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
-        """int64: the places in N of the tokens of some sequences, one sequence after the other."""
+        """Returns the rows of the tokens of some sequences, sequence by sequence: int64."""
         starts = self._starts(keep_empty=True).tolist()
         pieces = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in indices]
         return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])

@@ -1,11 +1,11 @@
-"""The trainer's state on disk: one file per rank, for a bitwise resume in the layout it was saved in.
+"""Save and load the trainer's state: one file per rank, for a bitwise resume in the layout it was saved in.
 
-A checkpoint appears whole or not at all: all ranks write into a folder beside it, which is renamed when the last rank
-has synced its file. (`fusion.model.save_folder` exports weights for other layouts and other programs.)
+A checkpoint is written atomically: all ranks write into a temporary folder, which is renamed when the last rank has
+synced its file. (`fusion.model.save_folder` exports weights for other layouts and other programs.)
 
-To train on while it is written, copy the state and write the copy in another thread, over a separate process group.
-`torch.distributed.checkpoint.async_save` does not fit: it treats tensors of one name on several ranks as replicas, and
-ours are flat pieces of each rank; it also copies states that are on the host already.
+To continue training while it is written, copy the state and write the copy in another thread, over a separate process
+group. `torch.distributed.checkpoint.async_save` is not suitable: it treats tensors of the same name on several ranks as
+replicas, whereas these are flat pieces of each rank; it also copies states that are on the host already.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes weights, optimizer and step. Collective over the mesh; all ranks see the same file system. Returns when
-    everything is on disk.
+    """Writes weights, optimizer and step. Collective over the mesh; all ranks must see the same file system. Returns
+    when everything is on disk.
 
-    An older checkpoint of that name stays until the new one is whole.
+    An older checkpoint of the same name is kept until the new one is complete.
 
     Args:
-        state: a copy of the trainer's `state_dict` on the host that does not change, each tensor in storage of its own;
-            then any thread may write it. None: the trainer's present state.
-        group: over the ranks of the mesh, in their order, not used by others meanwhile. None: the mesh's own.
+        state: a copy of the trainer's `state_dict` on the host that does not change, each tensor with separate storage;
+            any thread may write it. None: the trainer's current state.
+        group: over the ranks of the mesh in their order, not in use elsewhere during the call. None: the mesh's group.
 
     Raises:
-        OSError: this rank could not write. The others wait for it until their group's timeout.
+        OSError: this rank could not write. The other ranks wait for it until their group's timeout.
     """
     folder, mesh = Path(folder), trainer.model.mesh
     group = group if group is not None else mesh.world_group
-    aside = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(folder.name + ".partial")
     if mesh.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     _barrier(group)
     if state is None:
         state = trainer.state_dict()
-        # Whole copies: a state that lives on the host is a slice of a larger region, all of which would be written.
+        # Copies, because a state on the host is a slice of a larger region, all of which would be written.
         state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
-    torch.save(state, aside / _file(mesh.rank))
-    sync(aside / _file(mesh.rank))
+    torch.save(state, partial / _file(mesh.rank))
+    sync(partial / _file(mesh.rank))
     if mesh.rank == 0:
-        (aside / MANIFEST).write_text(json.dumps({"layout": _layout(trainer), "steps": state["steps"]}) + "\n")
-        sync(aside / MANIFEST)
+        (partial / MANIFEST).write_text(json.dumps({"layout": _layout(trainer), "steps": state["steps"]}) + "\n")
+        sync(partial / MANIFEST)
     _barrier(group)
     if mesh.rank == 0:
-        replace_folder(aside, folder)
+        replace_folder(partial, folder)
     _barrier(group)
 
 
 def load_checkpoint(trainer: TrainEngine, folder: str | Path) -> None:
-    """Loads a saved state, bit for bit. Every rank reads its own file.
+    """Loads a saved state bitwise. Every rank reads its own file.
 
     Raises:
         ValueError: there is no checkpoint, or it was saved in another layout.
@@ -92,14 +92,14 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def replace_folder(aside: Path, folder: Path) -> None:
-    """Renames ``aside`` to ``folder``, durably, and deletes what had that name."""
+def replace_folder(new: Path, folder: Path) -> None:
+    """Renames ``new`` to ``folder`` durably, and deletes the previous folder of that name."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    sync(aside)
-    aside.rename(folder)
+    sync(new)
+    new.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 

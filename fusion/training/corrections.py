@@ -1,7 +1,7 @@
-"""Corrections of the policy loss where another policy sampled than the one that is trained: older, or in an engine
-whose kernels round otherwise.
+"""Correct the policy loss for tokens that another policy sampled than the one being trained: an older one, or the same
+one in an engine whose kernels round differently.
 
-    behaviour  sampled the tokens;  proximal  the trainer's policy as the step began;  current  what is trained
+    behaviour: sampled the tokens;  proximal: the trainer's policy at the start of the step;  current: is being trained
 
                      ratio that is clipped      weight of a token's loss
     none             current / behaviour        1
@@ -9,11 +9,11 @@ whose kernels round otherwise.
     tis_sequence     1, with its gradient       min(cap, current / behaviour of the whole sequence)
     decoupled        current / proximal         min(cap, proximal / behaviour)
     icepop           1, with its gradient       current / behaviour, 0 outside [floor, cap]
-    mask_sequence    current / behaviour        1, 0 in a sequence that is left out
+    mask_sequence    current / behaviour        1, 0 in a sequence that is masked
 
-Invariants, for floor <= 1 <= cap: a weight carries no gradient and lies in [0, cap]; where current, proximal and
-behaviour agree it is 1 and all corrections are the same loss with the same gradient; a masked token adds nothing to the
-policy loss and keeps its place in the average, so that masking does not make others count more.
+Invariants, for floor <= 1 <= cap: a weight carries no gradient and is in [0, cap]; where current, proximal and
+behaviour agree the weight is 1 and all corrections give the same loss with the same gradient; a masked token adds
+nothing to the policy loss but still counts in the average, so that masking does not raise the weight of the others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Band(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """Of each token [n], detached: the log-probability that the ratio is taken against, what its loss is multiplied
-    with (None: 1), and figures by metric name."""
+    """The correction of each token [n], detached: the log-probability in the ratio's denominator, the weight of the
+    token's loss (None: 1), and values to be averaged by metric name."""
 
     anchor: torch.Tensor
     weight: torch.Tensor | None
@@ -50,35 +50,38 @@ Correct = Callable[[LossInput, Band], Corrected]
 
 
 def none(tokens: LossInput, band: Band) -> Corrected:
-    """PPO as it is: the clip alone stands between the policies (arXiv 1707.06347)."""
+    """Apply no correction: plain PPO, which bounds the difference of the policies by the clip (arXiv 1707.06347)."""
     return Corrected(_behaviour(tokens), None, {})
 
 
 def tis_token(tokens: LossInput, band: Band) -> Corrected:
-    """Truncated importance sampling of each token (IMPALA, arXiv 1802.01561, section 4.1, the weight ρ; against an
-    engine's mismatch: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025)."""
+    """Weight each token by its truncated importance ratio (IMPALA, arXiv 1802.01561, section 4.1, the weight ρ; for the
+    mismatch of trainer and engine: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025)."""
     current = tokens.logprobs.detach()
     return _truncated(current, log_ratio(current, _behaviour(tokens)), band)
 
 
 def tis_sequence(tokens: LossInput, band: Band) -> Corrected:
-    """The same with one weight a sequence, the product over its tokens: unbiased but for the cap, of more variance (Liu
-    et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch", 2025)."""
+    """Weight each sequence by its truncated importance ratio, the product over its tokens: unbiased except for the cap,
+    with a higher variance (Liu et al., "When speed kills stability: demystifying RL collapse from the
+    training-inference mismatch", 2025)."""
     current = tokens.logprobs.detach()
     log_w = sums_of_sequences(log_ratio(current, _behaviour(tokens)), tokens.lengths)
     return _truncated(current, log_ratio(log_w, torch.zeros_like(log_w)), band)
 
 
 def decoupled(tokens: LossInput, band: Band) -> Corrected:
-    """Decoupled PPO: steps stay near the proximal policy, samples are weighted by where they came from (Hilton et al.,
-    arXiv 2110.00641, section 3; for stale rollouts AReaL, arXiv 2505.24298, section 5.2). The cap is TIS's."""
+    """Apply decoupled PPO: clip around the proximal policy, weight by the importance ratio of proximal and behaviour
+    policy (Hilton et al., arXiv 2110.00641, section 3; for stale rollouts AReaL, arXiv 2505.24298, section 5.2). The
+    cap is that of truncated importance sampling."""
     proximal = tokens.logprobs.detach() if tokens.proximal_logprobs is None else tokens.proximal_logprobs
     return _truncated(proximal, log_ratio(proximal, _behaviour(tokens)), band)
 
 
 def icepop(tokens: LossInput, band: Band) -> Corrected:
-    """Tokens on which trainer and engine disagree too much, either way, are left out, not cut to the cap (IcePop;
-    Ring-1T, arXiv 2510.18855)."""
+    """Mask tokens whose importance ratio is outside [floor, cap], instead of truncating the ratio (IcePop; Ring-1T,
+    arXiv 2510.18855)."""
     current = tokens.logprobs.detach()
     ratio = log_ratio(current, _behaviour(tokens)).exp()
     kept = (ratio >= band.floor) & (ratio <= band.cap)
@@ -87,15 +90,15 @@ def icepop(tokens: LossInput, band: Band) -> Corrected:
 
 
 def mask_sequence(tokens: LossInput, band: Band) -> Corrected:
-    """Sequences are left out whole whose tokens' ratios have a geometric mean outside [1 / cap, cap], or a least one
-    below floor (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, off-policy sequence masking, here to both sides and
-    whatever the advantage; the least ratio is verl's veto)."""
+    """Mask whole sequences if the geometric mean of their tokens' ratios is outside [1 / cap, cap], or their smallest
+    ratio is below floor (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, off-policy sequence masking, here on both sides
+    and for any advantage; the bound on the smallest ratio is verl's veto)."""
     behaviour = _behaviour(tokens)
     log_r = log_ratio(tokens.logprobs.detach(), behaviour)
     owner = owners(tokens.lengths, log_r.device)
-    least = log_r.new_full((len(tokens.lengths),), torch.inf).scatter_reduce(0, owner, log_r, "amin")[owner]
+    smallest = log_r.new_full((len(tokens.lengths),), torch.inf).scatter_reduce(0, owner, log_r, "amin")[owner]
     mean = means_of_sequences(log_r, tokens.lengths)
-    kept = (least.exp() >= band.floor) & (mean.abs() <= math.log(band.cap))
+    kept = (smallest.exp() >= band.floor) & (mean.abs() <= math.log(band.cap))
     return Corrected(behaviour, kept.to(torch.float32), {MASKED: (~kept).to(torch.float32)})
 
 
@@ -107,10 +110,11 @@ CORRECTIONS: dict[str, tuple[Correct, Band]] = {
     "icepop": (icepop, Band(0.5, 5.0)),
     "mask_sequence": (mask_sequence, Band(1e-4, 2.0)),
 }
-"""By `algorithm.correction`, with the band of its source where the config does not choose."""
+"""Corrections by `algorithm.correction`, each with the default band, from its source."""
 
 
 def make_correction(config: AlgorithmConfig) -> Callable[[LossInput], Corrected]:
+    """Return the configured correction with its band bound."""
     correct, band = CORRECTIONS[config.corrects_by]
     floor = band.floor if config.correction_floor is None else config.correction_floor
     cap = band.cap if config.correction_cap is None else config.correction_cap

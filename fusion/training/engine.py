@@ -1,12 +1,12 @@
-"""The trainer of one rank: packed sequences in, gradients and a new policy out.
+"""Train the policy on one rank: accumulate gradients from packed sequences, then update the weights.
 
     sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
     optimizer_step: gradients ─ ShardedAdamW ─► weights
 
 Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
 depend on the layout, on micro-batches or on packing, except for rounding. All ranks run the same number of
-micro-batches, because the experts' exchange is collective: a rank that has fewer runs empty ones. The lm head is
-applied on the last stage, only to hidden states whose log-probability is needed.
+micro-batches, because the exchange of tokens between experts is collective: a rank with fewer runs empty ones. The lm
+head runs on the last stage, only for rows whose log-probability is needed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fusion.training.states import MakeStates, ResidentStates
 
 
 class EmbeddedTrainEngine:
-    """The `TrainEngine` of this house. Trains ``model``, whose weights are loaded already: fp32 masters of bf16 weights
-    are copied from them here.
+    """The embedded `TrainEngine`. Trains ``model``, whose weights must be loaded: the fp32 masters of bf16 weights are
+    copied from them on construction.
 
     Args:
-        temperature: log-probabilities are those of the distribution at this temperature, the one that was sampled from.
+        temperature: the sampling temperature; log-probabilities are those of the distribution at this temperature.
         total_steps: optimizer steps of the run, for the cosine schedule.
         states: creates the storage of the optimizer's states; default: in HBM.
 
@@ -81,24 +81,37 @@ class EmbeddedTrainEngine:
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of optimizer step ``step``, counted from 0."""
         config = self.config
-        return learning_rate(step, config.lr, config.schedule, config.warmup_steps, self.total_steps)
+        return learning_rate(
+            step,
+            lr=config.lr,
+            schedule=config.schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=self.total_steps,
+        )
 
     def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
-        stage; may be empty). The first stage reads its tokens, the last those of the responses and the columns of the
+        stage; may be empty). The first stage reads all tokens, the last the responses' tokens and the columns of the
         loss; a column may be None on a stage that does not read it. With `Sequences.routing` tokens are sent to those
         experts, weighted by this router. The metrics are the same on every rank: means over the trained tokens of the
-        global batch, and `actor/loss`, what was minimised; `training/routing_mismatch` is the share of (token, layer)s
-        that this router would have sent to other experts. The load-balancing loss needs the whole batch's routing
-        before its first backward pass: with more than one micro-batch or stage, an extra forward pass without
+        global batch, and `actor/loss`, the minimised loss; `training/routing_mismatch` is the share of (token, layer)
+        pairs that this router would have sent to other experts. The load-balancing loss needs the routing of the whole
+        batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass without
         gradients computes it.
         """
         batches, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
         counts_E = self._routing_counts(batches) if needs_counts else None
-        objective = Objective(loss, totals, self.model.config, self.mesh, self.balancing_coef, counts_E)
+        objective = Objective(
+            loss,
+            totals,
+            config=self.model.config,
+            mesh=self.mesh,
+            balancing_coef=self.balancing_coef,
+            counts_E=counts_E,
+        )
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             routed: list[Routed] = []
@@ -115,10 +128,10 @@ class EmbeddedTrainEngine:
         return objective.metrics()
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Does one step with the gradients accumulated since the last one. Collective over the mesh.
+        """Updates the weights with the gradients accumulated since the last update. Collective over the mesh.
 
         Args:
-            before_update: called before the optimizer's states are used, which may be on their way until then.
+            before_update: called before the optimizer's states are used; they may still be loading until then.
 
         Raises:
             FloatingPointError: the gradient is not finite (on all ranks).
@@ -129,13 +142,13 @@ class EmbeddedTrainEngine:
         return {"actor/grad_norm": norm, "actor/lr": lr}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where loss_mask is
-        False.
+        """Computes log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where
+        loss_mask is False.
 
         Collective over the mesh, as `forward_backward`; every stage gets the result. ``record`` (`new_record`) receives
         the experts of all rows in the layers of this stage.
         """
-        found_2N = torch.zeros(2, sequences.rows)
+        values_2N = torch.zeros(2, sequences.rows)
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
         batches, _ = self._micro_batches(sequences, plan)
         places = [sequences.rows_of(indices) for indices in plan]
@@ -149,17 +162,17 @@ class EmbeddedTrainEngine:
                 return out, None
             tokens = self._tokens(batches[i], out)
             if i < len(plan):
-                found_2N[:, places[i][tokens.rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
+                values_2N[:, places[i][tokens.rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
             return None, None
 
         self.stage.infer(_rows(batches), forward)
         if self.mesh.pp_group is not None:
-            dist.broadcast(found_2N, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
-        logprobs_N, entropy_N = found_2N
+            dist.broadcast(values_2N, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
+        logprobs_N, entropy_N = values_2N
         return logprobs_N, entropy_N
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
-        """Returns ``sequences`` with the routing that the present weights give them, for later weights to replay.
+        """Returns ``sequences`` with their routing under the current weights, to be replayed under later weights.
 
         Collective over the mesh: a forward pass without the lm head.
         """
@@ -169,7 +182,7 @@ class EmbeddedTrainEngine:
 
     @contextmanager
     def using_weights(self, weights: Buckets) -> Iterator[None]:
-        """Inside, the model computes with ``weights``, which have its own plan; its own stay untouched."""
+        """Makes the model compute with ``weights``, which have the same plan as its own, until the block ends."""
         own = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             for name, parameter in self.model.named_parameters():
@@ -181,12 +194,12 @@ class EmbeddedTrainEngine:
 
     @property
     def accumulating(self) -> bool:
-        """Whether the gradients hold a sum that no optimizer step has used yet. Then they must be offloaded with their
-        content (`gradients`), else their memory can be released (`release_gradients`)."""
+        """Whether the gradients hold a sum that no optimizer step has used yet. If so, their content must be offloaded
+        (`gradients`); if not, their memory can be released (`release_gradients`)."""
         return self._accumulated
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the flat buckets by name, each in storage of its own, for an offloader."""
+        """Returns the flat gradient buckets by name, each with separate storage, for an offloader."""
         return {f"gradient.{index}": flat for index, flat in enumerate(self.optimizer.gradients.flats)}
 
     def release_gradients(self) -> None:
@@ -201,7 +214,8 @@ class EmbeddedTrainEngine:
         self.optimizer.zero_gradients()
 
     def optimizer_states(self) -> dict[str, torch.Tensor]:
-        """The live states by name (`ShardedAdamW.tensors`), in HBM or on the host. Ask again before every use."""
+        """Returns the live states by name (`ShardedAdamW.tensors`), in HBM or on the host. Call again before every
+        use."""
         return self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,18 +227,18 @@ class EmbeddedTrainEngine:
         """Copies the values of a `state_dict` of the same layout and rank.
 
         Raises:
-            ValueError: it is of another model, layout or dtype.
+            ValueError: it belongs to another model, layout or dtype.
         """
         own, saved = self.state_dict()["tensors"], state["tensors"]
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
         if shapes != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}:
-            raise ValueError("the trainer's state is of another model, layout or model.dtype than this run's")
+            raise ValueError("the trainer's state belongs to another model, layout or model.dtype than this run's")
         for name, tensor in own.items():
             tensor.copy_(saved[name])
         self.optimizer.steps = state["steps"]
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The weights in a copy of `state_dict` by local name, as views of the copy."""
+        """Returns the weights in a copy of `state_dict` by local name, as views of the copy."""
         views: dict[str, torch.Tensor] = {}
         for index, plan in enumerate(self.model.weights.plans):
             views |= plan.views(state["tensors"][f"weights.{index}"])
@@ -245,14 +259,16 @@ class EmbeddedTrainEngine:
     def _micro_batches(
         self, sequences: Sequences, plan: list[list[int]] | None = None
     ) -> tuple[list[Sequences], Totals]:
-        """Returns this rank's micro-batches, as many as any rank has at most, and the totals. One collective."""
+        """Returns this rank's micro-batches, padded with empty ones to the largest number of any rank, and the totals.
+        One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget) if plan is None else plan
-        ranks = mine = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
+        local = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
+        by_rank = local
         if self.mesh.dp_group is not None:
-            ranks = mine.new_empty(self.mesh.parallel.dp, 4)
-            dist.all_gather_into_tensor(ranks, mine, group=self.mesh.dp_group)
-        weight, normaliser, rows, _ = ranks.sum(0).tolist()
-        totals = Totals(weight, normaliser, int(rows), int(ranks[:, 3].max()))
+            by_rank = local.new_empty(self.mesh.parallel.dp, 4)
+            dist.all_gather_into_tensor(by_rank, local, group=self.mesh.dp_group)
+        weight, normaliser, rows, _ = by_rank.sum(0).tolist()
+        totals = Totals(weight, normaliser, rows=int(rows), micro_batches=int(by_rank[:, 3].max()))
         plan = plan + [[]] * (totals.micro_batches - len(plan))
         return [sequences.select(indices) for indices in plan], totals
 
@@ -260,19 +276,19 @@ class EmbeddedTrainEngine:
         self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
         positions = batch.positions.to(self.device.torch_device)
-        # Behind the first stage the model uses only the number of ids, and the batch may have none.
+        # After the first stage the model uses only the number of ids, and the batch may have none.
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
         return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
-        """On the last stage."""
+        """Computes the trained tokens' log-probabilities and entropies, on the last stage."""
         rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
         logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)))
         targets_n = batch.tokens[rows].to(device)
         return TrainedTokens(*vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, self.temperature), rows)
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
-        """Counts the tokens that each expert gets of the global batch, summed over layers: float32 [E]."""
+        """Counts the tokens of the global batch that each expert receives, summed over layers: float32 [E]."""
         routed: list[Routed] = []
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:

@@ -1,10 +1,10 @@
-"""The gap between trainer and engine on the trained tokens, in all and by staleness.
+"""Measure the gap between trainer and engine on the trained tokens, in total and by staleness.
 
-    tokens of a micro-batch ─ gap_sums ─► [rows, columns] ─ add up over micro-batches and ranks ─ gap_metrics ─► figures
+    tokens of a micro-batch ─ gap_sums ─► [rows, columns] ─ add up over micro-batches and ranks ─ gap_metrics ─► metrics
 
-The gap of a token is |log p_trainer - log p_engine|. A row for each version lag, the last but one for lags from `LAGS`
-on, the last for tokens whose version is not known; columns: weight, weighted sum of gaps, of probability differences,
-and a histogram of gaps.
+The gap of a token is |log p_trainer - log p_engine|. There is a row for each version lag, then one for lags of at least
+`LAGS`, and one for tokens of unknown version. Columns: weight, weighted sum of gaps, of probability differences, and a
+histogram of gaps.
 
 Invariants: sums of any division of the tokens add up to the sums of all; a p99 is at least the true one (of the
 weighted tokens) and at most `RESOLUTION` times it, within [MIN_GAP, MAX_GAP].
@@ -23,11 +23,11 @@ MIN_GAP, MAX_GAP, BINS = 1e-6, 10.0, 64
 RESOLUTION = (MAX_GAP / MIN_GAP) ** (1 / BINS)
 ROWS, COLUMNS = LAGS + 2, 3 + BINS + 2
 EDGES = MIN_GAP * RESOLUTION ** torch.arange(BINS + 1, dtype=torch.float64)
-"""Upper edges of the bins but the last, which is for gaps above `MAX_GAP`."""
+"""Upper edges of all bins except the last, which counts gaps above `MAX_GAP`."""
 
 
 def gap_sums(tokens: LossInput, weight_n: torch.Tensor | None) -> torch.Tensor:
-    """float32 [ROWS * COLUMNS], of tokens with behaviour_logprobs."""
+    """Sum the gaps of tokens with behaviour_logprobs: float32 [ROWS * COLUMNS]."""
     assert tokens.behaviour_logprobs is not None
     logprobs, behaviour = tokens.logprobs.detach(), tokens.behaviour_logprobs
     gap = (logprobs - behaviour).abs()

@@ -1,11 +1,11 @@
-"""What the rest of the house may ask of a trainer. `EmbeddedTrainEngine` is the implementation of this house.
+"""Define the interface of a trainer as used by the other packages. `EmbeddedTrainEngine` implements it.
 
-A trainer is one rank of a grid of ranks. *Collective* means: over all ranks of ``model.mesh``, in the same order of
-calls. Everything is called on one thread, except `state_dict`'s result, which another thread may read while nothing
-else is called.
+A trainer is one rank of a grid of ranks. *Collective* means: called on all ranks of ``model.mesh``, in the same order
+of calls. All methods are called on one thread; the result of `state_dict` may be read on another one while no method
+runs.
 
-The weights themselves are not behind methods: ``model`` is the seam (`WeightHolder`: parameter table and storage), and
-a switch moves them in and out of its `Buckets` between two calls.
+Weights are accessed directly, not by methods: ``model`` is a `WeightHolder` (parameter table and storage), and a switch
+moves them in and out of its `Buckets` between two calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TrainEngine(Protocol):
 
     @property
     def model(self) -> WeightHolder:
-        """The weights that are trained, in the training layout."""
+        """The trained weights, in the training layout."""
 
     # Computing
 
@@ -45,14 +45,14 @@ class TrainEngine(Protocol):
         """Updates the weights with the gradients accumulated since the last step, and zeroes them. Collective.
 
         Args:
-            before_update: called once, before the optimizer's states are first used: they may still be on their way
-                from the host until then.
+            before_update: called once, before the optimizer's states are first used; they may still be loading from the
+                host until then.
 
         Returns:
             `actor/grad_norm` (before clipping) and `actor/lr`, the same on every rank.
 
         Raises:
-            FloatingPointError: on all ranks, where the gradient is not finite; nothing was changed.
+            FloatingPointError: on all ranks, if the gradient is not finite; nothing has been changed.
         """
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,54 +64,54 @@ class TrainEngine(Protocol):
         """
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
-        """Returns ``sequences`` with the experts that the present weights choose, for later weights to replay.
+        """Returns ``sequences`` with their routing under the current weights, to be replayed under later weights.
         Collective."""
 
     def using_weights(self, weights: Buckets) -> AbstractContextManager[None]:
-        """Inside, computes with other weights of the same plan as ``model.weights``, which stay untouched and need not
-        be resident: those of the reference model. Not collective."""
+        """Makes the trainer compute with other weights of the same plan as ``model.weights`` until the block ends, such
+        as the reference model's. The model's weights are unchanged and need not be resident. Not collective."""
 
-    # Memory beside the weights. Every tensor lies in storage of its own, so that an offloader can move it by storage.
+    # Memory other than the weights. Every tensor has separate storage, so that an offloader can move it by storage.
 
     @property
     def accumulating(self) -> bool:
-        """Whether the gradients hold a sum that no optimizer step has used yet. Then they can leave HBM only with their
-        content (`gradients`), else as memory (`release_gradients`)."""
+        """Whether the gradients hold a sum that no optimizer step has used yet. If so, their content must be offloaded
+        (`gradients`); if not, their memory can be released (`release_gradients`)."""
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """The live gradient tensors by name: flat, float32, in HBM unless released or offloaded."""
+        """Returns the live gradient tensors by name: flat, float32, in HBM unless released or offloaded."""
 
     def release_gradients(self) -> None:
-        """Gives the gradients' memory back to the device. Not while `accumulating`."""
+        """Releases the gradients' memory. Not while `accumulating`."""
 
     def allocate_gradients(self) -> None:
-        """Takes the gradients' memory again, zeroed. Not while `accumulating`.
+        """Allocates the gradients' memory again, zeroed. Not while `accumulating`.
 
         Raises:
-            torch.OutOfMemoryError: there is no room; none was taken.
+            torch.OutOfMemoryError: there is not enough memory; none was allocated.
         """
 
     def optimizer_states(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors of the optimizer by name, flat and float32, in HBM or on the host. Ask again before every
-        use.
+        """Returns the live tensors of the optimizer by name, flat and float32, in HBM or on the host. Call again before
+        every use.
 
-        Where the weights are not float32, ``master.<i>`` is the float32 master of this rank's shard of gradient bucket
-        i, as `fusion.training.shards` cuts it: a switch to training may round weights from them.
+        If the weights are not float32, ``master.<i>`` is the float32 master of this rank's shard of gradient bucket i,
+        as `fusion.training.shards` defines it: a switch to training may round weights from the masters.
         """
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: ``tensors``, weights and optimizer by name, live; ``steps``. Everything is resident, in
-        HBM or on the host."""
+        """Returns this rank's state: ``tensors``, the live weights and optimizer states by name, and ``steps``. All
+        must be resident, in HBM or on the host."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies the `state_dict` of the same layout and rank in, bit for bit.
+        """Loads the `state_dict` of the same layout and rank, bitwise.
 
         Raises:
-            ValueError: it is of another model, layout or dtype.
+            ValueError: it belongs to another model, layout or dtype.
         """
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The weights in a copy of `state_dict` by the names of ``model.table``, each in its local shape: views of the
-        copy, which no later step changes. Any thread."""
+        """Returns the weights in a copy of `state_dict` by the names of ``model.table``, each in its local shape, as
+        views of the copy. Can be called on any thread."""

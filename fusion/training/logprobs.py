@@ -1,12 +1,12 @@
-"""Log-probability and entropy from logits whose vocabulary is split over TP, in one collective.
+"""Compute log-probability and entropy from logits whose vocabulary is split over TP, in one collective.
 
-Every rank reduces its own columns to four numbers a row, with m the largest of them:
+Every rank reduces its columns to four numbers per row, where m is the largest logit:
 
-    m,   s = Σ e^(x-m),   u = Σ e^(x-m) (x-m),   the target's x (0 where the target is another rank's)
+    m,   s = Σ e^(x-m),   u = Σ e^(x-m) (x-m),   the target's x (0 if another rank has the target)
 
-which are gathered; then log Z = M + log S and the entropy is log S - U / S. Vocabulary-parallel cross-entropy is that
-of Megatron-LM (arXiv 1909.08053, section 3), here with the entropy in the same pass. Always float32, whatever the
-logits are.
+These are gathered; then log Z = M + log S and the entropy is log S - U / S. The vocabulary-parallel cross-entropy is
+that of Megatron-LM (arXiv 1909.08053, section 3), here with the entropy in the same pass. Computed in float32 for any
+dtype of the logits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fusion.model import Mesh
 def vocab_parallel_logprobs(
     logits_nVl: torch.Tensor, targets_n: torch.Tensor, mesh: Mesh, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This TP rank's columns of the logits [n, V / tp] and int64 targets [n] → log-probabilities and entropies, float32
-    [n].
+    """Compute log-probabilities and entropies, float32 [n], from this TP rank's columns of the logits [n, V / tp] and
+    int64 targets [n].
 
-    Both carry gradients and are the same on all TP ranks. They are those of the distribution at ``temperature``.
+    Both carry gradients and are the same on all TP ranks. The distribution is that at ``temperature``.
     """
     return _Logprobs.apply(logits_nVl, targets_n, mesh, temperature)
 
@@ -71,7 +71,7 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _combine(stats_4n: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(m, s, u, target) of every TP rank's columns → those of the whole row."""
+    """Combine (m, s, u, target) of every TP rank's columns to those of the whole row."""
     if mesh.tp_group is None or stats_4n.shape[1] == 0:
         peak, total, moment, target = stats_4n
         return peak, total, moment, target

@@ -1,7 +1,8 @@
-"""What an algorithm's loss is made of: trained tokens in, a loss for each of them out.
+"""Define the input and output of an algorithm's loss, and the functions that losses are built from.
 
-The trainer takes the weighted mean over the tokens of the global batch, so that no algorithm knows of micro-batches or
-ranks, and none can scale a gradient by them. A sequence is never cut, so what is taken over its tokens is exact.
+A loss maps trained tokens to one value per token. The trainer takes the weighted mean over the tokens of the global
+batch, so that an algorithm does not depend on micro-batches or ranks. A micro-batch holds whole sequences, so sums and
+means over a sequence are exact.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import NamedTuple
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Logarithms of probability ratios are cut here before `exp`: beyond it float32 carries no information."""
+"""Bound on the logarithms of probability ratios before `exp`: beyond it float32 carries no information."""
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """The n trained tokens of a micro-batch, sequence after sequence. Columns are float32 [n] but for ``versions``.
+    """The n trained tokens of a micro-batch, sequence by sequence. Columns are float32 [n] except for ``versions``.
 
     Attributes:
         logprobs, entropy: of the policy being trained; they carry gradients.
-        lengths: trained tokens of each sequence; they add up to n. (What a sequence-level ratio is taken over.)
-        advantages, behaviour_logprobs, ref_logprobs: None where the batch brought none.
-        proximal_logprobs: of the policy as it was when this training step began. None: that is the policy now.
-        versions: int32 [n], the policy version that sampled each token; None: not known.
-        version: the policy version that is being trained.
+        lengths: number of trained tokens of each sequence, n in total; sequence-level ratios are computed over them.
+        advantages, behaviour_logprobs, ref_logprobs: None if the batch has no such column.
+        proximal_logprobs: of the policy at the start of this training step. None: the policy has not changed since.
+        versions: int32 [n], the policy version that sampled each token; None: unknown.
+        version: the policy version being trained.
     """
 
     logprobs: torch.Tensor
@@ -40,7 +41,7 @@ class LossInput:
     version: int | None = None
 
     def needed(self, name: str, by: str) -> torch.Tensor:
-        """The column ``name``.
+        """Return the column ``name``.
 
         Raises:
             ValueError: the batch has no such column; ``by`` names what needs it.
@@ -53,8 +54,8 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of each token [n], with gradient, and figures of each token [n] to be averaged with the tokens' weights, by
-    metric name."""
+    """Loss of each token [n], with gradient, and values of each token [n] by metric name, which are averaged with the
+    tokens' weights."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -64,18 +65,19 @@ Loss = Callable[[LossInput], LossOutput]
 
 
 class Clipped(NamedTuple):
-    """Of each token [n]: loss with gradient; whether the clip bites (detached)."""
+    """The clipped loss of each token [n], with gradient, and whether it was clipped (detached)."""
 
     loss: torch.Tensor
-    bites: torch.Tensor
+    clipped: torch.Tensor
 
 
 def log_ratio(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of the probability ratio, bounded by `MAX_LOG_RATIO`."""
     return (logprobs - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_loss(log_r: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Clipped:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(``log_r``).
+    """Compute -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(``log_r``).
 
     PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, section 3.1).
     """
@@ -86,7 +88,7 @@ def clipped_loss(log_r: torch.Tensor, advantages: torch.Tensor, low: float, high
 
 
 def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Estimate of KL(policy ‖ reference) from samples of the policy: r - 1 - log r with r = p_ref / p.
+    """Estimate KL(policy ‖ reference) from samples of the policy: r - 1 - log r with r = p_ref / p.
 
     Unbiased, never negative (J. Schulman, "Approximating KL divergence", 2020, estimator k3).
     """
@@ -95,18 +97,18 @@ def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.T
 
 
 def sums_of_sequences(values_n: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Each sequence's sum over its tokens, said at every token of it: [n] → [n], with gradient."""
+    """Return for every token the sum over its sequence: [n] → [n], with gradient."""
     owner = owners(lengths, values_n.device)
     return values_n.new_zeros(len(lengths)).index_add(0, owner, values_n)[owner]
 
 
 def means_of_sequences(values_n: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Each sequence's mean over its tokens, said at every token of it: [n] → [n], with gradient."""
+    """Return for every token the mean over its sequence: [n] → [n], with gradient."""
     sizes = torch.tensor(lengths, dtype=values_n.dtype, device=values_n.device)
     return sums_of_sequences(values_n, lengths) / sizes[owners(lengths, values_n.device)]
 
 
 def owners(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """int64 [n]: the sequence that each token belongs to."""
+    """Return the index of the sequence that each token belongs to: int64 [n]."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     return torch.arange(len(lengths)).repeat_interleave(sizes).to(device)

@@ -1,11 +1,11 @@
-"""What a global batch minimises, micro-batch by micro-batch, and its metrics.
+"""Compute the loss of a global batch, micro-batch by micro-batch, and its metrics.
 
-    last stage    logprobs, entropy of a micro-batch's trained tokens ─ loss ─► Σ / weight of the global batch
-    every stage   routing of its layers' rows ─ load-balancing loss ─► its part of the batch's
+    last stage    logprobs, entropy of a micro-batch's trained tokens ─ loss ─► sum / weight of the global batch
+    every stage   routing of its layers' rows ─ load-balancing loss ─► its share of the batch's
 
-Invariant: what all ranks and micro-batches add up to is the mean loss over the trained tokens of the global batch
-(weighted and normalised where the batch says so) plus the load-balancing loss of all its layers and rows; so are the
-metrics, which are weighted means and the same on every rank.
+Invariant: the sum over all ranks and micro-batches is the mean loss over the trained tokens of the global batch
+(weighted and normalised if the batch has weights) plus the load-balancing loss of all its layers and rows. The metrics
+are weighted means over the same tokens, equal on every rank.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GAPS = "gaps"
 
 MISMATCH = "training/routing_mismatch"
 
-REPLAYED = "(token, layer)s whose experts are imposed"
+REPLAYED = "replayed (token, layer) pairs"
 
 
 class Totals(NamedTuple):
-    """Of all data-parallel ranks together: tokens' weights, what divides the losses (`Sequences.loss_totals`) and rows
-    summed; micro-batches at most."""
+    """Totals over all data-parallel ranks: the sum of the tokens' weights, the divisor of the losses
+    (`Sequences.loss_totals`), the number of rows, and the largest number of micro-batches of a rank."""
 
     weight: float
     normaliser: float
@@ -40,7 +40,8 @@ class Totals(NamedTuple):
 
 
 class TrainedTokens(NamedTuple):
-    """Of one micro-batch: float32 [n] on the device with gradients, and their rows int64 [n] on the CPU."""
+    """The trained tokens of one micro-batch: float32 [n] on the device with gradients, and their rows int64 [n] on the
+    CPU."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -48,13 +49,18 @@ class TrainedTokens(NamedTuple):
 
 
 class Objective:
-    """``counts_E``: tokens that each expert gets from the global batch, summed over layers; None: the routing that
-    `of_routing` is called with is all there is on this rank."""
+    """Computes each micro-batch's share of the loss and accumulates the metrics.
+
+    Args:
+        counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
+            one micro-batch and one stage, and `of_routing` counts its routing.
+    """
 
     def __init__(
         self,
         loss: Loss,
         totals: Totals,
+        *,
         config: ModelConfig,
         mesh: Mesh,
         balancing_coef: float,
@@ -65,7 +71,7 @@ class Objective:
         self._sums: dict[str, torch.Tensor] = {}
 
     def of_tokens(self, batch: Sequences, tokens: TrainedTokens) -> torch.Tensor:
-        """The micro-batch's share of the mean loss: scalar."""
+        """Returns the micro-batch's share of the mean loss: scalar."""
         rows, device = tokens.rows, tokens.logprobs.device
 
         def column(values_N: torch.Tensor | None) -> torch.Tensor | None:
@@ -73,15 +79,15 @@ class Objective:
 
         owner = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths, dtype=torch.int64))
         inputs = LossInput(
-            tokens.logprobs,
-            tokens.entropy,
-            owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
-            column(batch.advantages),
-            column(batch.behaviour_logprobs),
-            column(batch.ref_logprobs),
-            column(batch.proximal_logprobs),
-            column(batch.versions),
-            batch.version,
+            logprobs=tokens.logprobs,
+            entropy=tokens.entropy,
+            lengths=owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
+            advantages=column(batch.advantages),
+            behaviour_logprobs=column(batch.behaviour_logprobs),
+            ref_logprobs=column(batch.ref_logprobs),
+            proximal_logprobs=column(batch.proximal_logprobs),
+            versions=column(batch.versions),
+            version=batch.version,
         )
         out, weight_n = self.loss(inputs), column(batch.token_weight)
 
@@ -97,7 +103,7 @@ class Objective:
         return total(out.loss) / max(self.totals.normaliser, 1e-12)
 
     def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
-        """The share of this stage's layers in the load-balancing loss: scalar, weighted; None where there is none."""
+        """Returns the share of this stage's layers in the load-balancing loss: scalar, weighted; None without one."""
         if not self.balancing_coef:
             return None
         if self.counts_E is None:
@@ -108,16 +114,16 @@ class Objective:
         return self.balancing_coef * balance
 
     def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
-        """Counts where this stage's routers would have chosen another set of experts than the one they were given."""
+        """Counts the rows for which this stage's routers would have chosen other experts than the replayed ones."""
         if batch.routing is None:
             return
         mismatched = torch.stack([layer.num_mismatched for layer in routed if layer.num_mismatched is not None])
         self._add(MISMATCH, mismatched.sum())
-        known = batch.rows - len(batch.last_rows())
-        self._add(REPLAYED, torch.tensor(float(known * len(routed)), device=mismatched.device))
+        num_replayed = (batch.rows - len(batch.last_rows())) * len(routed)
+        self._add(REPLAYED, torch.tensor(float(num_replayed), device=mismatched.device))
 
     def metrics(self) -> dict[str, float]:
-        """Means over the global batch. Collective over the mesh, and the same on every rank."""
+        """Returns the means over the global batch, the same on every rank. Collective over the mesh."""
         sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
         balance, loss, gaps, mismatched, replayed = (
             sums.pop(name, None) for name in (BALANCE, LOSS, GAPS, MISMATCH, REPLAYED)
@@ -138,37 +144,37 @@ class Objective:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _sum_over_stage(self) -> dict[str, torch.Tensor]:
-        """Float64 on the CPU, flat."""
+        """Returns the sums over the ranks of this stage, float64 on the CPU, flat."""
         if not self._sums:
             return {}
         values = [value.to(torch.float64).flatten() for value in self._sums.values()]
         sizes = [len(value) for value in values]
         wire = torch.cat(values).cpu()
         if self.mesh.stage_group is not None:
-            # Tokens are the same on the ranks of a TP group, which counts them once; the rows its routers see are not.
-            of_rows = (BALANCE, MISMATCH)
-            mine = torch.tensor([name in of_rows or self.mesh.tp_rank == 0 for name in self._sums])
-            wire *= mine.repeat_interleave(torch.tensor(sizes))
+            # The ranks of a TP group have the same tokens, which are counted once; each routes rows of its own.
+            summed_over_rows = (BALANCE, MISMATCH)
+            counts_here = torch.tensor([name in summed_over_rows or self.mesh.tp_rank == 0 for name in self._sums])
+            wire *= counts_here.repeat_interleave(torch.tensor(sizes))
             dist.all_reduce(wire, group=self.mesh.stage_group)
         return dict(zip(self._sums, (part.clone() for part in wire.split(sizes)), strict=True))
 
 
 def routing_counts(routed: list[Routed], mesh: Mesh) -> torch.Tensor:
-    """Tokens that went to each expert, float32 [E], summed over ranks and layers. Collective."""
+    """Returns the number of tokens routed to each expert, float32 [E], summed over ranks and layers. Collective."""
     counts_E = torch.stack([layer.stats[0] for layer in routed]).detach().sum(0)
     if mesh.world_group is not None:
         dist.all_reduce(counts_E, group=mesh.world_group)
     return counts_E
 
 
-def _sum_over_stages(mine: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Only the last stage knows the metrics of the loss, every stage its layers' balance."""
+def _sum_over_stages(sums: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Adds up the stages' sums: only the last stage has those of the loss, every stage has its layers' balance."""
     if mesh.pp_group is None:
-        return mine
-    stages: list[dict[str, torch.Tensor]] = [{} for _ in range(mesh.parallel.pp)]
-    dist.all_gather_object(stages, mine, group=mesh.pp_group)
+        return sums
+    sums_by_stage: list[dict[str, torch.Tensor]] = [{} for _ in range(mesh.parallel.pp)]
+    dist.all_gather_object(sums_by_stage, sums, group=mesh.pp_group)
     total: dict[str, torch.Tensor] = {}
-    for figures in reversed(stages):
-        for name, value in figures.items():
+    for stage_sums in reversed(sums_by_stage):
+        for name, value in stage_sums.items():
             total[name] = total[name] + value if name in total else value
     return total

@@ -1,17 +1,17 @@
-"""AdamW with its states sharded over the replicas of each bucket (ZeRO-1, arXiv 1910.02054), and its gradients.
+"""Update weights by AdamW, with states sharded over the replicas of each bucket (ZeRO-1, arXiv 1910.02054).
 
-    gradients (fp32, whole buckets) ─ sum over TP of what TP ranks share ─ reduce-scatter over dp or edp ─► own shard
-    own shard ─ sum over both ends of the pipeline of tied embeddings ─ norm over all ranks, clip
+    gradients (fp32, whole buckets) ─ sum shared elements over TP ─ reduce-scatter over dp or edp ─► own shard
+    own shard ─ sum tied embeddings over both ends of the pipeline ─ norm over all ranks, clip
               ─ AdamW on fp32 masters ─► pieces of the weights ─ all-gather ─► weights
 
-Gradients lie in coarse buckets, which is what collectives want; weights lie in the small units that a switch wants. A
-shard is a run of a bucket, so the two meet parameter by parameter (`shards.Piece`). Every state lies in storage of its
-own, one flat tensor a bucket, and a step goes through them bucket by bucket, wherever they live (`states`). With fp32
-weights the weights are the masters and there is no copy.
+Gradients are stored in large buckets for efficient collectives, weights in the small units that a switch moves. A
+shard is a contiguous range of a bucket; gradients and weights are matched parameter by parameter (`shards.Piece`).
+Every kind of state has one flat tensor per bucket with separate storage, and a step processes the buckets one by one,
+in HBM or streamed from the host (`states`). With fp32 weights the weights are the masters and there is no copy.
 
-Invariant: ranks that hold the same element of the model hold it bitwise alike after every step. Replicas take it from
-one of them; for those that compute it, gradient and place in a shard are alike. Tied embeddings, of which the first and
-the last stage have a copy each, lie in buckets of their own for that.
+Invariant: ranks that hold the same element of the model hold bitwise equal values after every step. Replicas receive
+the value from one of them; ranks that compute it have equal gradients at equal places in their shards. Tied embeddings,
+of which the first and the last stage have a copy each, are in separate buckets for this reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EPSILON = 1e-8
 
 @dataclass
 class _Shard:
-    """One bucket as this rank's optimizer sees it. ``gradient``: float32, flat, of the shard's size."""
+    """This rank's shard of one bucket. ``gradient``: float32, flat, of the shard's size."""
 
     plan: BucketPlan
     start: int
@@ -74,7 +74,7 @@ class ShardedAdamW:
         self.betas, self.weight_decay, self.clip_grad = betas, weight_decay, clip_grad
         self.steps = 0
         config, parallel = model.config, model.mesh.parallel
-        plans, tied = gradient_buckets(config, parallel, model.table, model.bucket_bytes)
+        plans, tied = gradient_buckets(config, parallel, model.table, bucket_bytes=model.bucket_bytes)
         self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
         tp_ranks = next(group for group in parallel.groups("tp") if self.mesh.rank in group)
         tables = [local_params(config, parallel, rank, model.max_numel) for rank in tp_ranks]
@@ -92,16 +92,16 @@ class ShardedAdamW:
         start, stop = own_range(plan, mesh.parallel, mesh.rank)
         pieces = shard_pieces(plan, start, stop)
         return _Shard(
-            plan,
-            start,
-            stop,
-            pieces,
-            [] if tied and mesh.first_stage else [span for piece in pieces for span in shared.counted(piece)],
-            shared.wire(plan),
-            tied,
-            mesh.edp_group if plan.expert else mesh.dp_group,
-            gradient,
-            gradient[start:stop],
+            plan=plan,
+            start=start,
+            stop=stop,
+            pieces=pieces,
+            counted=[] if tied and mesh.first_stage else [span for piece in pieces for span in shared.counted(piece)],
+            wire=shared.wire(plan),
+            tied=tied,
+            group=mesh.edp_group if plan.expert else mesh.dp_group,
+            whole_gradient=gradient,
+            gradient=gradient[start:stop],
         )
 
     def _weight(self, piece: Piece) -> torch.Tensor:
@@ -119,7 +119,7 @@ class ShardedAdamW:
                 self._master(states, piece).copy_(self._weight(piece))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns every tensor of the optimizer besides the gradients, each in storage of its own: `exp_avg.3`, …"""
+        """Returns every tensor of the optimizer except the gradients by name (`exp_avg.3`), with separate storage."""
         return self.states.tensors()
 
     def zero_gradients(self) -> None:
@@ -127,13 +127,13 @@ class ShardedAdamW:
             flat.zero_()
 
     def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
-        """Does one step with the accumulated gradients and zeroes them. Returns their norm before clipping.
+        """Updates the weights with the accumulated gradients and zeroes these. Returns their norm before clipping.
 
         Args:
-            before_update: called before the states are used, which may be on their way until then.
+            before_update: called before the states are used; they may still be loading until then.
 
         Raises:
-            FloatingPointError: on all ranks, if the norm is not finite; nothing was changed.
+            FloatingPointError: on all ranks, if the norm is not finite; nothing has been changed.
         """
         for shard in self.shards:
             self._reduce(shard)
@@ -152,7 +152,7 @@ class ShardedAdamW:
         return norm
 
     def _reduce(self, shard: _Shard) -> None:
-        """Reduces the shard's gradient over all ranks: afterwards it is that of the whole batch."""
+        """Sums the shard's gradient over all ranks, which makes it the gradient of the whole batch."""
         if shard.wire.numel:
             wire = shard.gradient.new_zeros(shard.wire.numel)
             views = [self.gradients.views[piece.param.name].flatten() for piece in shard.wire.pieces]
@@ -199,7 +199,7 @@ class ShardedAdamW:
             )
 
     def _publish(self, shard: _Shard, states: States) -> None:
-        """Masters → this rank's pieces of the weights → the weights of every replica."""
+        """Copies the masters to this rank's pieces of the weights, and those to every replica."""
         if shard.group is None:
             if "master" in states:
                 for piece in shard.pieces:

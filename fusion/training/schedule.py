@@ -1,7 +1,7 @@
-"""Learning rate as a pure function of the step.
+"""Compute the learning rate as a pure function of the step.
 
-Invariants: never above `lr` and never below 0; rises linearly through the warm-up and reaches `lr` on its last step;
-`constant` stays there; `cosine` falls from there and reaches 0 at `total_steps`.
+Invariants: never above `lr` and never below 0; rises linearly during the warm-up and reaches `lr` on its last step;
+then `constant` stays at `lr`, and `cosine` decreases to 0 at `total_steps`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 def learning_rate(
     step: int, lr: float, schedule: str = "constant", warmup_steps: int = 0, total_steps: int | None = None
 ) -> float:
-    """Rate of optimizer step ``step`` (from 0). ``total_steps``: where `cosine` ends (needed by it alone).
+    """Return the rate of optimizer step ``step`` (from 0). ``total_steps``: the end of `cosine`, which requires it.
 
     Raises:
         ValueError: an unknown schedule, or `cosine` without the number of steps.

@@ -1,19 +1,19 @@
-"""Which part of a flat bucket a rank's optimizer owns, and what of it other ranks hold too: pure arithmetic.
+"""Compute which part of a flat bucket a rank's optimizer owns, and which of its elements other ranks hold too. Pure.
 
     bucket   | input_norm | qkv                     | q_norm | out        | …
     rank 0   [ input_norm | qkv, first  ]
     rank 1                              [ qkv, rest | q_norm | out        ]
 
-Ranks of a TP group hold some elements alike: norms and the router all of them, the rows of a key/value head those that
-share it. Each saw other rows of the batch or other query heads, so their gradients are partial sums; they meet on a
-wire that has a place for every such element of any of them:
+Several ranks of a TP group hold the same elements: all of them hold norms and the router, and those that share a
+key/value head hold its rows. Each of them has processed other rows of the batch or other query heads, so its gradients
+are partial sums. They are summed in a flat tensor, the wire, that has a place for every such element of any rank:
 
     wire     | input_norm | k, v of head 0 | k, v of head 1 | q_norm | …       (of one bucket)
 
 Invariants. `shard_pieces`: the pieces of a shard are disjoint and in order; over all ranks that hold replicas of a
-bucket they cover every element of every parameter once, and no padding. `SharedElements.wire`: two ranks put
-an element in the same place if and only if it is the same element of the model, and what one rank alone holds is not on
-it. `SharedElements.counted`: over the ranks of a TP group every element of the model that they hold is counted once.
+bucket they cover every element of every parameter once, and no padding. `SharedElements.wire`: two ranks put elements
+in the same place if and only if they are the same element of the model; an element that a single rank holds has no
+place. `SharedElements.counted`: over the ranks of a TP group every element of the model that they hold is counted once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Slice = tuple[str, Box]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of the flattened ``param``, which lie in a flat tensor (shard, wire) from ``at`` on."""
+    """Elements [start, stop) of the flattened ``param``; in a flat tensor (shard, wire) they begin at ``at``."""
 
     param: LocalParam
     start: int
@@ -46,13 +46,14 @@ class Piece:
 
     @property
     def decay(self) -> bool:
-        """Matrices decay, vectors (norms) do not."""
+        """Whether weight decay applies: to matrices, not to vectors (norms)."""
         return len(self.param.shape) > 1
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What of a bucket this rank shares with others of its TP group: its places in a flat tensor of ``numel``."""
+    """The elements of a bucket that this rank shares with others of its TP group, placed in a flat tensor of
+    ``numel`` elements."""
 
     numel: int
     pieces: tuple[Piece, ...]
@@ -61,44 +62,48 @@ class Wire:
 def gradient_buckets(
     config: ModelConfig, parallel: Parallel, params: Iterable[LocalParam], bucket_bytes: int
 ) -> tuple[tuple[BucketPlan, ...], int]:
-    """A rank's buckets of gradients and optimizer states (float32), in which order; and how many of them, the last
-    ones, hold tied embeddings, of which the first and the last stage have a copy each."""
-    apart = parallel.pp > 1 and config.tie_embeddings and not config.num_labels
+    """Return a rank's buckets of gradients and optimizer states (float32) in order, and the number of buckets at the
+    end that hold tied embeddings, of which the first and the last stage have a copy each."""
+    separate = parallel.pp > 1 and config.tie_embeddings and not config.num_labels
     params = list(params)
-    tied = [param for param in params if apart and param.name.split(".")[0] == "embed"]
-    rest = [param for param in params if param not in tied]
-    plans = [plan_buckets(kind, parallel, torch.float32.itemsize, bucket_bytes) for kind in (rest, tied)]
-    return (*plans[0], *plans[1]), len(plans[1])
+    tied = [param for param in params if separate and param.name.split(".")[0] == "embed"]
+    untied = [param for param in params if param not in tied]
+    itemsize = torch.float32.itemsize
+    untied_plans, tied_plans = (
+        plan_buckets(group, parallel, itemsize=itemsize, bucket_bytes=bucket_bytes) for group in (untied, tied)
+    )
+    return (*untied_plans, *tied_plans), len(tied_plans)
 
 
 def own_range(plan: BucketPlan, parallel: Parallel, rank: int) -> tuple[int, int]:
-    """The elements [start, stop) of a bucket whose optimizer state ``rank`` owns."""
+    """Return the elements [start, stop) of a bucket whose optimizer state ``rank`` owns."""
     axis: Literal["edp", "dp"] = "edp" if plan.expert else "dp"
     return shard_range(plan, getattr(parallel, axis), parallel.coordinate(axis, rank))
 
 
 def shard_range(plan: BucketPlan, replicas: int, replica: int) -> tuple[int, int]:
-    """The elements [start, stop) of a bucket whose optimizer state replica ``replica`` owns (ZeRO-1)."""
+    """Return the elements [start, stop) of a bucket whose optimizer state replica ``replica`` owns (ZeRO-1)."""
     assert plan.numel % replicas == 0
     size = plan.numel // replicas
     return replica * size, (replica + 1) * size
 
 
 def shard_pieces(plan: BucketPlan, start: int, stop: int) -> list[Piece]:
-    """What lies in the shard [start, stop) of a bucket."""
+    """Return the pieces of parameters in the shard [start, stop) of a bucket."""
     pieces = []
     for param, offset in plan.entries:
         first, last = max(offset, start), min(offset + param.numel, stop)
         if first < last:
-            pieces.append(Piece(param, first - offset, last - offset, first - start))
+            pieces.append(Piece(param, start=first - offset, stop=last - offset, at=first - start))
     return pieces
 
 
 class SharedElements:
-    """What the ranks of one TP group hold alike. Experts are left out: their replicas meet over edp.
+    """Finds the elements that several ranks of one TP group hold. Experts are left out: their gradients are summed over
+    edp.
 
     Args:
-        tables: of the ranks of the group, in order; parameters of one name have one shape.
+        tables: the parameters of each rank of the group, in order; parameters of the same name have the same shape.
     """
 
     def __init__(self, tables: Sequence[Iterable[LocalParam]], tp_rank: int):
@@ -111,9 +116,10 @@ class SharedElements:
                     self.holders.setdefault((part.name, part.region), []).append(rank)
 
     def wire(self, plan: BucketPlan) -> Wire:
-        """Of one bucket; the same on all ranks of the group but for their places."""
+        """Return the wire of one bucket: on all ranks of the group the same tensor, with this rank's pieces of it."""
         places: dict[_Slice, int] = {}
-        numel, pieces = 0, []
+        numel = 0
+        pieces: list[Piece] = []
         for param, _ in plan.entries:
             if param.expert:
                 continue
@@ -121,12 +127,14 @@ class SharedElements:
                 for key, start, stop in _slices(table[param.name]):
                     if len(self.holders[key]) > 1 and key not in places:
                         places[key], numel = numel, numel + stop - start
-            mine = [(key, start, stop) for key, start, stop in _slices(param) if key in places]
-            pieces += [Piece(param, start, stop, places[key]) for key, start, stop in mine]
+            for key, start, stop in _slices(param):
+                if key in places:
+                    pieces.append(Piece(param, start=start, stop=stop, at=places[key]))
         return Wire(numel, tuple(pieces))
 
     def counted(self, piece: Piece) -> list[tuple[int, int]]:
-        """Where in the flat tensor of ``piece`` lies what this rank counts: what no rank before it holds."""
+        """Return the runs [start, stop) in the flat tensor of ``piece`` that this rank counts: the elements that no
+        rank before it holds."""
         expert = piece.param.expert
         spans = []
         for key, start, stop in _slices(piece.param):
@@ -137,6 +145,6 @@ class SharedElements:
 
 
 def _slices(param: LocalParam) -> list[tuple[_Slice, int, int]]:
-    """The parts of a local tensor, which lie in it as runs of rows, as elements [start, stop) of it flattened."""
+    """Return the parts of a local tensor, which are runs of its rows, as elements [start, stop) of it flattened."""
     width = param.numel // param.shape[0]
     return [((part.name, part.region), part.local[0][0] * width, part.local[0][1] * width) for part in param.parts]

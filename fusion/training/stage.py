@@ -1,11 +1,11 @@
-"""One rank's stage of the pipeline at work: it follows its program, which is pure (`pipeline`).
+"""Run one rank's stage of the pipeline, according to its program (`pipeline`).
 
-    hidden_nD of the stage before ─► forward ─► hidden_nD to the stage after        the same TP and DP coordinate,
-       its gradient to the stage before ◄─ backward ◄─ its gradient                 this TP rank's rows
+    hidden_nD of the previous stage ─► forward ─► hidden_nD to the next stage       same TP and DP coordinate,
+    its gradient to the previous stage ◄─ backward ◄─ its gradient                  this TP rank's rows
 
-All ranks of a replica read the same batch, so both ends know every shape beforehand; a message without rows is not
-sent. Once a stage's output has left, only its place in the autograd graph is kept. A model without stages goes the same
-way: nothing travels.
+All ranks of a replica read the same batch, so sender and receiver know every shape in advance; a message without rows
+is not sent. After a stage's output was sent, only its edge in the autograd graph is kept. A model with a single stage
+runs the same code and sends nothing.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from fusion.npu.failures import wait_for
 from fusion.training.pipeline import Action, Message, Step, forward_only, one_forward_one_backward, program
 
 Forward = Callable[[int, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]]
-"""(micro-batch, hidden states [n, D] of the stage before, None on the first) → (hidden states [n, D] for the stage
-after, None on the last; scalar that this stage itself adds to what is minimised, or None)."""
+"""(micro-batch, hidden states [n, D] of the previous stage, None on the first) → (hidden states [n, D] for the next
+stage, None on the last; scalar that this stage adds to the loss, or None)."""
 
 
-class _Alive(NamedTuple):
+class _Pending(NamedTuple):
     """A micro-batch between its forward and its backward pass."""
 
     hidden: torch.Tensor | None
     output: GradientEdge | None
-    objective: torch.Tensor | None
+    loss: torch.Tensor | None
 
 
 class Stage:
-    """Runs the micro-batches of a batch through this rank's part of ``model``. Made by all ranks of the mesh at once,
-    as every call is."""
+    """Runs the micro-batches of a batch through this rank's part of ``model``. Construction and all calls are
+    collective over the mesh."""
 
     def __init__(self, model: Transformer):
         self.model, self.mesh = model, model.mesh
         if self.mesh.pp_group is not None:
-            # NCCL and HCCL want a collective of the whole group before they batch messages between some of it
+            # NCCL and HCCL require a collective of the whole group before batched messages between some of its ranks
             dist.all_reduce(torch.zeros(1, device=model.device.torch_device), group=self.mesh.pp_group)
 
     def train(self, rows: Sequence[int], forward: Forward) -> None:
-        """Runs forward and backward passes of micro-batches of ``rows`` each, 1F1B; gradients add up in the leaves."""
+        """Runs forward and backward passes (1F1B) of micro-batches of ``rows`` each; gradients accumulate in the
+        leaves."""
         stages = self.mesh.parallel.pp
         self._run(one_forward_one_backward(self.mesh.pp_rank, stages, len(rows)), rows, forward, backward=True)
 
@@ -55,7 +56,7 @@ class Stage:
         self._run(forward_only(len(rows)), rows, forward, backward=False)
 
     def _run(self, actions: list[Action], rows: Sequence[int], forward: Forward, backward: bool) -> None:
-        alive: dict[int, _Alive] = {}
+        pending: dict[int, _Pending] = {}
         mail: dict[tuple[bool, int], torch.Tensor] = {}
         for step in program(actions, self.mesh.pp_rank, self.mesh.parallel.pp):
             self._exchange(step, rows, mail)
@@ -64,50 +65,50 @@ class Stage:
                     hidden = mail.pop((True, i), None)
                     if hidden is not None:
                         hidden.requires_grad_(backward)
-                    output, objective = forward(i, hidden)
+                    output, loss = forward(i, hidden)
                     if backward:
-                        alive[i] = _Alive(hidden, None if output is None else get_gradient_edge(output), objective)
+                        pending[i] = _Pending(hidden, None if output is None else get_gradient_edge(output), loss)
                     if output is not None:
                         mail[True, i] = output.detach()
                 case Action(False, i):
-                    gradient = _backward(alive.pop(i), mail.pop((False, i), None))
+                    gradient = _backward(pending.pop(i), mail.pop((False, i), None))
                     if gradient is not None:
                         mail[False, i] = gradient
-        assert not alive and not mail
+        assert not pending and not mail
 
     def _exchange(self, step: Step, rows: Sequence[int], mail: dict[tuple[bool, int], torch.Tensor]) -> None:
-        """Sends what the step sends, out of ``mail``, and receives what it receives, into it."""
+        """Sends the step's outgoing messages from ``mail`` and receives its incoming ones into ``mail``."""
         operations, sent = [], []
         for message in step.messages:
             key = message.forward, message.micro_batch
-            leaves = message.source == self.mesh.pp_rank
-            if leaves:
+            outgoing = message.source == self.mesh.pp_rank
+            if outgoing:
                 tensor = mail.pop(key).contiguous()
                 sent.append(tensor)
             else:
                 tensor = mail[key] = self._empty(rows[message.micro_batch])
             if tensor.numel():
-                operations.append(self._operation(message, leaves, tensor))
+                operations.append(self._operation(message, outgoing, tensor))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             wait_for(work)
 
-    def _operation(self, message: Message, leaves: bool, tensor: torch.Tensor) -> dist.P2POp:
-        way, peer = (dist.isend, message.target) if leaves else (dist.irecv, message.source)
-        return dist.P2POp(way, tensor, group=self.mesh.pp_group, group_peer=peer)
+    def _operation(self, message: Message, outgoing: bool, tensor: torch.Tensor) -> dist.P2POp:
+        operation, peer = (dist.isend, message.target) if outgoing else (dist.irecv, message.source)
+        return dist.P2POp(operation, tensor, group=self.mesh.pp_group, group_peer=peer)
 
     def _empty(self, rows: int) -> torch.Tensor:
         shape = self.model.hidden_rows(rows), self.model.config.hidden_size
         return torch.empty(shape, dtype=self.model.weights.dtype, device=self.model.device.torch_device)
 
 
-def _backward(alive: _Alive, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the gradient of the hidden states that came in."""
+def _backward(pending: _Pending, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Runs the backward pass and returns the gradient of the stage's input."""
     edges, gradients = [], []
-    if alive.output is not None:
-        edges.append(alive.output)
+    if pending.output is not None:
+        edges.append(pending.output)
         gradients.append(gradient)
-    if alive.objective is not None:
-        edges.append(get_gradient_edge(alive.objective))
-        gradients.append(torch.ones_like(alive.objective))
+    if pending.loss is not None:
+        edges.append(get_gradient_edge(pending.loss))
+        gradients.append(torch.ones_like(pending.loss))
     torch.autograd.backward(edges, gradients)
-    return None if alive.hidden is None else alive.hidden.grad
+    return None if pending.hidden is None else pending.hidden.grad

@@ -1,4 +1,4 @@
-"""The storage of the optimizer's states: what the optimizer needs of it, and the plain implementation, in HBM.
+"""Store the optimizer's states: the interface that the optimizer uses, and the implementation in HBM.
 
     for index, states in groups:                    one group per gradient bucket, in order
         update(states["master"], states["exp_avg"], states["exp_avg_sq"])
@@ -34,7 +34,7 @@ MakeStates = Callable[[Device, Sequence[Mapping[str, int]]], StateGroups]
 
 
 class ResidentStates:
-    """States in HBM, each in storage of its own, which may be released and allocated again under the live tensors."""
+    """States in HBM, each with separate storage, which can be released and allocated again under the live tensors."""
 
     def __init__(self, device: Device, groups: Sequence[Mapping[str, int]]):
         with device.owner("optimizer"):

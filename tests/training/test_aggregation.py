@@ -32,7 +32,7 @@ def gradient(batch: Sequences, logprobs_N: torch.Tensor, loss, weigh_, division:
     ranks = [[index for micro_batch in micro_batches for index in micro_batch] for micro_batches in division]
     totals = totals_of([weigh_(batch.select(indices)) for indices in ranks])
     config = ModelConfig(32, 8, 8, 1, 1, 1, 8)
-    objective = Objective(loss, totals, config, Mesh.single(), 0.0, None)
+    objective = Objective(loss, totals, config=config, mesh=Mesh.single(), balancing_coef=0.0, counts_E=None)
     for indices, micro_batches in zip(ranks, division, strict=True):
         part = weigh_(batch.select(indices))
         for micro_batch in micro_batches:

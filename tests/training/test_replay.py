@@ -126,7 +126,7 @@ def test_what_stands_at_a_last_token_is_not_looked_at(checkpoint, device):
 def test_the_routing_of_another_model_is_refused(checkpoint, device):
     engine = make_engine(Case(checkpoint), device)
     batch = with_random_routing(sample_batch(3, seed=3), 5)
-    with pytest.raises(ValueError, match=r"routing is of \[2, 2\] \(layers, k\) a token; expected \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"routing has \[2, 2\] \(layers, k\) per token; expected \[3, 2\]"):
         engine.logprobs(replace(batch, routing=batch.routing[:, :2]))
     with pytest.raises(ValueError, match="routing has shape"):
         replace(batch, routing=batch.routing[1:])

@@ -1,6 +1,6 @@
-"""Algorithms, one file each over one interface (`interface.Algorithm`): what becomes of rewards, and of trained tokens.
+"""Algorithms, one file each, with one interface (`interface.Algorithm`): advantages from rewards, loss from tokens.
 
-    rewards of a group ─ filter_rule ─► None, or why it is not trained       ┐
+    rewards of a group ─ filter_rule ─► None, or the rule that excludes it   ┐
     rewards_B, groups_B, lengths_B ─ advantages ─► advantages_B, trained_B   ┘ on the controller
     Sequences ─ weigh ─► with weights of tokens (aggregation)                ┐
     LossInput (n tokens) ─ loss ─► LossOutput (loss of each token)           ┘ in the trainer

@@ -1,14 +1,18 @@
-"""How the losses of tokens become the loss of the global batch: as weights of its tokens and what divides their sum.
+"""Aggregate the losses of tokens to the loss of the global batch, by a weight and a normaliser of each token.
 
     loss = Σ token_weight · loss of the token / Σ normaliser        both sums over all ranks and micro-batches
 
-                     token_weight    normaliser      so that the sum is divided by
-    token_mean       1               token_weight    the tokens of the batch (DAPO, arXiv 2503.14476, section 3.3)
-    sequence_mean    1 / |y|         token_weight    each by its length, then by their number (GRPO, 2402.03300, eq. 3)
-    constant         1               L / |y|         L times the number of sequences, as if every response were padded
-                                                     to the longest, L (Dr. GRPO, 2503.20783, section 3.2)
+                     token_weight    normaliser      result
+    token_mean       1               token_weight    mean over the tokens of the batch (DAPO, arXiv 2503.14476, section
+                                                     3.3)
+    sequence_mean    1 / |y|         token_weight    mean over sequences of the mean over their tokens (GRPO, arXiv
+                                                     2402.03300, eq. 3)
+    constant         1               L / |y|         sum / (L times the number of sequences), as if every response were
+                                                     padded to the maximum length L (Dr. GRPO, arXiv 2503.20783,
+                                                     section 3.2)
 
-|y| counts a sequence's trained tokens. A column depends on its own sequence alone, so none on how a batch is divided.
+|y| is the number of a sequence's trained tokens. The values depend only on the sequence itself, not on how the batch is
+divided.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from fusion.training.batch import Sequences
 
 
 def weigh(sequences: Sequences, aggregation: str, max_response_length: int) -> Sequences:
-    """``sequences`` with the columns of the table above."""
+    """Return ``sequences`` with the columns of the table above."""
     if aggregation == "token_mean":
         return sequences
     lengths = torch.tensor(sequences.lengths, dtype=torch.int64)

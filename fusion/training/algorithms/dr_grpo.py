@@ -1,7 +1,8 @@
 """Dr. GRPO: GRPO without its two biases (arXiv 2503.20783, section 3.1-3.2).
 
-A response's length does not divide its loss (long wrong answers were punished less), a constant does; the spread of a
-group's rewards does not divide its advantages (questions too easy or too hard weighed more).
+The loss is divided by a constant instead of the response's length, which penalised long wrong answers less. Advantages
+are not divided by the standard deviation of the group's rewards, which gave more weight to questions that are too easy
+or too hard.
 """
 
 from __future__ import annotations
@@ -16,6 +17,6 @@ class DrGRPO(Algorithm):
     aggregation = "constant"
 
     def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
-        """A reward minus the mean of its group."""
+        """Subtract the mean of the group from each reward."""
         for members in groups:
             advantages_B[members] = rewards_B[members] - rewards_B[members].mean()

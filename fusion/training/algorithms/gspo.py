@@ -1,8 +1,8 @@
 """GSPO: the ratio of whole sequences is clipped, not that of tokens (arXiv 2507.18071, section 4).
 
-A sequence's ratio is the geometric mean of its tokens' (section 4.1). At every token stands the sequence's ratio, but
-its gradient is the token's own (GSPO-token, section 4.3): with one advantage a sequence and averaged over its tokens
-that is the gradient of GSPO. Clip bounds are of the order of 1e-4.
+A sequence's ratio is the geometric mean of its tokens' ratios (section 4.1). Every token has the sequence's ratio with
+its own gradient (GSPO-token, section 4.3): with one advantage per sequence and averaged over its tokens, this gives the
+gradient of GSPO. Clip bounds are of the order of 1e-4.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ class GSPO(GRPO):
     aggregation = "sequence_mean"
 
     def log_ratio(self, tokens: LossInput, anchor_n: torch.Tensor) -> torch.Tensor:
-        own = log_ratio(tokens.logprobs, anchor_n)
-        return means_of_sequences(own.detach(), tokens.lengths) + own - own.detach()
+        by_token = log_ratio(tokens.logprobs, anchor_n)
+        return means_of_sequences(by_token.detach(), tokens.lengths) + by_token - by_token.detach()

@@ -1,8 +1,8 @@
-"""The one interface of all algorithms, and what most of them share.
+"""Define the interface of all algorithms, and the implementation that most of them share.
 
-    controller    filter_rule(rewards of a group) ─► None, or the name under which the group is not trained
+    controller    filter_rule(rewards of a group) ─► None, or the name of the rule that excludes the group
                   advantages(rewards_B, groups_B, response_lengths_B) ─► advantages_B, trained_B
-                     = estimate(shaped rewards): what a file of this folder is about
+                     = estimate(shaped rewards), which each algorithm defines
     trainer       weigh(sequences) ─► the same with the weight of each token (`aggregation`)
                   loss(tokens) ─► correction's weight · clipped ratio · advantage (+ KL), token by token
 
@@ -24,27 +24,31 @@ from fusion.training.corrections import make_correction
 from fusion.training.loss import LossInput, LossOutput, clipped_loss, k3_divergence, log_ratio
 
 EPSILON = 1e-6
-"""Beside a standard deviation that is divided by."""
+"""Added to a standard deviation before dividing by it."""
 
 Reward = float | None
-"""None or NaN where it failed."""
+"""None or NaN if the reward failed."""
 
 
 class Algorithm:
-    """``max_response_length``: tokens, of the run; the constant normaliser and the penalty on overlong responses."""
+    """Base class of the algorithms.
+
+    Args:
+        max_response_length: in tokens; used by the constant normaliser and the penalty on overlong responses.
+    """
 
     name: str
     aggregation: str = "token_mean"
-    """One of `config.AGGREGATIONS`, where the config does not choose."""
+    """Default of `algorithm.loss_aggregation`, one of `config.AGGREGATIONS`."""
     overlong_share: float = 0.0
-    """Of max_response_length: the overlong buffer, where the config does not choose."""
+    """Default overlong buffer as a fraction of max_response_length."""
 
     def __init__(self, config: AlgorithmConfig, max_response_length: int):
         self.config, self.max_response_length = config, max_response_length
         self.correct = make_correction(config)
 
     def filter_rule(self, rewards: Sequence[Reward]) -> str | None:
-        """Rewards of one group, as the reward gave them → the rule by which it is not trained, None: it is."""
+        """Return the name of the rule that excludes a group with these unshaped rewards; None: it is trained."""
         return None
 
     def advantages(
@@ -54,14 +58,14 @@ class Algorithm:
         response_lengths: Sequence[int],
         reference_kl: Sequence[float] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """B samples of one step → advantages float32 [B] and trained bool [B].
+        """Compute advantages float32 [B] and trained bool [B] of the B samples of one step.
 
-        A sample whose reward failed (None or NaN) enters no statistic, gets 0 and is not trained.
+        A sample whose reward failed (None or NaN) is left out of all statistics, gets 0 and is not trained.
 
         Args:
-            groups: of each sample, whatever can be compared and hashed.
-            response_lengths: tokens.
-            reference_kl: of each sample, behaviour_logprobs - ref_logprobs summed over its response. Only for
+            groups: the group of each sample.
+            response_lengths: in tokens.
+            reference_kl: behaviour_logprobs - ref_logprobs of each sample, summed over its response. Only for
                 algorithm.kl_in=reward.
 
         Raises:
@@ -81,48 +85,48 @@ class Algorithm:
     def shape_rewards(
         self, rewards: Sequence[Reward], response_lengths: Sequence[int], reference_kl: Sequence[float] | None = None
     ) -> list[Reward]:
-        """Rewards plus the penalty on overlong responses, minus `kl_coef` times the KL where the config wants it so."""
+        """Add the penalty on overlong responses; with `kl_in=reward`, subtract `kl_coef` times the KL."""
         config, longest = self.config, self.max_response_length
         buffer = config.overlong_buffer
         if buffer is None:
             buffer = int(self.overlong_share * longest)
-        shaped = shaping.penalise_overlong(rewards, response_lengths, longest, buffer)
+        shaped = shaping.penalise_overlong(rewards, response_lengths, longest=longest, buffer=buffer)
         if config.kl_in != "reward" or not config.kl_coef:
             return shaped
         if reference_kl is None:
-            raise ValueError("algorithm.kl_in=reward needs each sample's reference_kl to make advantages")
+            raise ValueError("algorithm.kl_in=reward needs each sample's reference_kl to compute advantages")
         return shaping.subtract_kl(shaped, reference_kl, config.kl_coef)
 
     def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
-        """Fills ``advantages_B`` (float64, zeros) from shaped rewards float64 [B] at the places that ``groups`` names:
-        the samples of each group whose rewards did not fail."""
+        """Fill ``advantages_B`` (float64, zeros) from shaped rewards float64 [B]. ``groups``: the indices of each
+        group's samples whose rewards did not fail."""
         raise NotImplementedError
 
     def weigh(self, sequences: Sequences) -> Sequences:
-        """With the columns `token_weight` and `normaliser` that the loss is to be averaged with."""
+        """Return the sequences with the columns `token_weight` and `normaliser`, by which the loss is averaged."""
         return weigh(sequences, self.config.loss_aggregation or self.aggregation, self.max_response_length)
 
     def log_ratio(self, tokens: LossInput, anchor_n: torch.Tensor) -> torch.Tensor:
-        """Logarithm of the ratio that is clipped, [n] with gradient: of the policy to ``anchor_n``, log-probabilities
-        of another."""
+        """Return the logarithm of the ratio to be clipped, [n] with gradient: the policy's probability over that of
+        ``anchor_n``, which are log-probabilities."""
         return log_ratio(tokens.logprobs, anchor_n)
 
     def loss(self, tokens: LossInput) -> LossOutput:
-        """The loss of each token, and its figures.
+        """Compute the loss and the metrics of each token.
 
         Raises:
-            ValueError: a column that is needed is missing (named).
+            ValueError: a required column is missing (named).
         """
         config = self.config
         advantages = tokens.needed("advantages", f"algorithm.name={self.name}")
         behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.corrects_by}")
         anchor, weight, metrics = self.correct(tokens)
         log_r = self.log_ratio(tokens, anchor)
-        clipped = clipped_loss(log_r, advantages, config.clip_low, config.clip_high)
+        clipped = clipped_loss(log_r, advantages, low=config.clip_low, high=config.clip_high)
         loss = clipped.loss if weight is None else clipped.loss * weight
         metrics = metrics | {
             "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": clipped.bites.to(torch.float32),
+            "actor/pg_clipfrac": clipped.clipped.to(torch.float32),
             "actor/ratio_mean": log_r.detach().exp(),
             "actor/ppo_kl": -log_ratio(tokens.logprobs.detach(), behaviour),
         }

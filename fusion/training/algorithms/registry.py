@@ -1,4 +1,4 @@
-"""Algorithms by the name that `algorithm.name` gives them."""
+"""Register the algorithms by `algorithm.name`."""
 
 from __future__ import annotations
 

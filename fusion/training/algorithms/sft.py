@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the trained tokens. What warms a base model up before reinforcement."""
+"""Supervised fine-tuning: cross-entropy on the trained tokens. Used to warm up a base model before RL."""
 
 from __future__ import annotations
 

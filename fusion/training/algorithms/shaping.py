@@ -1,5 +1,5 @@
-"""What is added to a sample's reward before advantages are made of it. Pure functions of one number a sample; a reward
-that failed (None) stays None."""
+"""Shape rewards before advantages are computed: overlong penalty and KL. Pure, one number per sample; a failed reward
+(None) stays None."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """0 up to ``longest`` - ``buffer`` tokens, then falling linearly to -1 at ``longest``.
+    """Return 0 up to ``longest`` - ``buffer`` tokens, then decrease linearly to -1 at ``longest``.
 
     Soft overlong punishment (DAPO, arXiv 2503.14476, section 3.4: L_max is ``longest``, L_cache is ``buffer``).
     """
@@ -19,13 +19,13 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 def penalise_overlong(
     rewards: Sequence[float | None], lengths: Sequence[int], longest: int, buffer: int
 ) -> list[float | None]:
-    """Rewards plus `overlong_penalty` of the responses' ``lengths``, in tokens."""
+    """Add `overlong_penalty` to the rewards. ``lengths``: of the responses, in tokens."""
     pairs = zip(rewards, lengths, strict=True)
     return [None if reward is None else reward + overlong_penalty(length, longest, buffer) for reward, length in pairs]
 
 
 def subtract_kl(rewards: Sequence[float | None], kl_sums: Sequence[float], coefficient: float) -> list[float | None]:
-    """Rewards minus ``coefficient`` times each sample's log-ratio of behaviour to reference, summed over its tokens: an
-    estimate of their KL (InstructGPT, arXiv 2203.02155, section 3.5, eq. 2)."""
+    """Subtract ``coefficient`` times each sample's log-ratio of behaviour to reference, summed over its tokens, which
+    estimates their KL (InstructGPT, arXiv 2203.02155, section 3.5, eq. 2)."""
     pairs = zip(rewards, kl_sums, strict=True)
     return [None if reward is None else reward - coefficient * kl for reward, kl in pairs]

@@ -1,7 +1,7 @@
-"""Other trainers behind this house's interfaces.
+"""Adapters of other trainers to this project's interfaces.
 
-    megatron        Megatron-Core's local tensors as a parameter table: names, shapes, and which box lies where, pure
-    megatron_model  builds that model (of the installed megatron-core) on a card
+    megatron        describes Megatron-Core's local tensors as a parameter table: names, shapes, boxes. Pure.
+    megatron_model  builds that model with the installed megatron-core on a card
 
-Nothing here is imported by the rest of the house; megatron-core is imported by `megatron_model` alone.
+The other packages import nothing from here; only `megatron_model` imports megatron-core.
 """

@@ -1,7 +1,7 @@
-"""Megatron-Core's GPTModel as a parameter table: its own names, shapes and orders, in the vocabulary of ours.
+"""Describe Megatron-Core's GPTModel as a parameter table: its names, shapes and order, as `LocalParam`s.
 
-A plan compares boxes of the global (Hugging Face) tensors only, so another engine's format is another list of parts.
-Local tensors of a rank (l: its share), layers and experts counted from zero on each rank:
+A plan compares only boxes of the global (Hugging Face) tensors, so another engine's format is another list of parts.
+Local tensors of a rank (l: its share), with layers and experts numbered from zero on each rank:
 
     embedding.word_embeddings.weight                    [Vl, D]
     decoder.layers.i.input_layernorm.weight             [D]
@@ -33,16 +33,18 @@ Rows = tuple[str, int, int]
 
 
 def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[LocalParam, ...]:
-    """The parameters that `GPTModel.named_parameters` has on ``rank``, in the order of the forward pass.
+    """Return the parameters that `GPTModel.named_parameters` has on ``rank``, in the order of the forward pass.
 
-    The tensor-parallel cut of `linear_qkv` is the only one that may differ from ours: where TP exceeds the KV groups
-    each rank holds an even share of the fused rows and gathers them when it computes.
+    Only the tensor-parallel cut of `linear_qkv` may differ from the embedded trainer's: if TP exceeds the number of KV
+    groups, each rank holds an even share of the fused rows and gathers them to compute.
 
     Raises:
-        ValueError: a number of layers that the stages do not divide.
+        ValueError: the number of layers is not divisible by the number of stages.
     """
     if config.num_layers % parallel.pp:
-        raise ValueError(f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron needs")
+        raise ValueError(
+            f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron requires"
+        )
     return tuple(_Table(config, parallel, rank).params())
 
 
@@ -72,29 +74,29 @@ class _Table:
         c, d = config.head_dim, config.hidden_size
         yield self.whole(f"{name}.input_layernorm", f"{hf}.input_layernorm", (d,))
         yield self.rows(f"{name}.self_attention.linear_qkv", list(self.fused_qkv(f"{hf}.self_attn")), self.tp)
-        yield self.columns(
-            f"{name}.self_attention.linear_proj", f"{hf}.self_attn.o_proj.weight", config.num_heads * c, self.tp
-        )
+        o_proj = f"{hf}.self_attn.o_proj.weight"
+        yield self.columns(f"{name}.self_attention.linear_proj", o_proj, width=config.num_heads * c, cut=self.tp)
         for norm in ("q", "k"):
             yield self.whole(f"{name}.self_attention.{norm}_layernorm", f"{hf}.self_attn.{norm}_norm", (c,))
         yield self.whole(f"{name}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", (d,))
         if not config.num_experts:
-            yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", config.intermediate_size, self.tp, expert=False)
+            width = config.intermediate_size
+            yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", width=width, cut=self.tp, expert=False)
             return
         yield self.whole(f"{name}.mlp.router", f"{hf}.mlp.gate", (config.num_experts, d))
-        here = config.num_experts // self.parallel.ep
-        for slot in range(here):
-            expert = f"{hf}.mlp.experts.{self.ep_rank * here + slot}"
+        num_local_experts = config.num_experts // self.parallel.ep
+        for slot in range(num_local_experts):
+            expert = f"{hf}.mlp.experts.{self.ep_rank * num_local_experts + slot}"
             local = f"{name}.mlp.experts.local_experts.{slot}"
-            yield from self.mlp(local, expert, config.moe_intermediate_size, self.etp, expert=True)
+            yield from self.mlp(local, expert, width=config.moe_intermediate_size, cut=self.etp, expert=True)
 
     def mlp(self, name: str, hf: str, width: int, cut: tuple[int, int], expert: bool) -> Iterator[LocalParam]:
         gate_up = [(f"{hf}.{half}_proj.weight", *_share(0, width, cut)) for half in ("gate", "up")]
-        yield self.rows(f"{name}.linear_fc1", gate_up, (0, 1), expert)
-        yield self.columns(f"{name}.linear_fc2", f"{hf}.down_proj.weight", width, cut, expert)
+        yield self.rows(f"{name}.linear_fc1", gate_up, cut=(0, 1), expert=expert)
+        yield self.columns(f"{name}.linear_fc2", f"{hf}.down_proj.weight", width=width, cut=cut, expert=expert)
 
     def fused_qkv(self, hf: str) -> Iterator[Rows]:
-        """All rows of the fused projection, KV group by KV group."""
+        """Yield all rows of the fused projection, KV group by KV group."""
         config = self.config
         c, queries = config.head_dim, config.num_heads // config.num_kv_heads
         for group in range(config.num_kv_heads):
@@ -107,7 +109,7 @@ class _Table:
         return LocalParam(f"{name}.weight", shape, (Part(f"{hf}.weight", box, box),))
 
     def rows(self, name: str, stack: list[Rows], cut: tuple[int, int], expert: bool = False) -> LocalParam:
-        """This rank's share of rows that lie one under the other."""
+        """Describe this rank's share of the stacked rows."""
         width, parts, offset = self.config.hidden_size, [], 0
         first, last = _share(0, sum(stop - start for _, start, stop in stack), cut)
         for hf_name, start, stop in stack:

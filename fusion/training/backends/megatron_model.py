@@ -1,12 +1,12 @@
-"""Megatron-Core's own model on any card of `fusion.npu`.
+"""Build Megatron-Core's model on any card of `fusion.npu`.
 
     with megatron_on(device), megatron_layout(parallel):
-        model = build_gpt(config, parallel, rank)      # parameters where and as large as Megatron has them
+        model = build_gpt(config, parallel, rank)      # with Megatron's parameters, in their local shapes
 
-Megatron asks `torch.cuda` for its device. On a CUDA card that is the truth, on Ascend MindSpeed answers for it; on an
-emulated card `megatron_on` does, for as long as its scope lasts. The layers are Megatron's local ones (no Transformer
-Engine): SequentialMLP experts, torch norms, hence no sequence parallel. Enough to hold, reshard and evaluate weights;
-not a trainer.
+Megatron uses the device of `torch.cuda`. On a CUDA card that is correct; on Ascend, MindSpeed redirects these calls; on
+an emulated card `megatron_on` redirects them inside its block. The layers are Megatron's local ones (no Transformer
+Engine): SequentialMLP experts, torch norms, therefore no sequence parallelism. The model can hold, reshard and evaluate
+weights, but not train them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEED = 1
 
 @contextmanager
 def megatron_on(device: Device) -> Iterator[None]:
-    """Lets Megatron-Core find ``device`` where it looks for a CUDA device; torch is as before afterwards.
+    """Redirects Megatron-Core's calls of `torch.cuda` to ``device``, and restores torch afterwards.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -43,7 +43,7 @@ def megatron_on(device: Device) -> Iterator[None]:
     stand_ins["current_device"] = lambda: device.torch_device
     to_card = patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self.to(device.torch_device))
     with warnings.catch_warnings(), patch.multiple(torch.cuda, **stand_ins), to_card:
-        warnings.simplefilter("ignore")  # of Transformer Engine and Apex, which a card that is not CUDA never has
+        warnings.simplefilter("ignore")  # about Transformer Engine and Apex, which need CUDA
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
 
@@ -51,7 +51,7 @@ def megatron_on(device: Device) -> Iterator[None]:
             "_get_cuda_rng_state": lambda *args, **kwargs: module.get_rng_state(),
             "_set_cuda_rng_state": lambda state, *args, **kwargs: module.set_rng_state(state),
         }
-        # 0.16.1 reads this name, which it defines only beside Transformer Engine.
+        # 0.16.1 reads this name, but defines it only if Transformer Engine is installed.
         no_te = patch.object(moe_utils, "te_general_gemm", None, create=True)
         with patch.multiple(random, **rng), no_te:
             yield
@@ -59,7 +59,7 @@ def megatron_on(device: Device) -> Iterator[None]:
 
 @contextmanager
 def megatron_layout(parallel: Parallel) -> Iterator[None]:
-    """Megatron's global process groups for a layout. Collective over all processes, which are the layout's ranks."""
+    """Creates Megatron's global process groups for a layout. Collective over all processes, the layout's ranks."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -75,13 +75,13 @@ def megatron_layout(parallel: Parallel) -> Iterator[None]:
 
 
 def build_gpt(config: ModelConfig, parallel: Parallel, rank: int) -> Any:
-    """A `GPTModel` with weights of zero, inside `megatron_on` and the `megatron_layout` of the same layout.
+    """Builds a `GPTModel` with zero weights. Call it inside `megatron_on` and the `megatron_layout` of the layout.
 
-    It keeps the process groups it was built with (`pg_collection`), so that models in several layouts live side by
-    side; only what Megatron still asks of its global state (the sharded state dict of tied embeddings) needs the scope.
+    The model keeps the process groups it was built with (`pg_collection`), so that models in several layouts can exist
+    at once; only the sharded state dict of tied embeddings still needs Megatron's global state and so the blocks.
 
     Args:
-        rank: of the calling process.
+        rank: rank of the calling process.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -91,7 +91,7 @@ def build_gpt(config: ModelConfig, parallel: Parallel, rank: int) -> Any:
     stage = parallel.coordinate("pp", rank)
     model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    with torch.device(torch.cuda.current_device()):  # Megatron leaves norms and routers to torch's default
+    with torch.device(torch.cuda.current_device()):  # Megatron creates norms and routers on torch's default device
         model = GPTModel(
             config=transformer_config(config, parallel),
             transformer_layer_spec=get_gpt_layer_local_spec(
@@ -111,7 +111,7 @@ def build_gpt(config: ModelConfig, parallel: Parallel, rank: int) -> Any:
 
 
 def transformer_config(config: ModelConfig, parallel: Parallel) -> Any:
-    """Megatron's description of a Qwen3 or Qwen3-MoE model."""
+    """Returns Megatron's config of a Qwen3 or Qwen3-MoE model."""
     from megatron.core.transformer import TransformerConfig
 
     experts = dict(
