@@ -66,7 +66,7 @@ class Pair:
         return seconds, Extra(*(worst(peak - others - self.larger) for peak in peaks))
 
     def _switcher(self, source: int, plan: Plan) -> Switcher:
-        return Switcher(plan, self.ends[source], self.ends[1 - source], self.device)
+        return Switcher(plan, self.ends[source], self.ends[1 - source], device=self.device)
 
     def refill(self, end: int) -> None:
         """Make ``end`` resident with the values of `fill` and release the other, from any state."""

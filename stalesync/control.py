@@ -43,14 +43,16 @@ class Limits:
     def start(self) -> InferenceShare:
         return InferenceShare.of(self.config.rollout, len(self.engines))
 
-    def changed(self, share: InferenceShare, wishes: Mapping[str, Any]) -> InferenceShare:
+    def changed(self, share: InferenceShare, changes: Mapping[str, Any]) -> InferenceShare:
         """Raises:
         ValueError: see `InferenceShare.changed`.
         """
-        return share.changed(wishes, self.config.rollout, len(self.engines), self.config.longest_sample)
+        return share.changed(
+            changes, self.config.rollout, engines=len(self.engines), max_tokens=self.config.longest_sample
+        )
 
 
-def submit(folder: Path, wishes: Mapping[str, Any]) -> InferenceShare:
+def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
     """Writes a request to a run's folder, merged with a pending one; returns the share that is requested.
 
     Raises:
@@ -61,14 +63,14 @@ def submit(folder: Path, wishes: Mapping[str, Any]) -> InferenceShare:
         raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
     limits = Limits.of(load(folder / "config.yaml"))
     waiting = folder / REQUEST
-    asked = (json.loads(waiting.read_text()) if waiting.is_file() else {}) | dict(wishes)
-    share = limits.changed(present_share(folder, limits), asked)
-    write_atomic(waiting, json.dumps(asked) + "\n")
+    requested = (json.loads(waiting.read_text()) if waiting.is_file() else {}) | dict(changes)
+    share = limits.changed(present_share(folder, limits), requested)
+    write_atomic(waiting, json.dumps(requested) + "\n")
     return share
 
 
 def present_share(folder: Path, limits: Limits) -> InferenceShare:
-    """Returns the share in force, from the run's record."""
+    """Returns the current share, from the run's record."""
     applied = [row["share"] for row in read_jsonl(folder / RECORD) if row["outcome"] == "applied"]
     return limits.changed(limits.start, applied[-1]) if applied else limits.start
 
@@ -100,8 +102,8 @@ class ControlDesk:
             return None
         taken = waiting.rename(waiting.with_suffix(".taken"))
         try:
-            wishes = json.loads(taken.read_text())
-            share = self._limits.changed(self.share, wishes)
+            changes = json.loads(taken.read_text())
+            share = self._limits.changed(self.share, changes)
             self._check_room(share, kv_tokens)
         except ValueError as error:
             outcome, reply = f"refused: {error}", f"request refused, generation continues unchanged: {error}"

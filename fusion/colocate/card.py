@@ -1,4 +1,4 @@
-"""One card, loaded: the trainer, engine and frozen models that its roles need, and what connects them.
+"""Load a card: the trainer, engine and frozen models that its roles need, and the objects that connect them.
 
 weights ─┬─ trainer ─┬─ switcher: TRAIN ◄─► INFER      reader: the queue's samples for a stage
          └─ engine ──┘      │                          generation: runs the engine for a stage
@@ -72,18 +72,18 @@ def load_card(
         train_model=parts.train_model,
         infer_model=parts.infer_model,
     )
-    # Before the trainer, so that a reference can be copied from its weights while there is room.
+    # Before the trainer, while there is enough memory to copy a reference from the trained weights.
     roles = parts.roles(spec=spec, rank=rank, device=device, meshes=meshes, policy=weights, pool=pool)
-    trainer = _load_trainer(spec, weights, device, pool, parts)
+    trainer = _load_trainer(spec, weights, device=device, pool=pool, parts=parts)
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
-    engine = _load_engine(spec, weights, device, pool, parts)
+    engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts)
     generation = None
     if engine is not None:
         generation = EngineStage(engine, queue, Detokenizer(spec.detokenizer) if spec.detokenizer else None)
     staged = None
     if spec.ahead and engine is not None and trainer is None:
-        staged = StagedWeights(weights, device, HostPool(device), spec.fusion.double_buffer)
+        staged = StagedWeights(weights, device, HostPool(device), in_hbm=spec.fusion.double_buffer)
     switcher = parts.switcher(
         spec=spec,
         rank=rank,
@@ -114,13 +114,13 @@ def load_card(
         device=device,
         meshes=meshes,
         log=log,
-        reader=StageReader(spec, meshes, queue, log.timeline),
+        reader=StageReader(spec, meshes, queue, timeline=log.timeline),
         weights=weights,
         roles=roles,
         algorithm=make_algorithm(spec.algorithm, spec.rollout.max_response_length),
         switcher=switcher,
         trainer=trainer,
-        checkpoint_writer=_checkpoint_writer(trainer, spec, meshes, device, pool),
+        checkpoint_writer=_checkpoint_writer(trainer, spec, meshes=meshes, device=device, pool=pool),
         engine=engine,
         generation=generation,
         receiver=receiver,
@@ -128,7 +128,7 @@ def load_card(
 
 
 def _load_trainer(
-    spec: WorkerSpec, weights: PolicyWeights, device: Device, pool: HostPool, parts: WorkerParts
+    spec: WorkerSpec, weights: PolicyWeights, *, device: Device, pool: HostPool, parts: WorkerParts
 ) -> TrainEngine | None:
     if weights.train is None:
         return None
@@ -144,7 +144,7 @@ def _load_trainer(
 
 
 def _load_engine(
-    spec: WorkerSpec, weights: PolicyWeights, device: Device, pool: HostPool, parts: WorkerParts
+    spec: WorkerSpec, weights: PolicyWeights, *, device: Device, pool: HostPool, parts: WorkerParts
 ) -> InferEngine | None:
     if weights.infer is None:
         return None
@@ -160,7 +160,7 @@ def _load_engine(
 
 
 def _checkpoint_writer(
-    trainer: TrainEngine | None, spec: WorkerSpec, meshes: Meshes, device: Device, pool: HostPool
+    trainer: TrainEngine | None, spec: WorkerSpec, *, meshes: Meshes, device: Device, pool: HostPool
 ) -> CheckpointWriter | None:
     if trainer is None:
         return None
@@ -170,14 +170,14 @@ def _checkpoint_writer(
 
 
 def _interim_report(log: StageLog, generation: EngineStage) -> StageReport:
-    """Reports the `generate` stage that is running up to now. On its thread, when it has adopted new weights."""
+    """Reports the running `generate` stage so far. Called on its thread, after it has adopted new weights."""
     log.timeline.mark("switch/adopt")
     generation.count(log.metrics)
     return log.interim_report()
 
 
 def _min_over(group: dist.ProcessGroup | None, value: int) -> int:
-    """The smallest value over a group's ranks, so that all of them decide alike."""
+    """Returns the smallest value over a group's ranks, so that all of them make the same decision."""
     smallest = torch.tensor([value])
     if group is not None:
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)

@@ -1,12 +1,12 @@
-"""The checkpoint of a card that trains: copied while it does nothing else, written while it trains on.
+"""Write the checkpoint of a card that trains: copy its state in a pause, and write the copy while training continues.
 
-    card, or its host  ──copy──►  host memory of our own, pinned  ──write──►  checkpoint, Hugging Face folder
-                        a pause                                    any thread, a process group of its own
+    card, or its host  ──copy──►  separate pinned host memory  ──write──►  checkpoint, Hugging Face folder
+                        pause                                   any thread, with a separate process group
 
-The copy takes as much host memory as weights and optimizer together, from the first snapshot on. It shares no byte with
-what later steps change, wherever the optimizer lives.
+From the first snapshot on, the copy takes as much host memory as weights and optimizer together. It shares no memory
+with tensors that later steps change.
 
-Invariant: `copy` and `write` take turns; what `write` writes is what the last `copy` saw, bit for bit.
+Invariant: `copy` and `write` alternate; `write` writes the state of the last `copy`, bitwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fusion.training.checkpoint import replace_folder
 
 
 class CheckpointWriter:
-    """Of one card's trainer. ``group``: the cards that train, in their order, used for nothing else."""
+    """Writes the checkpoints of one card's trainer. ``group``: the cards that train, in their order; not used
+    elsewhere."""
 
     def __init__(
         self,
@@ -42,20 +43,20 @@ class CheckpointWriter:
         self._tokenizer_from = tokenizer_from
         self._copies: dict[str, torch.Tensor] = {}
         self._state: dict[str, Any] | None = None
-        """What is to be written, or is being written"""
+        """The state to be written, or being written"""
 
     def copy(self, state: Mapping[str, Any]) -> None:
-        """Copies a `TrainEngine.state_dict` whose tensors lie in HBM or on the host; returns when they may be changed.
+        """Copies a `TrainEngine.state_dict` with tensors in HBM or on the host; returns when they may be changed.
 
         Raises:
-            RuntimeError: the host has no memory for the copy.
+            RuntimeError: the host does not have enough memory for the copy.
         """
-        assert self._state is None, "the last snapshot was not written yet"
+        assert self._state is None, "the last snapshot has not been written yet"
         live: Mapping[str, torch.Tensor] = state["tensors"]
         if not self._copies:
             regions = self._pool.take([tensor.nbytes for tensor in live.values()])
             self._copies = {
-                name: _alone(region).view(live[name].dtype) for name, region in zip(live, regions, strict=True)
+                name: _own_storage(region).view(live[name].dtype) for name, region in zip(live, regions, strict=True)
             }
         with torch.no_grad():
             for name, tensor in live.items():
@@ -64,25 +65,25 @@ class CheckpointWriter:
         self._state = {**state, "tensors": self._copies}
 
     def write(self, checkpoint: str, export: str) -> None:
-        """Writes the copy. Collective over the cards that train; each folder appears whole or not at all.
+        """Writes the copy, each folder atomically. Collective over the cards that train.
 
         Raises:
-            OSError: it could not be written here.
+            OSError: this card could not write.
         """
         state, model = self._state, self._trainer.model
         assert state is not None, "there is no snapshot to write"
-        save_checkpoint(self._trainer, checkpoint, state, self._group)
+        save_checkpoint(self._trainer, checkpoint, state=state, group=self._group)
         views = self._trainer.weight_views(state)
         folder = Path(export)
-        aside = folder.with_name(folder.name + ".partial")
+        partial = folder.with_name(folder.name + ".partial")
         if model.mesh.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        save_folder(model, aside, tokenizer_from=self._tokenizer_from, views=views, group=self._group)
+            shutil.rmtree(partial, ignore_errors=True)
+        save_folder(model, partial, tokenizer_from=self._tokenizer_from, views=views, group=self._group)
         if model.mesh.rank == 0:
-            replace_folder(aside, folder)
+            replace_folder(partial, folder)
         self._state = None
 
 
-def _alone(region: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own: of a slice, `torch.save` writes all it was cut from."""
+def _own_storage(region: torch.Tensor) -> torch.Tensor:
+    """Returns the same memory as a separate storage: `torch.save` writes the whole storage of a slice."""
     return torch.from_numpy(region.numpy())

@@ -1,12 +1,12 @@
-"""Which roles live on which cards. Pure data: no device, no process.
+"""Assign roles to cards. Pure data: no device, no process.
 
     separate     train │ train │ generate │ generate        weights travel from one side to the other
     colocated    train and generate, on every card          weights change their layout in place
     full         train, generate, reference, reward model   on every card
     hybrid       train and generate │ generate              more cards generate than train
 
-Reference and reward model have cards of their own if `fusion.score_cards` > 0. Otherwise they share the cards that
-train: their weights are kept on the host and loaded beside the actor's when they are needed.
+Reference and reward model have separate cards if `fusion.score_cards` > 0. Otherwise they share the cards that train:
+their weights are kept on the host and loaded into HBM when they are needed.
 
 Invariants (property-tested in tests/colocate/test_deployment.py):
 1. Every card hosts a role, and every role that the run needs has a card.
@@ -55,7 +55,7 @@ class Deployment:
 
     @property
     def actor(self) -> tuple[int, ...]:
-        """Cards that hold the actor in one layout or the other: those that take part in a switch."""
+        """Cards that hold the actor in either layout: those that participate in a switch."""
         return tuple(sorted({*self.train, *self.generate}))
 
     def cards_of(self, role: Role) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Deployment:
 
 
 def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool) -> Deployment:
-    """Returns the deployment that the config group `fusion` asks for.
+    """Returns the deployment configured by the group `fusion`.
 
     Args:
         npus: cards of the run (`cluster.npus`).
@@ -101,10 +101,10 @@ def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool)
         ValueError: there are too few cards, or a key has no meaning in this deployment; names the key.
     """
     name, score = config.deployment, config.score_cards
-    apart = name in ("separate", "hybrid")
+    has_infer_cards = name in ("separate", "hybrid")
     if name == "full" and score:
         raise ValueError(f"fusion.score_cards={score}: expected 0 in fusion.deployment=full, where every card scores")
-    if not apart and config.infer_cards:
+    if not has_infer_cards and config.infer_cards:
         raise ValueError(
             f"fusion.infer_cards={config.infer_cards}: fusion.deployment={name} has no cards that only generate; "
             "expected null, or separate or hybrid as the deployment"
@@ -114,14 +114,20 @@ def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool)
             f"fusion.score_cards={score}: nothing would run on them, as algorithm.kl_coef is 0 and reward.model null"
         )
     actor = npus - score
-    infer = 0 if not apart else actor // 2 if config.infer_cards is None else config.infer_cards
-    if actor - infer < 1 or (apart and infer < 1):
-        asked = f"fusion.infer_cards={config.infer_cards} and fusion.score_cards={score}"
+    infer = 0 if not has_infer_cards else actor // 2 if config.infer_cards is None else config.infer_cards
+    if actor - infer < 1 or (has_infer_cards and infer < 1):
+        keys = f"fusion.infer_cards={config.infer_cards} and fusion.score_cards={score}"
         raise ValueError(
-            f"fusion.deployment={name} on cluster.npus={npus} with {asked}: expected at least one card that trains"
-            + (" and one that only generates" if apart else "")
+            f"fusion.deployment={name} on cluster.npus={npus} with {keys}: expected at least one card that trains"
+            + (" and one that only generates" if has_infer_cards else "")
         )
     train = tuple(range(actor - infer))
     generate = tuple(range(len(train) if name == "separate" else 0, actor))
     scoring = tuple(range(actor, npus)) or train
-    return Deployment(train, generate, scoring if reference else (), scoring if reward_model else (), name)
+    return Deployment(
+        train=train,
+        generate=generate,
+        reference=scoring if reference else (),
+        reward_model=scoring if reward_model else (),
+        name=name,
+    )

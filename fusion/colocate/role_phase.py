@@ -1,4 +1,4 @@
-"""A stage of a frozen role: the card leaves its phase, computes with the role's weights in HBM, and returns."""
+"""Run a stage of a frozen role: the card leaves its phase, computes with the role's weights in HBM, and returns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fusion.npu.all_or_none import all_or_none
 def in_role_phase(
     phases: PhaseMachine, phase: Phase, *, mesh: Mesh, weights: AbstractContextManager[None], device: Device
 ) -> Iterator[None]:
-    """Inside, the card is in ``phase`` with ``weights`` entered; afterwards it is back in its phase. All cards of
-    ``mesh`` get there and back, or none does.
+    """Puts the card into ``phase`` with ``weights`` entered for the duration of the block, then back into its phase;
+    all cards of ``mesh`` together.
 
     Raises:
-        AbortedOnAllRanks: on all cards, if one fails. Where one cannot go there from its phase, all stay where they
-            were; later, all are BROKEN.
+        AbortedOnAllRanks: on all cards, if one fails. If the phase of one does not allow the transition, all keep their
+            phase; after a later failure all are BROKEN.
     """
     on_all = partial(all_or_none, group=mesh.world_group, rank=phases.rank, device=device)
     home = phases.phase

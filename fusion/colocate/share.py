@@ -1,6 +1,6 @@
-"""What the inference phase may use: which engines run, how much of each card, how many sequences.
+"""Define the resources of the inference phase: which engines run, how much HBM of each card, how many sequences.
 
-A share holds from one switch to INFER to the next, so it may change between two steps of a run. Pure data.
+A share is valid from one switch to INFER to the next, so it can change between two steps of a run. Pure data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from fusion.inference.config import RolloutConfig
 
 KEYS = ("engines", "rollout.kv_fraction", "rollout.max_kv_tokens", "rollout.max_seqs")
-"""What may be changed during a run; all but the first start with the config's value."""
+"""Settings that can be changed during a run; all except the first start with the config's value."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,13 @@ class InferenceShare:
 
     @classmethod
     def of(cls, config: RolloutConfig, engines: int) -> InferenceShare:
-        """Returns all engines with the limits of the config: what a run starts with."""
-        return cls(tuple(range(engines)), config.kv_fraction, config.max_seqs, config.max_kv_tokens)
+        """Returns all engines with the limits of the config, the share that a run starts with."""
+        return cls(
+            engines=tuple(range(engines)),
+            kv_fraction=config.kv_fraction,
+            max_seqs=config.max_seqs,
+            max_kv_tokens=config.max_kv_tokens,
+        )
 
     def rollout(self, config: RolloutConfig) -> RolloutConfig:
         """Returns the config of an engine under this share."""
@@ -35,35 +40,40 @@ class InferenceShare:
         limits: dict[str, Any] = {name: getattr(self, name) for name in ("kv_fraction", "max_seqs", "max_kv_tokens")}
         return replace(config, max_batch_tokens=tokens, **limits)
 
-    def changed(self, wishes: Mapping[str, Any], config: RolloutConfig, engines: int, longest: int) -> InferenceShare:
+    def changed(
+        self, changes: Mapping[str, Any], config: RolloutConfig, *, engines: int, max_tokens: int
+    ) -> InferenceShare:
         """Returns this share with some of KEYS changed.
 
         Args:
-            wishes: key → value as a user writes it: numbers, null, engines as `all` or `0,2`.
+            changes: key → value as a user writes it: numbers, null, engines as `all` or `0,2`.
             engines: number of engines of the run.
-            longest: tokens of the longest possible sample.
+            max_tokens: tokens of the longest possible sample.
 
         Raises:
             ValueError: a key that cannot be changed, or a value out of range, naming key and accepted values.
         """
         share = self
-        for key, value in wishes.items():
+        for key, value in changes.items():
             if key not in KEYS:
                 raise ValueError(f"{key!r} cannot be changed during a run; expected one of {', '.join(KEYS)}")
             name = key.removeprefix("rollout.")
             parsed: Any = _engines(value, engines) if name == "engines" else _number(key, value)
             share = replace(share, **{name: parsed})
         share.rollout(config).validate()
-        if share.max_kv_tokens is not None and share.max_kv_tokens // config.block_size * config.block_size < longest:
+        if (
+            share.max_kv_tokens is not None
+            and share.max_kv_tokens // config.block_size * config.block_size < max_tokens
+        ):
             raise ValueError(
                 f"rollout.max_kv_tokens={share.max_kv_tokens}: expected null, or at least the longest sample "
-                f"(data.max_prompt_length + rollout.max_response_length = {longest} tokens) in whole blocks of "
+                f"(data.max_prompt_length + rollout.max_response_length = {max_tokens} tokens) in whole blocks of "
                 f"rollout.block_size={config.block_size}"
             )
         return share
 
     def state(self) -> dict[str, Any]:
-        """Returns the share as `changed` takes it: what a checkpoint and the run's records hold."""
+        """Returns the share in the format of `changed`, which checkpoints and the run's records contain."""
         return {
             "engines": ",".join(map(str, self.engines)),
             "rollout.kv_fraction": self.kv_fraction,
@@ -78,10 +88,10 @@ class InferenceShare:
 def _engines(value: Any, count: int) -> tuple[int, ...]:
     if value == "all":
         return tuple(range(count))
-    words = str(value).split(",")
-    if not all(word.strip().isdigit() and int(word) < count for word in words):
+    numbers = str(value).split(",")
+    if not all(number.strip().isdigit() and int(number) < count for number in numbers):
         raise ValueError(f"engines={value}: expected all, or numbers of engines between 0 and {count - 1} (0,2)")
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(sorted({int(number) for number in numbers}))
 
 
 def _number(key: str, value: Any) -> float | int | None:

@@ -1,4 +1,4 @@
-"""What a run asks of a worker: plain data that is sent to every card."""
+"""Specify a worker: plain data that is sent to every card of a run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class WorkerSpec:
         steps: optimizer steps of the run.
         train: layout over the cards that train.
         infer: layout over the cards that generate.
-        reference: layout over the reference's own cards; None: there is no reference, or it computes in the training
-            layout.
-        topology: bandwidth of the links; None: all links are alike.
+        reference: layout over the reference's separate cards; None: there is no reference, or it computes in the
+            training layout.
+        topology: bandwidth of the links; None: all links are equal.
         pace: the card whose time emulated cards take; None: they run as fast as they can.
         ahead: cards that only generate keep generating while others train and while they receive new weights.
         detokenizer: how responses are decoded to text; None: they are not.
@@ -81,7 +81,7 @@ class WorkerSpec:
     @property
     def infer_of_one_engine(self) -> Parallel:
         shape = self.infer
-        return Parallel(self.engine_size, shape.tp, shape.ep, shape.pp, shape.etp)
+        return Parallel(self.engine_size, tp=shape.tp, ep=shape.ep, pp=shape.pp, etp=shape.etp)
 
     @property
     def masters_on_host(self) -> bool:
@@ -95,5 +95,6 @@ class WorkerSpec:
 
 
 def engine_size(infer: Parallel) -> int:
-    """Returns the cards of one engine: the smallest run of ranks that closes its TP, expert and pipeline groups."""
+    """Returns the number of cards of one engine: the smallest range of ranks with complete TP, expert and pipeline
+    groups."""
     return infer.pp * lcm(infer.tp, infer.ep * infer.etp)

@@ -1,7 +1,7 @@
-"""Reports of the stages a card runs: metrics, spans, memory by owner, also when the memory runs out.
+"""Report the stages that a card runs: metrics, spans, memory by owner, also after an out-of-memory error.
 
-On the timeline a stage is a span, and the spans of its parts lie within it. Between two stages the card waits for the
-controller; the kind of that wait is known when the next stage begins (`wait_kind`). Time that belongs to no span is
+On the timeline a stage is a span that contains the spans of its parts. Between two stages the card waits for the
+controller; the kind of that wait is determined when the next stage begins (`wait_kind`). Time outside of all spans is
 idle, so that all kinds of a card add up to its wall clock.
 """
 
@@ -31,15 +31,15 @@ class StageReport:
     spans: list[Span]
     memory: MemoryLedger
     answers: list[EvalAnswer] = field(default_factory=list)
-    """Of `Worker.answer`."""
+    """Result of `Worker.answer`."""
     scores: dict[str, RewardOutcome] = field(default_factory=dict)
-    """Of the reward model, by sample id."""
+    """Outcomes of the reward model, by sample id."""
     suspended: list[SuspendedSample] = field(default_factory=list)
     """Samples that the engine has not finished."""
     reference_kl: dict[str, float] = field(default_factory=dict)
     """Log-ratio of behaviour to reference summed over the response, by sample id; with algorithm.kl_in=reward."""
     until_ns: int = 0
-    """Of a stage that is still running: when this report ends (`wall_ns`)"""
+    """End of an interim report of a stage that is still running (`wall_ns`)"""
 
 
 def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
@@ -59,10 +59,10 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
 
 
 class StageLog:
-    """Records what one card does, from report to report. ``stage_name``: the stage it is in, or "idle".
+    """Records the activity of one card between two reports. ``stage_name``: the current stage, or "idle".
 
     Args:
-        pacer: of a card that takes modelled time.
+        pacer: the pacer of a card that takes modelled time.
     """
 
     def __init__(self, rank: int, device: Device, pacer: Pacer | None = None):
@@ -71,14 +71,14 @@ class StageLog:
         self.metrics = Metrics()
         self.timeline, self._ledger = Timeline(f"card {rank}"), MemoryLedger()
         self._kind = ""
-        """Of the stage it is in"""
+        """Kind of the current stage"""
         self._left_ns: int | None = None
-        """When the last stage ended"""
+        """End of the last stage"""
 
     @contextmanager
     def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
-        """Records the block as a stage, which ends when the device has done its work. ``waited``: the kind of the time
-        since the previous stage."""
+        """Records the block as a stage, which ends when the device has finished. ``waited``: the kind of the time since
+        the previous stage."""
         if waited and self._left_ns is not None:
             self.timeline.add(waited, self._left_ns, self.timeline.clock_ns())
         self.stage_name, self._kind, self._ledger = name, kind, MemoryLedger()
@@ -93,7 +93,7 @@ class StageLog:
 
     @contextmanager
     def work(self, name: str, kind: str = "") -> Iterator[None]:
-        """Records the block on the timeline (``kind``: default the name) and explains an `OutOfMemory` in it."""
+        """Records the block on the timeline (``kind``: default the name) and explains out-of-memory errors in it."""
         with self.timeline.span(name, kind), self.explain_out_of_memory(name):
             yield
         self._left_ns = self.timeline.clock_ns()
@@ -122,7 +122,7 @@ class StageLog:
         )
 
     def interim_report(self) -> StageReport:
-        """Returns the report of the running stage since the last report. On the thread that runs it."""
+        """Returns the report of the running stage since the last report. Called on the thread that runs it."""
         if self.pacer:
             self.pacer.report(self.metrics, self._kind)
         self.timeline.cut()
@@ -131,10 +131,11 @@ class StageLog:
 
     @contextmanager
     def explain_out_of_memory(self, stage: str) -> Iterator[None]:
-        """Reports who held the memory where the block runs out of it.
+        """Reports the memory by owner if the block runs out of memory.
 
         Raises:
-            OutOfMemory: in place of the allocator's error, or of an abort on all cards for want of memory on this one.
+            OutOfMemory: instead of the allocator's error, or of an abort on all cards that was caused by a lack of
+                memory on this card.
         """
         try:
             yield

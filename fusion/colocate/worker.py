@@ -1,9 +1,9 @@
-"""The worker: one card with the roles its deployment gives it. One class for all deployments.
+"""Run the stages of one card, with the roles that its deployment assigns to it. One class for all deployments.
 
     prepare ─► TRAIN ──switch──► INFER ──switch──► TRAIN …          cards that only generate or score: STANDBY ─► …
                 │                  │
                 reference, score   generate (control calls meanwhile: submit, abort, …)
-                train, snapshot    (save runs on a thread of its own in any phase: it writes what snapshot copied)
+                train, snapshot    (save runs on a separate thread in any phase: it writes the copy of snapshot)
 
 A stage is a method that all cards concerned run at once; between two stages a card only copies (the optimizer, to and
 from the host). What a card consists of is `Card`; how it changes its phase is in `PhaseSwitcher`.
@@ -48,7 +48,7 @@ class Worker:
     Args:
         rank: of this card in the run.
         queue: where samples are read from and written to.
-        parts: what the card is built of; None: what the spec asks for.
+        parts: factories of the card's components; None: chosen by the spec.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, queue: SampleStore, parts: WorkerParts | None = None):
@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def card(self) -> Card:
-        """What `prepare` has loaded."""
+        """The components that `prepare` has loaded."""
         assert self._card is not None, f"rank {self.rank} is not prepared"
         return self._card
 
@@ -76,7 +76,7 @@ class Worker:
         spec = self.spec
         home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
         self.phases.begin(home)
-        # Ray shows a worker only its own card, under index 0; an emulated one is this process's own.
+        # Ray makes only the worker's card visible, as index 0; an emulated card belongs to this process.
         device = device or open_device(
             spec.device.kind, capacity_bytes=spec.device.capacity_bytes, streams=spec.device.streams
         )
@@ -99,8 +99,8 @@ class Worker:
         """Switches the card to ``infer`` or to ``train``. Collective over the cards that train or generate.
 
         Args:
-            version: of the policy whose weights the engines get.
-            share: the engines that generate and what they may use of their cards; None: all, as configured.
+            version: the policy version whose weights the engines receive.
+            share: the engines that generate and their resources; None: all, as configured.
             while_generating: cards that only generate keep decoding and call `receive` instead.
         """
         card, target = self.card, Phase(phase)
@@ -112,14 +112,14 @@ class Worker:
             else:
                 card.switcher.to_train()
         if target is Phase.TRAIN and not card.roles.needs_room:
-            # After the stage, which ends when the card has done its work: these copies overlap what follows.
+            # After the stage, which ends when the card has finished: these copies overlap with the next stage.
             with card.log.explain_out_of_memory(name):
                 card.switcher.load_optimizer()
         return card.log.report()
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
         """Receives new weights on a card that only generates, while it generates. The other cards call `switch` to
-        ``infer`` with ``while_generating``. Runs on a thread of its own."""
+        ``infer`` with ``while_generating``. Runs on a separate thread."""
         assert self.card.receiver is not None, f"rank {self.rank} does not receive weights while it generates"
         return self.card.receiver.receive(version, share)
 
@@ -127,7 +127,7 @@ class Worker:
         """Runs this card's engine until `pause` or, unless ``stay``, until it is idle. Collective over the engine.
 
         Args:
-            requests: to begin with; on the engine's first card.
+            requests: the first requests; on the engine's first card.
 
         Returns:
             with the samples that are unfinished at the end (`StageReport.suspended`). Finished ones are put to the
@@ -144,8 +144,8 @@ class Worker:
         """Runs this card's engine until all requests have finished, while it has no others. Collective over the engine.
 
         Args:
-            rows: prefix of the queue's rows into which the answers' tokens are put, to be scored; "": they are not
-                kept (`EngineStage.answer`).
+            rows: prefix of the queue's rows into which the answers' tokens are put for scoring; "": they are not stored
+                (`EngineStage.answer`).
 
         Returns:
             with the answers.
@@ -205,12 +205,12 @@ class Worker:
         return card.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
     def train(self, minibatches: list[list[list[str]]], version: int | None = None) -> StageReport:
-        """Does one optimizer step a minibatch. Gradients accumulated before count for the first. Collective over the
-        cards that train.
+        """Runs one optimizer step per minibatch. Gradients accumulated before count for the first one. Collective over
+        the cards that train.
 
         Args:
             minibatches: sample ids, [minibatch][dp rank].
-            version: of the policy before this call; None: the samples' staleness is not reported.
+            version: the policy version before this call; None: the samples' staleness is not reported.
         """
         card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
         self.phases.require("train")
@@ -238,22 +238,23 @@ class Worker:
         return card.log.report()
 
     def snapshot(self) -> StageReport:
-        """Copies the trainer's state to host memory for `save`. The last `save` must have ended."""
+        """Copies the trainer's state to host memory for `save`. The previous `save` must have finished."""
         self.phases.require("snapshot")
         with self.card.log.work("snapshot", "save"):
             self._checkpoint_writer.copy(self.card.switcher.training_state())
         return self.card.log.report()
 
     def save(self, checkpoint: str, export: str) -> None:
-        """Writes what `snapshot` copied: the trainer's state into the folder ``checkpoint`` and the weights into the
-        Hugging Face folder ``export``. Other stages may run meanwhile. Returns when all cards' files are on disk."""
+        """Writes the copy of `snapshot`: the trainer's state into the folder ``checkpoint`` and the weights into the
+        Hugging Face folder ``export``. Other stages may run at the same time. Returns when all cards' files are on
+        disk."""
         self._checkpoint_writer.write(checkpoint, export)
 
     def restore(self, checkpoint: str) -> None:
         """Loads the trainer's state from the folder ``checkpoint``.
 
         Raises:
-            ValueError: it is no checkpoint, or of another layout or model.
+            ValueError: the folder is not a checkpoint, or belongs to another layout or model.
         """
         self.phases.require("restore")
         with self.card.log.work("restore"):
@@ -261,22 +262,22 @@ class Worker:
             self.card.switcher.await_optimizer()
             load_checkpoint(self._trainer, checkpoint)
 
-    # Control calls: answered while a stage runs, whatever it is. All but the first are for cards that generate; all but
-    # the first and the last for the first card of an engine.
+    # Control calls: answered while any stage runs. All except `status` are for cards that generate; all except `status`
+    # and `take_ended_chunks` for the first card of an engine.
 
     def status(self) -> dict[str, Any]:
-        """Reports rank, process id, phase, stage and, of a card that generates, the figures of `InferEngine.status`."""
+        """Reports rank, process id, phase and stage, and on a card that generates `InferEngine.status`."""
         card = self._card
         status = {"rank": self.rank, "pid": os.getpid(), "phase": self.phases.phase.value}
         status["stage"] = card.log.stage_name if card is not None else "start"
         return status | (card.engine.status() if card is not None and card.engine is not None else {})
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hands further requests to the engine; they start at its next step."""
+        """Submits further requests to the engine; they start at its next step."""
         self._generation.submit(requests)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests at the engine's next step, with what they have generated; ids it does not have are ignored."""
+        """Aborts requests at the engine's next step, with the tokens generated so far; unknown ids are ignored."""
         self._generation.engine.abort(request_ids)
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -284,11 +285,11 @@ class Worker:
         self._generation.engine.forget(request_ids)
 
     def pause(self) -> None:
-        """Ends `generate` after the engine's next step; what is unfinished is suspended."""
+        """Ends `generate` after the engine's next step; unfinished requests are suspended."""
         self._generation.engine.pause()
 
     def take_ended_chunks(self) -> list[SuspendedSample]:
-        """Returns the requests of this card that were suspended at their chunk's end since the last call."""
+        """Returns the requests of this card that were suspended at the end of their chunk since the last call."""
         return self._generation.take_suspended()
 
     @property

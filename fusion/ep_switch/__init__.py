@@ -5,14 +5,14 @@
                                      ▼
     plan_switch(source, target, bucket_bytes) ──► Plan      plan, order (pure): moves in rounds, storage in order
                                                    │        moves: Move, Round, Step (a round as a rank sees it)
-    Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: the rounds, two under way; all leave together
+    Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: runs rounds, two in flight; fails on all ranks
               │                                             program: a rank's rounds; segment: their views of storage
-              │                                             opening, exchange: read where it lies (peer_sockets) or
+              │                                             opening, exchange: read in place (peer_sockets) or
               │                                             collective; buckets: both ends; fill: units from the host
               │                                             unit_sources (pure): wire or host, unit by unit
               ▼
     SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
-    weights_checksum: equal in every layout                 checksum: also of what travels
+    weights_checksum: equal in every layout                 checksum: also of sent data
     FusionConfig                                            config: the group `fusion`
 
 Every rank computes the same plan from the same two layouts; only weights (and, if enabled, checksums) are sent.

@@ -67,7 +67,7 @@ class Exchange(ABC):
 
     name: str
 
-    def __init__(self, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch):
+    def __init__(self, *, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch):
         self.rank, self.peers, self.device, self.clock = rank, tuple(peers), device, clock
 
     @abstractmethod

@@ -39,8 +39,8 @@ class CollectiveExchange(Exchange):
 
     name = "collective"
 
-    def __init__(self, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch, group: dist.ProcessGroup):
-        super().__init__(rank, peers, device, clock)
+    def __init__(self, *, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch, group: dist.ProcessGroup):
+        super().__init__(rank=rank, peers=peers, device=device, clock=clock)
         self.group = group
         self._place = {peer: place for place, peer in enumerate(self.peers)}
         self._program, self._checksum = NO_PROGRAM, False
@@ -81,7 +81,7 @@ class CollectiveExchange(Exchange):
         if not self._program.stages[index].exchange:
             return
         sums = []
-        for segment, wire in self._slot(self._out, self._program.send_numel, index, segments):
+        for segment, wire in self._slot(self._out, index, segments, slot_numel=self._program.send_numel):
             segment.pack(wire)
             if self._checksum:
                 sums.append(segment.sums(wire))
@@ -96,7 +96,7 @@ class CollectiveExchange(Exchange):
         self._wait(index)
         self.clock.mark("exchange")
         sums = self._sums.pop(index, None)
-        for segment, wire in self._slot(self._in, self._program.receive_numel, index, segments):
+        for segment, wire in self._slot(self._in, index, segments, slot_numel=self._program.receive_numel):
             segment.unpack(wire)
             if sums is not None:
                 expected, sums = sums.tensor_split([len(segment.ends)])
@@ -123,10 +123,10 @@ class CollectiveExchange(Exchange):
     def _in_order(self, segments: Sequence[Segment]) -> list[Segment]:
         return sorted(segments, key=lambda segment: self._place[segment.peer])
 
-    def _slot(self, buffer: torch.Tensor, numel: int, index: int, segments: Sequence[Segment]):
+    def _slot(self, buffer: torch.Tensor, index: int, segments: Sequence[Segment], *, slot_numel: int):
         """Pair every segment with its range of a round's slot, in the order of the group."""
         ordered = self._in_order(segments)
-        slot = buffer[index % 2 * numel :][: sum(segment.numel for segment in ordered)]
+        slot = buffer[index % 2 * slot_numel :][: sum(segment.numel for segment in ordered)]
         return zip(ordered, slot.split([segment.numel for segment in ordered]), strict=True) if ordered else ()
 
     def _post(self, index: int, sums: list[torch.Tensor]) -> None:

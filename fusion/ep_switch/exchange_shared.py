@@ -99,15 +99,15 @@ class SharedExchange(Exchange):
 
     def __init__(
         self,
+        *,
         rank: int,
         peers: Sequence[int],
         device: Device,
         clock: Stopwatch,
-        *,
         messages: PeerMessages,
         forget: Callable[[], object],
     ):
-        super().__init__(rank, peers, device, clock)
+        super().__init__(rank=rank, peers=peers, device=device, clock=clock)
         self.messages, self._forget = messages, forget
         self.others = [peer for peer in peers if peer != rank]
         self._program = NO_PROGRAM

@@ -135,7 +135,7 @@ class _Cuts:
                 if take[0].slab is not slab:
                     continue
                 shape = tuple([stop - start for start, stop in box])
-                one = Fragment(((name, box),), shape, tuple(give), tuple(take))
+                one = Fragment(((name, box),), shape, givers=tuple(give), takers=tuple(take))
                 if fragments and _adjoin(fragments[-1], one):
                     fragments[-1] = _join(fragments[-1], one)
                 else:
@@ -175,7 +175,7 @@ def _adjoin(one: Fragment, other: Fragment) -> bool:
 
 def _join(one: Fragment, other: Fragment) -> Fragment:
     give, take = (tuple([spot._replace(strides=(1,)) for spot in spots]) for spots in (one.givers, one.takers))
-    return Fragment(one.regions + other.regions, (one.numel + other.numel,), give, take)
+    return Fragment(one.regions + other.regions, shape=(one.numel + other.numel,), givers=give, takers=take)
 
 
 def _dense(shape: tuple[int, ...], strides: Strides) -> bool:

@@ -55,7 +55,15 @@ class Hop(NamedTuple):
                 shape = tuple([stop - start for start, stop in box])
                 first = tuple([start - base for (start, _), (base, _) in zip(box, whole, strict=True)])
             regions, source, target = boxes, _shifted(source, first), _shifted(target, first)
-        return Move(self.source_rank, self.target_rank, regions, shape, source, target, self.relayed)
+        return Move(
+            source_rank=self.source_rank,
+            target_rank=self.target_rank,
+            regions=regions,
+            shape=shape,
+            source=source,
+            target=target,
+            relayed=self.relayed,
+        )
 
 
 def legal_stop(fragment: Fragment, start: int, max_stop: int) -> int:

@@ -76,7 +76,7 @@ class Layout:
     def table(self, place: int) -> tuple[LocalParam, ...]:
         """Return the local tensors at a place of the grid, in the order of the forward pass, cut to fit units."""
         max_numel = unit_bytes(self.bucket_bytes) // self.dtype.itemsize
-        return local_params(self.config, self.parallel, place, max_numel)
+        return local_params(self.config, self.parallel, place, max_numel=max_numel)
 
     def params(self, rank: int) -> tuple[LocalParam, ...]:
         """Return the local tensors of a global rank; none if it is not in the layout."""

@@ -21,7 +21,7 @@ _messages: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The `PeerMessages` of a process group, None where it has none. It lives as long as the group, or until a failure."""
 
 
-def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, clock: Stopwatch) -> Exchange:
+def open_exchange(device: Device, group: dist.ProcessGroup | None, *, kind: Kind, clock: Stopwatch) -> Exchange:
     """Open the exchange for switches over ``group`` (default: all processes). Collective over it the first time.
 
     Raises:
@@ -30,18 +30,26 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, kind: Kind, c
     group = group or dist.distributed_c10d._get_default_group()
     rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
     if len(peers) == 1:
-        return Alone(rank, peers, device, clock)
+        return Alone(rank=rank, peers=peers, device=device, clock=clock)
     if kind != "collective" and group not in _messages:
-        _messages[group] = _connect(device, group, rank, peers)
+        _messages[group] = _connect(device, group, rank=rank, peers=peers)
     messages = _messages.get(group) if kind != "collective" else None
     if messages is not None:
-        return SharedExchange(rank, peers, device, clock, messages=messages, forget=lambda: _messages.pop(group, None))
+        return SharedExchange(
+            rank=rank,
+            peers=peers,
+            device=device,
+            clock=clock,
+            messages=messages,
+            forget=lambda: _messages.pop(group, None),
+        )
     if kind == "shared":
         raise ValueError("exchange='shared': the ranks are not all on one machine with cards that share memory")
-    return CollectiveExchange(rank, peers, device, clock, group)
+    return CollectiveExchange(rank=rank, peers=peers, device=device, clock=clock, group=group)
 
 
-def _connect(device: Device, group: dist.ProcessGroup, rank: int, peers: Sequence[int]) -> Any:
+def _connect(device: Device, group: dist.ProcessGroup, *, rank: int, peers: Sequence[int]) -> Any:
+    """Exchange addresses and memory handles with all ranks; return None unless all of them can share memory."""
     listener, probe, handle = Listener(), None, b""
     if device.can_share:
         probe = torch.zeros(1, device=device.torch_device)

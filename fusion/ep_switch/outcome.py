@@ -1,4 +1,4 @@
-"""The outcome of a switch: a report on every rank, or an error with the failures of all ranks."""
+"""Report the outcome of a switch: a report on every rank, or an error with the failures of all ranks."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ class SwitchReport:
     """Reports what a switch did on this rank."""
 
     bytes_moved: int
-    """Received from other ranks; over all ranks, what travelled. Checksums are not counted."""
+    """Bytes received from other ranks, without checksums."""
     bytes_local: int
-    """Copied inside the rank, in bytes of the target. What both layouts share is not copied."""
+    """Bytes copied inside the rank, in the target's dtype. Units shared by both layouts are not copied."""
     seconds: float
     rounds: int
     peak_bytes: int
-    """The most bytes of weights, send and receive buffers at once, by the device's allocator."""
+    """Peak bytes of weights, send and receive buffers, by the device's allocator."""
     peak_reserved: int
-    """The most bytes the allocator had reserved at once, less what others than the two models had allocated at the
-    start: rounding and cached blocks are counted."""
+    """Peak bytes reserved by the allocator, minus the bytes allocated at the start by others than the two models;
+    includes rounding and cached blocks."""
     bytes_hosted: int = 0
-    """Filled from this rank's host memory, in bytes of the target."""
+    """Bytes filled from this rank's host memory, in the target's dtype."""
     exchange: str = "none"
-    """How bytes got from rank to rank: `shared`, `collective`, or `none` on a single rank."""
+    """Exchange that was used: `shared`, `collective`, or `none` on a single rank."""
     received_bytes: dict[str, int] = field(default_factory=dict)
     """`bytes_moved` by the level of the link (`topology.LEVELS`)."""
     parts_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by part (`PARTS`); they add up to `seconds`. What overlaps on a card's streams counts where the stream
-    waits for it."""
+    """Seconds by part (`PARTS`); they add up to `seconds`. Overlapping work of a card's streams is counted in the part
+    that waits for it."""
 
 
 PARTS = ("prepare", "memory", "pack", "exchange", "unpack", "finish")
-"""prepare: buffers and the agreement to start. memory: storage taken and given back. pack: copies that stay on the
-rank, and sources into send buffers. exchange: waiting for other ranks. unpack: what others have, or sent, into the
-target. finish: the agreement that all are done."""
+"""prepare: buffers and the agreement to start. memory: allocation and release of storage. pack: copies inside the rank,
+and from sources to send buffers. exchange: waiting for other ranks. unpack: copies of other ranks' data to the target.
+finish: the agreement that all ranks are done."""
 
 
 @dataclass(frozen=True)
 class SwitchFailure(RankFailure):
-    """Why a rank left a switch."""
+    """Reports why a switch failed on a rank."""
 
     round: int = -1
-    """-1: before the first."""
+    """Round of the failure; -1: before the first."""
     parameter: str = ""
-    """What failed to move; empty where none was at hand."""
+    """Name of the parameter that was being moved; empty if none was."""
 
     @property
     def where(self) -> str:
@@ -56,14 +56,14 @@ class SwitchFailure(RankFailure):
 
 
 class SwitchError(AbortedOnAllRanks):
-    """A switch that was aborted; raised on every rank of the group with the failures of all ranks."""
+    """Raised on every rank of the group when a switch is aborted, with the failures of all ranks."""
 
     subject = "weight switch "
 
 
 def first_by_rank(failures: Iterable[SwitchFailure]) -> list[SwitchFailure]:
-    """Returns one failure a rank, in the order of ranks: the earliest of those that name a parameter, if any does.
-    Several ranks may report one that cannot itself, and some of them were not waiting for anything of it."""
+    """Return one failure per rank, in the order of ranks: the earliest that names a parameter, else the earliest.
+    Several ranks may report a rank that cannot report itself, and some of these were not waiting for its data."""
     first: dict[int, SwitchFailure] = {}
     for failure in sorted(failures, key=lambda one: (one.rank, not one.parameter, one.round, one.parameter)):
         first.setdefault(failure.rank, failure)

@@ -18,12 +18,12 @@ Invariants, in this order:
    member holds it; it is forwarded inside the group (`senders`).
 3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
 4. On every rank, at all times, weights + send, receive and staging buffers ≤ max(A, B) + SLACK buckets (with ``keep``:
-   A + B less what they share), if no storage unit is larger than a bucket; by search, not by construction: a plan that
-   does not keep to it says so in a warning. In a round no rank sends more than half of ``bucket_bytes``, nor writes
-   more than that (received and copied), in bytes of the wider dtype.
-5. Each source unit that is not shared is released once, and not before its last reader is done: before the first round
-   if nobody reads it, else after the last round that does; with ``keep`` none is. Each target unit that is not shared
-   is allocated once, before it is written. A relayed move reads what came two rounds before.
+   A + B minus shared units), if no storage unit is larger than a bucket. This is the result of a search, not guaranteed
+   by construction: a plan that exceeds the bound logs a warning. In a round no rank sends more than half of
+   ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider dtype.
+5. Each source unit that is not shared is released once, after its last read: before the first round if no rank reads
+   it, else after the last round that reads it; with ``keep`` none is released. Each target unit that is not shared is
+   allocated once, before it is written. A relayed move reads elements that arrived at least two rounds before.
 6. The plan is a function of its arguments: equal on every rank and in every process.
 """
 
@@ -50,15 +50,15 @@ SLACK = 4
 """Buckets that a rank may hold beyond max(A, B): units of both layouts, send and receive buffers."""
 
 TRIES = ((2.5, 2), (3.0, 2), (3.0, 4), (3.5, 4), (SLACK, 4), (SLACK, 8), (SLACK, 16))
-"""(buckets beyond max(A, B), slots of a send or receive buffer that make a bucket) of the plans to try, until an order
-comes out. What is left of SLACK is for an allocator's rounding and gaps. Smaller slots leave more room for weights, and
-take more rounds."""
+"""(buckets beyond max(A, B), slots of a send or receive buffer per bucket), tried until an order is found. The rest of
+SLACK is left for the allocator's rounding and fragmentation. Smaller slots leave more room for weights, but need more
+rounds."""
 
 STAGING = 16
-"""Staging buffers that make a bucket: a rank that fills units from its host has one (`fill`)."""
+"""Staging buffers per bucket: a rank that fills units from its host has one staging buffer (`fill`)."""
 
 Shared = tuple[tuple[int, int, int], ...]
-"""(rank, unit of the target, unit of the source) that are the same storage."""
+"""(rank, unit of the target, unit of the source) with common storage."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Plan:
     """The moves of a switch in order.
 
     Attributes:
-        keep: the source stays where it is (separate cards for training and generation): nothing of it is released.
-        hosted: units of the target that are allocated in their turn, but filled by somebody else (from the host).
-        shared: units of both layouts that are the same storage.
-        unread: units of the source that nobody reads, released before the first round.
+        keep: the source stays resident (separate cards for training and generation); none of its units is released.
+        hosted: units of the target that are allocated in order, but filled from the host instead of by moves.
+        shared: units of both layouts with common storage.
+        unread: units of the source that no rank reads, released before the first round.
     """
 
     source: Layout
@@ -94,14 +94,14 @@ class Plan:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits that ranks compare before they start: different arguments, different digest."""
+        """Hash of the arguments in 63 bits, which ranks compare before they start."""
         text = repr((self.source, self.target, self.bucket_bytes, self.topology, self.keep, self.hosted)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     @cached_property
     def relays(self) -> bool:
         """Whether a rank forwards what it received: others then read its target while it is being filled."""
-        return any(one.relayed for round_ in self.rounds for one in round_.sketches)
+        return any(sketch.relayed for round_ in self.rounds for sketch in round_.sketches)
 
     def shared_units(self, rank: int) -> dict[int, int]:
         """Map units of the target to the unit of the source with common storage on a rank."""
@@ -114,7 +114,7 @@ class Plan:
         return self._steps[rank]
 
     def wire_bytes(self, rank: int) -> tuple[int, int]:
-        """(send, receive) buffers of a rank in bytes, both slots of each: twice the most of any round."""
+        """Return the bytes of a rank's (send, receive) buffers, two slots each, of the size of its largest round."""
         send, receive = self._slots
         return 2 * send.get(rank, 0), 2 * receive.get(rank, 0)
 
@@ -138,23 +138,23 @@ class Plan:
     def peak_bytes(self, rank: int) -> int:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
         source, target = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank)
-        most = sum(source)
-        resident = most - sum(source[index] for owner, index in self.unread if owner == rank)
-        going = 0
+        peak = sum(source)
+        resident = peak - sum(source[index] for owner, index in self.unread if owner == rank)
+        released_later = 0
         for round_ in self.rounds:
             resident += sum(target[index] for owner, index in round_.allocate_before if owner == rank)
-            most = max(most, resident)
-            resident -= going
-            going = sum(source[index] for owner, index in round_.release_after if owner == rank)
-        return most + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
+            peak = max(peak, resident)
+            resident -= released_later
+            released_later = sum(source[index] for owner, index in round_.release_after if owner == rank)
+        return peak + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
 
     @cached_property
     def _hosting(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, tuple[int, ...]] = {}
-        shared = {(rank, mine) for rank, mine, _ in self.shared}
+        units_by_rank: dict[int, tuple[int, ...]] = {}
+        shared = {(rank, target_unit) for rank, target_unit, _ in self.shared}
         for rank, unit in sorted({*self.hosted} - shared):
-            found[rank] = (*found.get(rank, ()), unit)
-        return found
+            units_by_rank[rank] = (*units_by_rank.get(rank, ()), unit)
+        return units_by_rank
 
     @cached_property
     def _steps(self) -> dict[int, tuple[Step, ...]]:
@@ -162,32 +162,35 @@ class Plan:
 
     @cached_property
     def _slots(self) -> tuple[dict[int, int], dict[int, int]]:
-        most: tuple[dict[int, int], dict[int, int]] = {}, {}
+        """Bytes of a (send, receive) slot by rank: of the largest round."""
+        largest: tuple[dict[int, int], dict[int, int]] = {}, {}
         for round_ in self.rounds:
-            now: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
-            for one in _travelling(round_):
-                nbytes = one.numel * self.wire_dtype.itemsize
-                now[0][one.source_rank] += nbytes
-                now[1][one.target_rank] += nbytes
-            for bytes_of, top in zip(now, most, strict=True):
-                top |= {rank: nbytes for rank, nbytes in bytes_of.items() if nbytes > top.get(rank, 0)}
-        return most
+            of_round: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
+            for sketch in _sent_moves(round_):
+                nbytes = sketch.numel * self.wire_dtype.itemsize
+                of_round[0][sketch.source_rank] += nbytes
+                of_round[1][sketch.target_rank] += nbytes
+            for bytes_by_rank, largest_by_rank in zip(of_round, largest, strict=True):
+                for rank, nbytes in bytes_by_rank.items():
+                    largest_by_rank[rank] = max(nbytes, largest_by_rank.get(rank, 0))
+        return largest
 
     @cached_property
     def _traffic(self) -> dict[tuple[int, int, int], int]:
-        """(sender, or -1 for all; receiver, or -1; level) → bytes."""
-        found: dict[tuple[int, int, int], int] = defaultdict(int)
+        """Bytes by (sender, or -1 for all; receiver, or -1; level)."""
+        traffic: dict[tuple[int, int, int], int] = defaultdict(int)
         for round_ in self.rounds:
-            for one in _travelling(round_):
-                level = self.topology.level(one.source_rank, one.target_rank)
-                nbytes = one.numel * self.wire_dtype.itemsize
-                found[one.source_rank, -1, level] += nbytes
-                found[-1, one.target_rank, level] += nbytes
-        return found
+            for sketch in _sent_moves(round_):
+                level = self.topology.level(sketch.source_rank, sketch.target_rank)
+                nbytes = sketch.numel * self.wire_dtype.itemsize
+                traffic[sketch.source_rank, -1, level] += nbytes
+                traffic[-1, sketch.target_rank, level] += nbytes
+        return traffic
 
 
-def _travelling(round_: Round) -> Iterator[MoveSketch]:
-    return (one for one in round_.sketches if not one.local)
+def _sent_moves(round_: Round) -> Iterator[MoveSketch]:
+    """Yield the moves of a round between different ranks."""
+    return (sketch for sketch in round_.sketches if not sketch.local)
 
 
 @lru_cache(maxsize=32)
@@ -213,21 +216,32 @@ def plan_switch(
     assert bucket_bytes >= wide * max(slots for _, slots in TRIES), f"{bucket_bytes} bytes are too few for a bucket"
     jobs, shared = _jobs_between(source, target, hosted)
     choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
-    weights = _Weights(source, target, jobs, shared, keep)
-    bound = {rank: most + SLACK * bucket_bytes for rank, most in weights.most.items()}
+    weights = _Weights(source, target, jobs=jobs, shared=shared, keep=keep)
+    bound = {rank: nbytes + SLACK * bucket_bytes for rank, nbytes in weights.max_bytes.items()}
     for rank in {rank for rank, _ in hosted}:
-        weights.most[rank] -= bucket_bytes // STAGING
+        weights.max_bytes[rank] -= bucket_bytes // STAGING
     tried: list[tuple[int, int, int, Storage, list[int]]] = []
     for slack, slots in TRIES:
         slot = bucket_bytes // slots // wide
         storage = weights.storage(int(slack * bucket_bytes), slot)
-        order, over = fill_order(jobs, storage, target.dtype.itemsize, bucket_bytes)
+        order, over = fill_order(jobs, storage, itemsize=target.dtype.itemsize, bucket_bytes=bucket_bytes)
         tried.append((over, len(tried), slot, storage, order))
         if not over:
             break
-    over, _, slot, storage, order = min(tried, key=lambda found: found[:2])
-    rounds = pack_rounds((jobs[index] for index in order), slot, storage, target.dtype.itemsize)
-    plan = Plan(source, target, bucket_bytes, topology, keep, hosted, shared, weights.unread, rounds)
+    over, _, slot, storage, order = min(tried, key=lambda result: result[:2])
+    ordered_jobs = (jobs[index] for index in order)
+    rounds = pack_rounds(ordered_jobs, room=slot, storage=storage, itemsize=target.dtype.itemsize)
+    plan = Plan(
+        source=source,
+        target=target,
+        bucket_bytes=bucket_bytes,
+        topology=topology,
+        keep=keep,
+        hosted=hosted,
+        shared=shared,
+        unread=weights.unread,
+        rounds=rounds,
+    )
     excess = max(plan.peak_bytes(rank) - bound[rank] for rank in plan.ranks) if over else 0
     if excess > 0:
         warnings.warn(f"the switch {source} to {target} takes {excess} bytes beyond its bound", stacklevel=2)
@@ -240,9 +254,9 @@ def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) ->
     shared: list[tuple[int, int, int]] = []
     if source.dtype == target.dtype:
         for key in need.keys() & have.keys():
-            mine, theirs = need[key].owners, have[key].owners
-            for rank in mine.keys() & theirs.keys():
-                shared.append((rank, mine.pop(rank), theirs[rank]))
+            target_owners, source_owners = need[key].owners, have[key].owners
+            for rank in target_owners.keys() & source_owners.keys():
+                shared.append((rank, target_owners.pop(rank), source_owners[rank]))
     jobs = []
     for family in families(have.values(), [slab for slab in need.values() if slab.owners]):
         units = {unit for slab in family.slabs for unit in slab.owners.items()}
@@ -253,14 +267,14 @@ def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) ->
 class _Weights:
     """Computes the memory of both layouts' weights on each rank, and the number of readers of each unit."""
 
-    def __init__(self, source: Layout, target: Layout, jobs: list[Job], shared: Shared, keep: bool):
-        stay = {(rank, theirs) for rank, _, theirs in shared}
-        self.wire = min(source.dtype.itemsize, target.dtype.itemsize)
+    def __init__(self, source: Layout, target: Layout, *, jobs: list[Job], shared: Shared, keep: bool):
+        shared_units = {(rank, source_unit) for rank, _, source_unit in shared}
+        self.wire_itemsize = min(source.dtype.itemsize, target.dtype.itemsize)
         self.size = {
             (rank, index): nbytes
             for rank in source.ranks
             for index, nbytes in enumerate(source.unit_nbytes(rank))
-            if not keep and (rank, index) not in stay
+            if not keep and (rank, index) not in shared_units
         }
         self.readers: dict[UnitId, int] = defaultdict(int)
         self.sent: dict[int, int] = defaultdict(int)
@@ -275,17 +289,21 @@ class _Weights:
         self.unread = tuple(unit for unit in self.size if unit not in self.readers)
         ranks = sorted({*source.ranks, *target.ranks})
         before, after = ({rank: layout.nbytes(rank) for rank in ranks} for layout in (source, target))
-        self.most = {rank: before[rank] + after[rank] if keep else max(before[rank], after[rank]) for rank in ranks}
+        self.max_bytes = {
+            rank: before[rank] + after[rank] if keep else max(before[rank], after[rank]) for rank in ranks
+        }
+        """By rank, the bytes of the larger layout; with ``keep`` those of both."""
         for rank, index, _ in shared if keep else ():
-            self.most[rank] -= target.unit_nbytes(rank)[index]
+            self.max_bytes[rank] -= target.unit_nbytes(rank)[index]
         for unit in self.unread:
             before[unit[0]] -= self.size[unit]
         self.resident = before
 
     def storage(self, slack: int, slot: int) -> Storage:
         """Return the storage available to the order with wire buffers of two slots of ``slot`` elements."""
-        limit = {
-            rank: most + slack - 2 * self.wire * (min(slot, self.sent[rank]) + min(slot, self.received[rank]))
-            for rank, most in self.most.items()
-        }
-        return Storage(self.resident, limit, self.size, self.readers)
+        limit = {rank: nbytes + slack - 2 * self._slot_bytes(rank, slot) for rank, nbytes in self.max_bytes.items()}
+        return Storage(resident=self.resident, limit=limit, size=self.size, readers=self.readers)
+
+    def _slot_bytes(self, rank: int, slot: int) -> int:
+        """Return the bytes of one send and one receive slot of a rank, which are never larger than all it exchanges."""
+        return self.wire_itemsize * (min(slot, self.sent[rank]) + min(slot, self.received[rank]))

@@ -122,8 +122,10 @@ class _Ends:
         return Stage(
             allocate=step.allocate,
             copies=paired(step.copy, self.target, own),
-            send=[Segment(peer, moves, None, own) for peer, moves in sends],
+            send=[Segment(peer, moves, into=None, out_of=own) for peer, moves in sends],
             release=step.release,
-            receive=[Segment(peer, moves, self.target, self.lent[peer]) for peer, moves in step.receive.items()],
+            receive=[
+                Segment(peer, moves, into=self.target, out_of=self.lent[peer]) for peer, moves in step.receive.items()
+            ],
             exchange=step.exchange,
         )

@@ -153,7 +153,7 @@ class Segment:
             first = int(wrong[0])
             start, stop = self.ends[first - 1] if first else 0, self.ends[first]
             (name, box, _), *others = (piece for piece in self.pieces if start < piece[2] <= stop)
-            more = f", or one of the {len(others)} pieces behind it," if others else ""
+            more = f", or one of the {len(others)} pieces after it," if others else ""
             raise TransferError(name, f"{name} {list(box)}{more} from rank {self.peer} arrived with another checksum")
 
     def _along(self, wire: torch.Tensor) -> list[torch.Tensor]:

@@ -82,13 +82,13 @@ def choose_senders(jobs: list[Job], topology: Topology, ranks: Ranks) -> None:
         for job in jobs:
             job.hops = []
         for job, fragment, way in work:
-            _Delivery(job, fragment, way, ways, deals).run()
+            _Delivery(job, fragment, way=way, ways=ways, deals=deals).run()
         if all(max(deal.load.values(), default=0.0) <= BUSIEST * b for deal, b in zip(deals, optimum, strict=True)):
             break
 
 
 class Way(NamedTuple):
-    """Describes how a fragment is distributed. ``givers``, ``takers``: rank → index of its spot in the fragment's."""
+    """Describes how a fragment is distributed. ``givers``, ``takers``: rank → index in the fragment's list of spots."""
 
     givers: dict[int, int]
     takers: dict[int, int]
@@ -137,10 +137,10 @@ class _Ways:
         """Split ranks into the groups that links of a class connect."""
         if speed == 0:
             return [(rank,) for rank in ranks]
-        found: dict[int, list[int]] = defaultdict(list)
+        groups: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
-            found[self.levels[speed - 1][rank]].append(rank)
-        return [tuple(group) for group in found.values()]
+            groups[self.levels[speed - 1][rank]].append(rank)
+        return [tuple(group) for group in groups.values()]
 
     def parting(self, ranks: Ranks) -> tuple[int, list[Ranks]]:
         """Return the slowest class that ranks need among themselves, and the groups of them that it connects."""
@@ -154,79 +154,91 @@ class _Ways:
         totals: dict[tuple[Action, ...], int] = defaultdict(int)
         for numel, actions in work:
             totals[actions] += numel
-        found: list[dict[Ranks, float]] = [defaultdict(float) for _ in self.levels]
+        demands: list[dict[Ranks, float]] = [defaultdict(float) for _ in self.levels]
         for actions, numel in totals.items():
             for speed, have, need in actions:
                 if speed != COPY:
-                    found[speed][have] += numel
-                    self._passed_on(found, need, numel)
-        return found
+                    demands[speed][have] += numel
+                    self._add_forwarded(demands, need, numel)
+        return demands
 
-    def _passed_on(self, found: list[dict[Ranks, float]], ranks: Ranks, numel: int) -> None:
+    def _add_forwarded(self, demands: list[dict[Ranks, float]], ranks: Ranks, numel: int) -> None:
+        """Add the elements that ``ranks`` forward among themselves."""
         if len(ranks) > 1:
             speed, groups = self.parting(ranks)
-            found[speed][ranks] += numel * (len(groups) - 1)
+            demands[speed][ranks] += numel * (len(groups) - 1)
             for group in groups:
-                self._passed_on(found, group, numel)
+                self._add_forwarded(demands, group, numel)
 
 
 def _first_spots(spots: tuple[Spot, ...], without: frozenset[UnitId]) -> dict[int, int]:
     """Map every rank that owns one of the spots, ascending, to the index of its first spot."""
-    found: dict[int, int] = {}
+    first_spots: dict[int, int] = {}
     for index, spot in enumerate(spots):
         for rank, unit in spot.slab.owners.items():
             if (rank, unit) not in without:
-                found.setdefault(rank, index)
-    return dict(sorted(found.items()))
+                first_spots.setdefault(rank, index)
+    return dict(sorted(first_spots.items()))
 
 
 class _Delivery:
     """Distributes one fragment to all ranks that need it."""
 
-    def __init__(self, job: Job, fragment: Fragment, way: Way, ways: _Ways, deals: list[Deal]):
+    def __init__(self, job: Job, fragment: Fragment, *, way: Way, ways: _Ways, deals: list[Deal]):
         self.hops, self.fragment, self.way, self.ways, self.deals = job.hops, fragment, way, ways, deals
 
     def run(self) -> None:
         numel = self.fragment.numel
         for speed, have, need in self.way.actions:
             if speed == COPY:
-                self._send(have[0], have[0], 0, numel)
+                self._send(have[0], have[0], start=0, stop=numel)
                 continue
             for entry, start, stop in self._take_in(need, 0, numel):
-                for sender, first, last in self._deal(speed, have, start, stop, 1):
-                    self._send(sender, entry, first, last)
+                for sender, first, last in self._deal(speed, have, start=start, stop=stop, times=1):
+                    self._send(sender, entry, start=first, stop=last)
                 if len(need) > 1:
-                    self._pass_on(need, entry, start, stop)
+                    self._forward(need, entry, start=start, stop=stop)
 
-    def _send(self, sender: int, receiver: int, start: int, stop: int, relayed: bool = False) -> None:
+    def _send(self, sender: int, receiver: int, *, start: int, stop: int, relayed: bool = False) -> None:
         _, _, givers, takers = self.fragment
         source = takers[self.way.takers[sender]] if relayed else givers[self.way.givers[sender]]
         target = takers[self.way.takers[receiver]]
-        self.hops.append(Hop(sender, receiver, source, target, relayed, self.fragment, start, stop))
+        self.hops.append(
+            Hop(
+                source_rank=sender,
+                target_rank=receiver,
+                source=source,
+                target=target,
+                relayed=relayed,
+                fragment=self.fragment,
+                start=start,
+                stop=stop,
+            )
+        )
 
     def _take_in(self, need: Ranks, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Assign the elements that a group receives from outside to its members, which forward them to the others."""
         if len(need) == 1:
             return iter([(need[0], start, stop)])
         speed, groups = self.ways.parting(need)
-        return self._deal(speed, need, start, stop, len(groups) - 1)
+        return self._deal(speed, need, start=start, stop=stop, times=len(groups) - 1)
 
-    def _pass_on(self, need: Ranks, holder: int, start: int, stop: int) -> None:
+    def _forward(self, need: Ranks, holder: int, *, start: int, stop: int) -> None:
         """Forward elements from ``holder``, a member of ``need``, to all others of ``need``."""
         _, groups = self.ways.parting(need)
         for group in groups:
             if holder not in group:
                 for entry, first, last in self._take_in(group, start, stop):
-                    self._send(holder, entry, first, last, relayed=True)
+                    self._send(holder, entry, start=first, stop=last, relayed=True)
                     if len(group) > 1:
-                        self._pass_on(group, entry, first, last)
+                        self._forward(group, entry, start=first, stop=last)
             elif len(group) > 1:
                 speed, parts = self.ways.parting(group)
                 self.deals[speed].charge(group, holder, (stop - start) * (len(parts) - 1))
-                self._pass_on(group, holder, start, stop)
+                self._forward(group, holder, start=start, stop=stop)
 
-    def _deal(self, speed: int, ranks: Ranks, start: int, stop: int, times: int) -> Iterator[tuple[int, int, int]]:
-        """Divide elements among ranks, each of which sends its own ``times`` times."""
+    def _deal(self, speed: int, ranks: Ranks, *, start: int, stop: int, times: int) -> Iterator[tuple[int, int, int]]:
+        """Divide elements among ranks, each of which sends its share ``times`` times."""
         deal = self.deals[speed]
         portions = deal.take(ranks, (stop - start) * times)
         for index, (rank, amount) in enumerate(portions, start=1):

@@ -1,4 +1,4 @@
-"""Measures parts of a switch where the work is: on the card's stream."""
+"""Measure the parts of a switch on the card's stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion.npu import Device
 
 
 class Stopwatch:
-    """Measures the parts of a switch on the current stream by events of the card: no part waits to be measured."""
+    """Measures the parts of a switch by events on the current stream, without waiting for it."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -21,12 +21,12 @@ class Stopwatch:
         self._record()
 
     def mark(self, part: str) -> None:
-        """Counts what has been queued since the last mark as ``part``."""
+        """Count the work queued since the last mark as ``part``."""
         self._parts.append(part)
         self._record()
 
     def seconds(self, parts: Sequence[str]) -> dict[str, float]:
-        """Sums by part; to be called when the card is done."""
+        """Return the seconds by part; call it after synchronising the card."""
         total = dict.fromkeys(parts, 0.0)
         for i, part in enumerate(self._parts):
             total[part] += self._events[i].elapsed_time(self._events[i + 1]) * 1e-3

@@ -16,7 +16,7 @@ from functools import cached_property
 LEVELS = ("card", "node", "supernode", "network")
 """Levels of links, innermost first."""
 
-ALIKE = 0.9
+SAME_CLASS = 0.9
 """A link with at least this fraction of another's bandwidth counts as equally fast in a plan."""
 
 
@@ -26,7 +26,7 @@ class Topology:
 
     Args:
         ranks_per_card, ranks_per_node, ranks_per_supernode: each divides the next.
-        bytes_per_s: bandwidth that one rank can send with, by level as in `LEVELS`.
+        bytes_per_s: bandwidth of one rank's sends, by level as in `LEVELS`.
         host_bytes_per_s: from pinned host memory into one rank, all ranks of a node at once.
         source: where the bandwidths come from.
     """
@@ -58,14 +58,15 @@ class Topology:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Levels by speed, fastest first: a level joins the one inside it unless it is slower by more than a tenth."""
-        found: list[list[int]] = [[0]]
+        """Levels by speed, fastest first. A level is in the class of the next inner one unless it is slower by more
+        than a tenth."""
+        classes: list[list[int]] = [[0]]
         for level in range(1, len(LEVELS)):
-            if self.bytes_per_s[level] >= ALIKE * self.bytes_per_s[found[-1][0]]:
-                found[-1].append(level)
+            if self.bytes_per_s[level] >= SAME_CLASS * self.bytes_per_s[classes[-1][0]]:
+                classes[-1].append(level)
             else:
-                found.append([level])
-        return tuple(map(tuple, found))
+                classes.append([level])
+        return tuple(map(tuple, classes))
 
     def speed_class(self, one: int, other: int) -> int:
         """Return the index in `classes` of the link between two ranks; 0 is the fastest."""

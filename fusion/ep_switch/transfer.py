@@ -49,13 +49,14 @@ def execute(
     plan: Plan,
     source: Holder,
     target: Holder,
+    *,
     device: Device,
     group: dist.ProcessGroup | None = None,
     checksum: bool = False,
     exchange: Kind = "auto",
 ) -> SwitchReport:
     """Move the weights from ``source`` to ``target`` once; a `Switcher` reuses a plan's views for many switches."""
-    return Switcher(plan, source, target, device, group, exchange).run(checksum)
+    return Switcher(plan, source, target, device=device, group=group, exchange=exchange).run(checksum)
 
 
 class Switcher:
@@ -76,6 +77,7 @@ class Switcher:
         plan: Plan,
         source: Holder,
         target: Holder,
+        *,
         device: Device,
         group: dist.ProcessGroup | None = None,
         exchange: Kind = "auto",
@@ -122,8 +124,8 @@ class Switcher:
 
     def _open(self) -> Exchange:
         if len(self.plan.ranks) == 1 and self._group is None:
-            return Alone(self.plan.ranks[0], self.plan.ranks, self.device, self._clock)
-        exchange = open_exchange(self.device, self._group, self._kind, self._clock)
+            return Alone(rank=self.plan.ranks[0], peers=self.plan.ranks, device=self.device, clock=self._clock)
+        exchange = open_exchange(self.device, self._group, kind=self._kind, clock=self._clock)
         missing = set(self.plan.ranks) - set(exchange.peers)
         assert not missing, f"the group {exchange.peers} lacks the ranks {sorted(missing)} of the plan"
         return exchange

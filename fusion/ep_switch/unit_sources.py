@@ -1,16 +1,18 @@
-"""The way back to TRAIN: which parts of the weights come over the wire, which from the masters on the host. Pure.
+"""Choose for the switch to TRAIN which parts of the weights come over the wire, and which from host masters. Pure.
 
-A rank that needs a part of the weights in the training layout gets it from the ranks that generated with it. Where the
-part's fp32 masters lie on its own host, it may instead copy those in and round them, which gives the same bits: the
-weights were made that way. The wire and the host link run at the same time, so a return takes the longer of the two.
+A rank that needs a part of the weights in the training layout receives it from the ranks that generated with it (over
+the wire). If the part's fp32 masters are on its own host, it can instead copy and round these, which gives the same
+bits, since weights are rounded masters. Wire and host link run at the same time, so a return takes the longer of the
+two.
 
-Invariants (property-tested in tests/ep_switch/test_unit_sources.py): a part the rank holds stays where it is, and one
-without masters comes over the wire; the longer side is never longer than with everything over the wire, nor than with
-all that can come from the host; it is within one part's s·h/(s+h) of the optimum over fractional parts (s: seconds the
-part saves on the wire, h: seconds it costs on the host link); the same input gives the same plan on every rank.
+Invariants (property-tested in tests/ep_switch/test_unit_sources.py): a part that the rank holds is not moved, and a
+part without masters comes over the wire; a return never takes longer than with all parts over the wire, nor than with
+all possible parts from the host; it is within one part's s·h/(s+h) of the optimum over fractional parts (s: seconds
+that the part saves on the wire, h: seconds that it costs on the host link); the same input gives the same plan on every
+rank.
 
-This is scheduling on two unrelated machines (R2||Cmax, NP-hard in whole parts). The fractional optimum moves parts to
-the host in the order of h/s and splits one of them; the best of all cuts of that order rounds it.
+This is scheduling on two unrelated machines (R2||Cmax, NP-hard for whole parts). The fractional optimum moves parts to
+the host in the order of h/s and splits one of them; the plan is the best of all cuts of that order.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ class Part:
     """A part of one rank's weights in the training layout."""
 
     wire_bytes: int
-    """Received if it comes over the wire, in the weights' dtype; 0: the rank holds it already."""
+    """Bytes received if it comes over the wire, in the weights' dtype; 0: the rank holds it already."""
     master_bytes: int | None = None
-    """Copied in from the host if it comes from there (4 bytes an element); None: it cannot."""
+    """Bytes copied if it comes from the host (4 per element); None: it cannot."""
 
 
 @dataclass(frozen=True)
 class ReturnPlan:
-    """Where each part comes from, in the order of the parts, and until when each link is busy."""
+    """The source of each part, in the order of the parts, and the seconds that each link is busy."""
 
     sources: tuple[Source, ...]
     wire_s: float
@@ -47,21 +49,23 @@ class ReturnPlan:
 
 
 def plan_return(parts: Sequence[Part], wire_bytes_per_s: float, host_bytes_per_s: float) -> ReturnPlan:
-    """Chooses the source of every part so that the link that ends last ends early.
+    """Choose the source of every part to minimise the time until both links are done.
 
     Args:
-        wire_bytes_per_s, host_bytes_per_s: into this rank, when both are busy; the wire's is that of the slowest link
-            the parts cross.
+        wire_bytes_per_s, host_bytes_per_s: bandwidth into this rank while both are busy; the wire's is that of the
+            slowest link that the parts cross.
     """
     assert wire_bytes_per_s > 0 and host_bytes_per_s > 0, "expected bandwidths > 0"
     wire, host = sum(part.wire_bytes for part in parts), 0
-    best = _Cut(wire, host, 0, wire_bytes_per_s, host_bytes_per_s)
-    gain = [index for index, part in enumerate(parts) if part.master_bytes is not None and part.wire_bytes > 0]
-    order = sorted(gain, key=lambda index: (Fraction(parts[index].master_bytes or 0, parts[index].wire_bytes), index))
+    speeds = {"wire_bytes_per_s": wire_bytes_per_s, "host_bytes_per_s": host_bytes_per_s}
+    best = _Cut(wire, host, count=0, **speeds)
+    movable = [index for index, part in enumerate(parts) if part.master_bytes is not None and part.wire_bytes > 0]
+    cost = {index: Fraction(parts[index].master_bytes or 0, parts[index].wire_bytes) for index in movable}
+    order = sorted(movable, key=lambda index: (cost[index], index))
     for count, index in enumerate(order, start=1):
         wire -= parts[index].wire_bytes
         host += parts[index].master_bytes or 0
-        best = min(best, _Cut(wire, host, count, wire_bytes_per_s, host_bytes_per_s), key=_Cut.rank)
+        best = min(best, _Cut(wire, host, count=count, **speeds), key=_Cut.rank)
     from_host = set(order[: best.count])
     sources: tuple[Source, ...] = tuple("host" if index in from_host else "wire" for index in range(len(parts)))
     return ReturnPlan(sources, best.wire_s, best.host_s)
@@ -69,7 +73,7 @@ def plan_return(parts: Sequence[Part], wire_bytes_per_s: float, host_bytes_per_s
 
 @dataclass(frozen=True)
 class _Cut:
-    """The first ``count`` parts of the order come from the host; bytes over each link."""
+    """A plan with the first ``count`` parts of the order from the host. ``wire``, ``host``: bytes over each link."""
 
     wire: int
     host: int
@@ -86,5 +90,5 @@ class _Cut:
         return self.host / self.host_bytes_per_s
 
     def rank(self) -> tuple[float, float, int]:
-        """Among cuts that end alike, the one that keeps the links busy for the shorter time; then the fewer parts."""
+        """Key to minimise: the time until both links are done, then the sum of their busy times, then the count."""
         return max(self.wire_s, self.host_s), self.wire_s + self.host_s, self.count

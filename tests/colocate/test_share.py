@@ -7,7 +7,7 @@ CONFIG = RolloutConfig(max_seqs=8, max_batch_tokens=16, kv_fraction=0.9)
 
 
 def _change(wishes, longest=40):
-    return InferenceShare.of(CONFIG, 4).changed(wishes, CONFIG, 4, longest)
+    return InferenceShare.of(CONFIG, 4).changed(wishes, CONFIG, engines=4, max_tokens=longest)
 
 
 def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
@@ -17,8 +17,12 @@ def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
     assert share.engines == (0, 2), "ascending"
     rollout = share.rollout(CONFIG)
     assert (rollout.kv_fraction, rollout.max_seqs, rollout.max_batch_tokens) == (0.5, 64, 64)
-    assert start.changed(share.state(), CONFIG, 4, 40) == share, "what a checkpoint holds brings it back"
-    assert share.changed({"engines": "all", "rollout.max_kv_tokens": "48"}, CONFIG, 4, 40).engines == (0, 1, 2, 3)
+    assert start.changed(share.state(), CONFIG, engines=4, max_tokens=40) == share, (
+        "what a checkpoint holds brings it back"
+    )
+    assert share.changed(
+        {"engines": "all", "rollout.max_kv_tokens": "48"}, CONFIG, engines=4, max_tokens=40
+    ).engines == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_what_was_copied_is_written_whatever_training_does_meanwhile_and_brought
     assert worker.card.device.memory().allocated <= held, "the copy is the host's"
     saved = {name: tensor.cpu().clone() for name, tensor in worker.card.switcher.training_state()["tensors"].items()}
     steps = worker.card.trainer.optimizer.steps
-    with pytest.raises(AssertionError, match="not written yet"):
+    with pytest.raises(AssertionError, match="not been written yet"):
         worker.snapshot()
     _one_step(worker, 1)
     changed = worker.card.switcher.training_state()["tensors"]

@@ -77,7 +77,7 @@ def way_back(rank, device, one, other, kind):
         fill(models[0])
         others = device.memory().allocated - plan.source.nbytes(rank)
         device.reset_peak()
-        reports.append(Switcher(plan, *models, device, exchange=kind).run(host=host))
+        reports.append(Switcher(plan, *models, device=device, exchange=kind).run(host=host))
         assert_bound(plan, rank, reports[-1], device.memory().peak_allocated - others)
         assert_filled(models[1], via=BF16)
         for index in range(len(models[1].weights.flats)):
@@ -104,7 +104,7 @@ def incomplete(rank, device):
     if rank == 1:
         parts[min(parts)].pop()
     with pytest.raises(SwitchError, match=r"rank 1 failed in preparation: .*unit \d+ has \d+ elements, the host"):
-        Switcher(plan, *models, device).run(host=parts)
+        Switcher(plan, *models, device=device).run(host=parts)
     assert_filled(models[0], via=BF16)
     return True
 

@@ -35,7 +35,7 @@ def chain(rank, device, config, one, other, options):
     reports = []
     for kind, times in (("shared", 2), ("collective", 1)):
         switchers = [
-            Switcher(plan, *pair, device, exchange=kind)
+            Switcher(plan, *pair, device=device, exchange=kind)
             for plan, pair in zip(plans, (models, models[::-1]), strict=True)
         ]
         for switcher in switchers * times:
@@ -124,7 +124,7 @@ def kept(rank, device):
     source, target = build_pair(*ends, device)
     plan = plan_switch(*ends, BUCKET, keep=True)
     for kind in ("shared", "collective"):
-        switcher = Switcher(plan, source, target, device, exchange=kind)
+        switcher = Switcher(plan, source, target, device=device, exchange=kind)
         for _ in range(2):
             one_switch(rank, device, switcher, checksum=False)
             assert_filled(source, via=torch.float32)
@@ -141,7 +141,7 @@ def test_a_kept_source_serves_many_switches_and_strangers_only_agree(device):
 def equal_layouts(rank, device):
     layout = End(Parallel(2, 1, 2), (0, 1)).layout(MOE)
     source, target = build_pair(layout, layout, device)
-    report = execute(plan_switch(layout, layout, BUCKET), source, target, device)
+    report = execute(plan_switch(layout, layout, BUCKET), source, target, device=device)
     assert_filled(target, via=torch.float32)
     assert_filled(source, via=torch.float32)
     return report
@@ -163,7 +163,7 @@ def test_one_process_needs_no_torch_distributed():
         for layout in layouts
     ]
     fill(models[0])
-    report = execute(plan_switch(*layouts, BUCKET), *models, device, checksum=True)
+    report = execute(plan_switch(*layouts, BUCKET), *models, device=device, checksum=True)
     assert_filled(models[1], via=BF16)
     assert (report.bytes_moved, report.exchange) == (0, "none")
     assert report.bytes_local == layouts[1].nbytes(0)
@@ -179,7 +179,7 @@ def beside(rank, device):
         for exchange in ("shared", "collective"):
             source.weights.allocate()
             fill(source)
-            execute(plan, source, target, device, checksum=exchange == "collective", exchange=exchange)
+            execute(plan, source, target, device=device, checksum=exchange == "collective", exchange=exchange)
             assert_filled(target, via=BF16)
             release_own(target, ())
     stream.synchronize()
@@ -199,7 +199,7 @@ def amid(rank, device, exchange):
     for flat in flats:
         flat.zero_()
     state = torch.ones(1000, device=device.torch_device)
-    open_exchange(device, None, "auto", Stopwatch(device))  # the ranks meet, which waits for everything
+    open_exchange(device, None, kind="auto", clock=Stopwatch(device))  # the ranks meet, which waits for everything
     device.synchronize()
     away, stream, done = device.host_empty((1000,), torch.float32).zero_(), device.new_stream(), device.event()
     with device.on_stream(stream):
@@ -207,7 +207,7 @@ def amid(rank, device, exchange):
         done.record(stream)
     for flat, host in zip(flats, hosts, strict=True):
         flat.copy_(host, non_blocking=True)
-    execute(plan_switch(*ends, BUCKET), source, target, device, exchange=exchange)
+    execute(plan_switch(*ends, BUCKET), source, target, device=device, exchange=exchange)
     beside = float(away.sum())
     assert_filled(target, via=BF16)
     done.synchronize()
@@ -224,7 +224,7 @@ def totals(rank, device):
     ends = [End(Parallel(4, 2, 2)).layout(MOE), End(Parallel(4, 1, 4)).layout(MOE)]
     source, target = build_pair(*ends, device)
     before = weights_checksum(source)
-    execute(plan_switch(*ends, BUCKET), source, target, device)
+    execute(plan_switch(*ends, BUCKET), source, target, device=device)
     return before, weights_checksum(target)
 
 

@@ -64,7 +64,7 @@ def build(device, ranks=(0, 1)):
 def outcome(plan, rank, source, target, device, **options):
     """(message, bytes of the target that are left) of a switch that has to fail."""
     with pytest.raises(SwitchError) as caught:
-        execute(plan, source, target, device, **options)
+        execute(plan, source, target, device=device, **options)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "errors travel to the controller"
     return str(caught.value), own_bytes(target, plan.shared_units(rank))
 
@@ -80,7 +80,7 @@ def corrupted(rank, device, exchange):
     with before(TAKES[exchange], 2 if rank == 0 else 0, flip):
         found = outcome(plan, rank, source, target, device, checksum=True, exchange=exchange)
     plan, source, target = build(device)
-    execute(plan, source, target, device, checksum=True, exchange=exchange)
+    execute(plan, source, target, device=device, checksum=True, exchange=exchange)
     assert_filled(target, via=torch.float32)
     return found
 
@@ -125,11 +125,11 @@ def refused(rank, device, exchange):
     messages = []
     for attempt in (plan, other_plan):
         with pytest.raises(SwitchError) as caught:
-            execute(attempt, source, target, device, exchange=exchange)
+            execute(attempt, source, target, device=device, exchange=exchange)
         messages.append(str(caught.value))
         assert_filled(source, via=torch.float32)
         target.weights.release()
-    execute(plan, source, target, device, exchange=exchange)
+    execute(plan, source, target, device=device, exchange=exchange)
     assert_filled(target, via=torch.float32)
     return messages
 

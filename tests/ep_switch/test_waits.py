@@ -83,11 +83,13 @@ def switched(rank, device, name):
             hosts = [device.host_empty(flat.shape, flat.dtype).copy_(flat) for flat in flats]
             for flat in flats:
                 flat.zero_()
-            open_exchange(device, None, "shared", Stopwatch(device))  # the ranks meet, which waits for everything
+            open_exchange(
+                device, None, kind="shared", clock=Stopwatch(device)
+            )  # the ranks meet, which waits for everything
             device.synchronize()
             for flat, host in zip(flats, hosts, strict=True):
                 flat.copy_(host, non_blocking=True)
-            execute(plan_switch(*ends, BUCKET), source, target, device, exchange="shared")
+            execute(plan_switch(*ends, BUCKET), source, target, device=device, exchange="shared")
             device.synchronize()
             return is_filled(target)
     finally:

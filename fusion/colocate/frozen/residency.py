@@ -1,8 +1,8 @@
-"""Whose weights are in HBM while reference and reward model compute on cards that train. Pure.
+"""Choose whose weights are in HBM while reference and reward model compute on cards that train. Pure.
 
-    beside    the role's weights are loaded beside the actor's and released again   (every deployment but full)
-    one       the role's weights replace the actor's and are replaced in turn: one model in HBM at a time
-    all       the role's weights stay in HBM from the start: nothing is copied, the KV cache is that much smaller
+    beside    the role's weights are loaded in addition to the actor's, and released again   (all deployments but full)
+    one       the role's weights replace the actor's, and then the reverse: one model in HBM at a time
+    all       the role's weights always stay in HBM: nothing is copied, but the KV cache is smaller
 
 Invariants (property-tested in tests/colocate/test_residency.py): `exchange_order` names every unit once, units of one
 side in order; after every step of it the bytes in HBM are at most those of the larger side.
@@ -19,7 +19,7 @@ RESIDENT_FRACTION = 0.5
 """Share of the free memory that resident roles may take: the rest is for activations and the KV cache."""
 
 
-def choose_residency(deployment: str, resident: str, free_bytes: int, role_bytes: int) -> Residency:
+def choose_residency(deployment: str, resident: str, *, free_bytes: int, role_bytes: int) -> Residency:
     """Chooses where the weights of roles on cards that train are kept.
 
     Args:

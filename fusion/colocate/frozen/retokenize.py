@@ -1,6 +1,6 @@
-"""Samples of the policy for a reward model with another tokenizer: decoded to text and tokenised again.
+"""Convert the policy's samples for a reward model with another tokenizer: decode to text and tokenise again.
 
-Where both tokenizers are the same, ids are passed unchanged, also where the reward model's folder holds no tokenizer.
+If both tokenizers are the same, or the reward model's folder has none, ids are passed unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def same_tokenizer(policy: str, reward_model: str) -> bool:
-    """Whether the two folders' tokenizers have the same vocabulary and the same end token."""
+    """Returns whether the two folders' tokenizers have the same vocabulary and the same end token."""
     if not (Path(reward_model) / TOKENIZER_FILE).is_file():
         return True
-    own, other = _load(policy), _load(reward_model)
-    return own.get_vocab() == other.get_vocab() and own.eos_token_id == other.eos_token_id
+    first, second = _load(policy), _load(reward_model)
+    return first.get_vocab() == second.get_vocab() and first.eos_token_id == second.eos_token_id
 
 
 class Retokenizer:

@@ -1,8 +1,8 @@
-"""Reference and reward model on one card: where their weights are, and what they compute.
+"""Run the reference and the reward model on one card.
 
-cards that train   the trainer computes with the reference's weights in its own layout; the reward model is a model of
-                   its own; the weights of both are kept on the host (`FrozenWeights`)
-their own cards    both are models of their own, which stay in HBM
+cards that train   the trainer computes with the reference's weights in the training layout; the reward model is a
+                   separate model; the weights of both are kept on the host (`FrozenWeights`)
+separate cards     both are separate models, which stay in HBM
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from fusion.training import Sequences, TrainEngine
 
 
 class FrozenRoles:
-    """Constructed before the trainer, so that the reference can be copied from its weights while there is room.
+    """The frozen roles of a card. Constructed before the trainer, while there is enough memory to copy the reference
+    from the trained weights.
 
     Attributes:
         on_host: weights that are kept on this card's host, by role.
-        reference, reward_model: models of their own; None where the card has none.
+        reference, reward_model: separate models; None if the card has none.
     """
 
     def __init__(
@@ -57,22 +58,22 @@ class FrozenRoles:
                 self.retokenize = Retokenizer(spec.model.path, reward.path)
 
     def choose_residency(self, free_bytes: int) -> None:
-        """Chooses the residency once all of training is in HBM. ``free_bytes``: the least of all cards."""
+        """Chooses the residency when the trainer is in HBM. ``free_bytes``: the minimum over all cards."""
         needed = sum(frozen.weights.nbytes for frozen in self.on_host.values())
         fusion = self.spec.fusion
-        self.residency = choose_residency(fusion.deployment, fusion.resident, free_bytes, needed)
+        self.residency = choose_residency(fusion.deployment, fusion.resident, free_bytes=free_bytes, role_bytes=needed)
         if self.residency == "all":
             for frozen in self.on_host.values():
                 frozen.make_resident()
 
     @property
     def needs_room(self) -> bool:
-        """Whether roles are still to be loaded into HBM, in the memory that the optimizer leaves free."""
+        """Whether roles must still be loaded into HBM, into memory that the optimizer does not use."""
         return bool(self.on_host) and self.residency != "all"
 
     @contextmanager
     def reference_in_hbm(self, trainer: TrainEngine | None) -> Iterator[None]:
-        """Inside, the reference's weights are in HBM and, where it has no cards of its own, the trainer computes with
+        """Keeps the reference's weights in HBM during the block; without separate cards the trainer computes with
         them."""
         with self._in_hbm("reference"):
             if self.reference is not None:
@@ -84,19 +85,25 @@ class FrozenRoles:
 
     @contextmanager
     def reward_model_in_hbm(self) -> Iterator[None]:
+        """Keeps the reward model's weights in HBM during the block."""
         with self._in_hbm("reward_model"):
             yield
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
         """Returns float32 [N] on the CPU: the reference's log-probability of every response token.
 
-        In `reference_in_hbm`; collective over the reference's mesh, which is the trainer's where it has no cards of its
-        own.
+        Called in `reference_in_hbm`; collective over the reference's mesh, which is the trainer's unless the reference
+        has separate cards.
         """
         if self.reference is None:
             assert trainer is not None
             return trainer.logprobs(sequences)[0]
-        return token_logprobs(self.reference, sequences, self.spec.training.token_budget, self.spec.temperature)
+        return token_logprobs(
+            self.reference,
+            sequences,
+            token_budget=self.spec.training.token_budget,
+            temperature=self.spec.temperature,
+        )
 
     def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
         """Returns one outcome per sample (prompt, response), in order. In `reward_model_in_hbm`; collective over its
@@ -106,15 +113,15 @@ class FrozenRoles:
             self.retokenize(prompt, response) if self.retokenize else [*prompt, *response]
             for prompt, response in samples
         ]
-        longest = self.reward_model.config.max_positions
-        fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= longest]
-        found = sequence_scores(
+        max_length = self.reward_model.config.max_positions
+        fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= max_length]
+        values = sequence_scores(
             self.reward_model,
             [torch.tensor(tokens[index], dtype=torch.int64) for index in fits],
             self.spec.training.token_budget,
         )
-        scores = dict(zip(fits, found, strict=True))
-        return [_outcome(scores.get(index), len(ids), longest) for index, ids in enumerate(tokens)]
+        scores = dict(zip(fits, values, strict=True))
+        return [_outcome(scores.get(index), len(ids), max_length) for index, ids in enumerate(tokens)]
 
     @contextmanager
     def _in_hbm(self, role: str) -> Iterator[None]:
@@ -128,7 +135,7 @@ class FrozenRoles:
     def _load(self, path: str, mesh: Mesh) -> Transformer:
         options = self.spec.model
         config, bucket_bytes = ModelConfig.from_hf(path), self.spec.fusion.bucket_bytes
-        model = Transformer(config, mesh, self.device, options.torch_dtype, bucket_bytes=bucket_bytes)
+        model = Transformer(config, mesh, self.device, dtype=options.torch_dtype, bucket_bytes=bucket_bytes)
         model.requires_grad_(False)
         load_weights(model, path)
         return model
@@ -142,9 +149,9 @@ class FrozenRoles:
         return copy
 
 
-def _outcome(score: float | None, length: int, longest: int) -> RewardOutcome:
+def _outcome(score: float | None, length: int, max_length: int) -> RewardOutcome:
     if score is None:
-        return RewardOutcome(None, "too_long", f"{length} tokens; the reward model has {longest} positions")
+        return RewardOutcome(None, "too_long", f"{length} tokens; the reward model has {max_length} positions")
     if score != score or score in (float("inf"), float("-inf")):
         return RewardOutcome(None, "bad_type", f"the reward model's score is {score}")
     return RewardOutcome(score)

@@ -28,13 +28,13 @@ def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_b
     for indices, batch, hidden_ND in _forward(model, sequences, token_budget):
         if indices:
             last = torch.tensor(batch.lengths).cumsum(0) - 1
-            found_n1 = model.scores(hidden_ND.index_select(0, last.to(hidden_ND.device)))
-            scores[indices] = found_n1.squeeze(1).to("cpu", torch.float32)
+            scores_n1 = model.scores(hidden_ND.index_select(0, last.to(hidden_ND.device)))
+            scores[indices] = scores_n1.squeeze(1).to("cpu", torch.float32)
     return scores.tolist()
 
 
 @torch.no_grad()
-def token_logprobs(model: Transformer, sequences: Sequences, token_budget: int, temperature: float) -> torch.Tensor:
+def token_logprobs(model: Transformer, sequences: Sequences, *, token_budget: int, temperature: float) -> torch.Tensor:
     """Returns float32 [N] on the CPU: the log-probability of every response token; 0 elsewhere. Collective over the
     mesh."""
     logprobs_N = torch.zeros(len(sequences.tokens))
@@ -42,8 +42,8 @@ def token_logprobs(model: Transformer, sequences: Sequences, token_budget: int, 
         rows = batch.loss_mask.nonzero().squeeze(1)
         logits_nVl = model.logits(hidden_ND.index_select(0, (rows - 1).to(hidden_ND.device)))
         targets_n = batch.tokens[rows].to(hidden_ND.device)
-        found, _ = vocab_parallel_logprobs(logits_nVl, targets_n, model.mesh, temperature)
-        logprobs_N[sequences.rows_of(indices)[rows]] = found.cpu()
+        logprobs_n, _ = vocab_parallel_logprobs(logits_nVl, targets_n, model.mesh, temperature=temperature)
+        logprobs_N[sequences.rows_of(indices)[rows]] = logprobs_n.cpu()
     return logprobs_N
 
 

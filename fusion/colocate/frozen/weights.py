@@ -1,9 +1,9 @@
-"""The weights of a frozen model on a card that is shared with training: reference and reward model.
+"""Load and release the weights of a frozen model (reference, reward model) on a card that also trains.
 
-    host, pinned, allocated once ──load──► HBM, beside the actor or in its place ──release──► no copy: they are frozen
+    pinned host memory, allocated once ──load──► HBM, with the actor or instead of it ──release──► no copy back
 
-`residency` chooses between the two. In the actor's place the two sides are exchanged unit by unit, in an order that
-needs no more memory than the larger of them.
+`residency` chooses between the two. When they replace the actor's weights, the two are exchanged unit by unit, in an
+order that needs no more memory than the larger of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The actor's weights on a card, and how they change their layout.
+"""Switch the actor's weights on a card between the training and the inference layout.
 
-route             which ranks send and receive them when the phase changes                       ┐ pure
-masters           which units a rank rounds from masters on the host on the way back to training ┘
-policy            PolicyWeights: in the training layout, in an engine's, or in each in turn
-switching         PhaseSwitcher: what is released, moved and allocated, and in which order
-staged_weights    StagedWeights: new weights beside a model that decodes with the old ones
+route             the ranks that send and receive weights when the phase changes             ┐ pure
+masters           the units that a rank rounds from host masters when it switches to training ┘
+policy            PolicyWeights: the weights in the training layout, the engine's, or alternately in both
+switching         PhaseSwitcher: releases, moves and allocates memory, in order
+staged_weights    StagedWeights: new weights, received while the model decodes with the old ones
 weight_receiver   WeightReceiver: the thread that receives them
 """

@@ -1,16 +1,17 @@
-"""Which units of the weights a rank rounds from its masters on the host when it switches to TRAIN. Pure.
+"""Choose the units of the weights that a rank rounds from its masters on the host when it switches to TRAIN. Pure.
 
     fp32 masters of a rank     │ master.0: its share of bucket 0 │ master.1: … │      sharded over replicas
     units of its weights       │ layer 0, norms ▓▓│ layer 0, qkv … ░░│ expert 0 ▓▓│ expert 1 ░▓│
-                                 ▓ own masters hold all of it: the host can supply it
+                                 ▓ covered by the rank's own masters: the host can supply it
 
-Weights are published by rounding masters, so both ways give the same bits. A unit is taken from the host whole or not
-at all. Each rank chooses by `plan_return`: the wire, at the speed of its slowest link to the nearest engine, and the
-host link are used at the same time. With expert parallelism most units are experts, whose masters are seldom sharded.
-Units whose masters are sharded over replicas are taken from the wire.
+Trained weights are rounded masters, so both sources give the same bits. A unit comes entirely from the host or entirely
+from other ranks. Each rank chooses by `plan_return`, which uses two links at the same time: to other ranks, at the
+speed of the slowest link to the nearest engine, and to the host. With expert parallelism most units are experts, whose
+masters are seldom sharded. Units whose masters are sharded over replicas come from other ranks.
 
 Invariants: every element of a hosted unit is in exactly one run; a hosted unit is covered by the rank's masters, is
-missing in the source layout, wholly or in part, and was assigned to the host by `plan_return`. All ranks choose alike.
+partly or entirely missing in the source layout, and was assigned to the host by `plan_return`. All ranks compute the
+same choice.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from fusion.training.shards import gradient_buckets, own_range, shard_pieces
 
 
 class MasterRun(NamedTuple):
-    """``numel`` elements of the parameter ``name``: in a unit of the weights from ``start`` on, and in the master of
-    the optimizer's shard number ``shard`` from ``at`` on."""
+    """``numel`` elements of the parameter ``name``, which begin at ``start`` in a unit of the weights and at ``at`` in
+    the master of the optimizer's shard number ``shard``."""
 
     name: str
     start: int
@@ -43,13 +44,14 @@ class MasterRun(NamedTuple):
 
 
 def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
-    """Maps the units of a rank of the training layout that its own masters cover to the runs that make them up."""
+    """Maps the units of a rank of the training layout that its own masters cover to the runs they consist of."""
     parallel, place = layout.parallel, layout.ranks.index(rank) % layout.parallel.world
-    buckets, _ = gradient_buckets(layout.config, parallel, layout.table(place), layout.bucket_bytes)
+    buckets, _ = gradient_buckets(layout.config, parallel, layout.table(place), bucket_bytes=layout.bucket_bytes)
     by_name: dict[str, list[MasterRun]] = defaultdict(list)
     for shard, bucket in enumerate(buckets):
         for piece in shard_pieces(bucket, *own_range(bucket, parallel, place)):
-            by_name[piece.param.name].append(MasterRun(piece.param.name, piece.start, shard, piece.at, piece.numel))
+            name = piece.param.name
+            by_name[name].append(MasterRun(name, start=piece.start, shard=shard, at=piece.at, numel=piece.numel))
     runs_by_unit = {}
     for index, unit in enumerate(layout.units(rank)):
         runs = [run._replace(start=run.start + at) for param, at in unit.entries for run in by_name[param.name]]
@@ -59,7 +61,7 @@ def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
 
 
 def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology: Topology) -> tuple[UnitId, ...]:
-    """Returns the units of the training layout that ``ranks``, which have masters on the host, take from there."""
+    """Returns the units of the training layout that ``ranks``, whose masters are on the host, fill from them."""
     hosted: list[UnitId] = []
     for rank in ranks:
         runs, shared, held = master_runs(train, rank), shared_units(source, train, rank), _boxes(source, rank)
@@ -74,14 +76,16 @@ def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology:
         ]
         wire = topology.bytes_per_s[_level_to_nearest_engine(source, rank, topology)]
         plan = plan_return(parts, wire, topology.host_bytes_per_s)
-        hosted += [(rank, index) for index, way in zip(units, plan.sources, strict=True) if way == "host"]
+        hosted += [
+            (rank, index) for index, unit_source in zip(units, plan.sources, strict=True) if unit_source == "host"
+        ]
     return tuple(sorted(hosted))
 
 
 def host_parts(
     runs: Mapping[int, Iterable[MasterRun]], masters: Mapping[int, torch.Tensor]
 ) -> dict[int, list[HostPart]]:
-    """Returns the runs as views of the masters, which are flat float32 host tensors by shard."""
+    """Returns the runs as views of the masters, flat float32 host tensors by shard."""
     return {
         unit: [HostPart(run.name, run.start, masters[run.shard][run.at : run.at + run.numel]) for run in unit_runs]
         for unit, unit_runs in runs.items()
@@ -89,10 +93,10 @@ def host_parts(
 
 
 def _boxes(layout: Layout, rank: int) -> dict[str, set[Box]]:
-    found: dict[str, set[Box]] = defaultdict(set)
+    boxes: dict[str, set[Box]] = defaultdict(set)
     for name, region, _ in layout.places(rank):
-        found[name].add(region)
-    return found
+        boxes[name].add(region)
+    return boxes
 
 
 def _lacking(layout: Layout, rank: int, held: Mapping[str, set[Box]]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The actor's weights on a card: in the training layout, in an engine's, or in each in turn."""
+"""Hold the actor's weights on a card: in the training layout, in the engine's layout, or alternately in both."""
 
 from __future__ import annotations
 
@@ -79,44 +79,51 @@ class PolicyWeights:
         return self._routes[engines]
 
     def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:
-        """Moves the weights to the engines of the route. An engine on other cards releases its old ones first.
+        """Moves the weights to the engines of the route. A card that only generates releases its old weights first.
 
         Args:
             while_generating: cards that only generate keep decoding and receive into their `StagedWeights`.
         """
         if self.train is None and self.infer is not None:
             self.infer.weights.release()
-        return self.reshard(
-            route.to_infer, self.train, self.infer, self.meshes.actor, while_generating=while_generating
-        )[0]
+        report, _ = self.reshard(
+            route.to_infer,
+            source=self.train,
+            target=self.infer,
+            group=self.meshes.actor,
+            while_generating=while_generating,
+        )
+        return report
 
     def to_train(
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
     ) -> SwitchReport | None:
-        """Moves the weights back; returns None where the trainer has kept them.
+        """Moves the weights back to the trainer; returns None if the trainer has kept them.
 
         Args:
             masters: maps shards of the optimizer to their masters on the host, flat float32; called with the shards
-                that the plan takes from there.
+                that the plan reads from the host.
         """
         plan = route.to_train
         if plan is None:
             return None
         group = self.meshes.trainers
         parts = self._all_or_none(lambda: self._hosted(plan, masters), group=group, stage="masters")
-        return self.reshard(plan, self.infer, self.train, group, parts)[0]
+        report, _ = self.reshard(plan, source=self.infer, target=self.train, group=group, host=parts)
+        return report
 
     def _hosted(self, plan: Plan, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]) -> HostParts:
         if plan not in self._runs:
             hosted = plan.hosted_units(self.rank)
-            found = master_runs(plan.target, self.rank) if hosted else {}
-            self._runs[plan] = {unit: found[unit] for unit in hosted}
+            runs_by_unit = master_runs(plan.target, self.rank) if hosted else {}
+            self._runs[plan] = {unit: runs_by_unit[unit] for unit in hosted}
         runs = self._runs[plan]
         return host_parts(runs, masters({run.shard for unit in runs.values() for run in unit}))
 
     def reshard(
         self,
         plan: Plan,
+        *,
         source: WeightHolder | None,
         target: WeightHolder | Buckets | None,
         group: dist.ProcessGroup | None,
@@ -127,19 +134,21 @@ class PolicyWeights:
 
         Returns:
             the report, and with `fusion.checksum` the checksum of the policy, else None. It is compared over all
-            layouts and engines. Targets that are only storage are checked when a model has adopted them.
+            layouts and engines. A target without a model is checked after a model has adopted it.
 
         Raises:
             WeightsDiffer: on all cards of the group, with the checksums by rank.
         """
         source = source if self.rank in plan.source.ranks else None
         target = target if self.rank in plan.target.ranks else None
-        # Weights staged on a host cannot be read in place by the ranks that they are relayed to.
+        # Ranks to which weights are relayed cannot read them in place from another rank's host memory.
         exchange: Kind = (
             "collective" if while_generating and plan.relays and not self.spec.fusion.double_buffer else "auto"
         )
         if (plan, target, exchange) not in self._switchers:
-            self._switchers[plan, target, exchange] = Switcher(plan, source, target, self.device, group, exchange)
+            self._switchers[plan, target, exchange] = Switcher(
+                plan, source, target, device=self.device, group=group, exchange=exchange
+            )
         before = self._checksum(source, group)
         report = self._switchers[plan, target, exchange].run(self.spec.fusion.checksum, host)
         after = self._checksum(None if isinstance(target, Buckets) else target, group)
@@ -155,12 +164,12 @@ class PolicyWeights:
     def _all_or_none(self, work: Callable[[], T], *, group: dist.ProcessGroup | None, stage: str) -> T:
         return all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.device)
 
-    def _compare(self, own: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
+    def _compare(self, sums_here: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:
             return None
-        everyone = gather_json(own, group)
-        sums = {value for one in everyone for value in one.values() if value is not None}
+        sums_by_rank = gather_json(sums_here, group)
+        sums = {value for of_rank in sums_by_rank for value in of_rank.values() if value is not None}
         if len(sums) > 1:
-            cards = dict(zip(self.spec.deployment.actor, everyone, strict=False))
+            cards = dict(zip(self.spec.deployment.actor, sums_by_rank, strict=False))
             raise WeightsDiffer(f"the checksums of the weights differ before and after the switch, by rank: {cards}")
         return sums.pop()

@@ -1,14 +1,14 @@
-"""New weights on a card whose engine decodes with the old ones meanwhile.
+"""Receive new weights on a card while its engine decodes with the old ones.
 
-    weights thread   ── receive v+1 into staging ─────┐ all cards of the engine have it
+    weights thread   ── receive v+1 into staging ─────┐ all cards of the engine have received it
     engine's thread  decode v  decode v  decode v  …  └─► adopt ─► decode v+1 …
-                                                         the pause: one copy into the model, between two steps
+                                                         pause: one copy into the model, between two steps
 
-The staged weights lie in pinned host memory that is allocated once and kept or, with ``fusion.double_buffer``, in HBM;
-there they are allocated before the KV cache, which gets that much less.
+The staged weights are in pinned host memory that is allocated once and kept or, with ``fusion.double_buffer``, in HBM,
+where they are allocated before the KV cache and reduce its size.
 
 Invariants: the model's weights change only in `adopt`, all at once; a version is adopted at most once, and only if it
-is newer than the model's; with checksums on, the model has the checksum of the trainer's weights afterwards.
+is newer than the model's; with checksums enabled, the model then has the checksum of the trainer's weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusion.offload import HostPool
 
 
 class HostBuckets(Buckets):
-    """`Buckets` in pinned host memory that is kept: `allocate` and `release` only mark pieces as held or not."""
+    """`Buckets` in pinned host memory that is never freed: `allocate` and `release` only mark units as held or not."""
 
     def __init__(self, plans: tuple[BucketPlan, ...], pool: HostPool, dtype: torch.dtype):
         self.plans, self.dtype, self.owner, self.shared = plans, dtype, "host", {}
@@ -52,9 +52,9 @@ class HostBuckets(Buckets):
 
 
 class StagedWeights:
-    """New weights for the model ``weights.infer``: takes the place of `PolicyWeights` in a switch in the background."""
+    """Stages new weights for the model ``weights.infer``; replaces `PolicyWeights` in a switch in the background."""
 
-    def __init__(self, weights: PolicyWeights, device: Device, pool: HostPool, in_hbm: bool):
+    def __init__(self, weights: PolicyWeights, device: Device, pool: HostPool, *, in_hbm: bool):
         assert weights.infer is not None and weights.train is None, (
             "only cards that only generate receive weights while they decode"
         )
@@ -64,10 +64,10 @@ class StagedWeights:
         self._checksum: int | None = None
         self._version = -1
         self.pause_s = 0.0
-        """Seconds of the last `adopt`"""
+        """Duration of the last `adopt`"""
 
     def reserve(self) -> None:
-        """Allocates the memory, before the KV cache takes what is free."""
+        """Allocates staging memory in HBM, before the KV cache takes the free memory."""
         if self._in_hbm:
             self._storage.allocate()
 
@@ -79,7 +79,7 @@ class StagedWeights:
         self._storage.release()
         group = self._weights.meshes.actor
         report, self._checksum = self._weights.reshard(
-            route.to_infer, None, self._storage, group, while_generating=while_generating
+            route.to_infer, source=None, target=self._storage, group=group, while_generating=while_generating
         )
         return report
 
@@ -96,21 +96,23 @@ class StagedWeights:
         Raises:
             WeightsDiffer: the model's checksum is not that of the trainer's weights.
         """
-        assert version == self._version, f"policy {version} is to be adopted, staged is {self._version}"
+        assert version == self._version, f"cannot adopt policy {version}: policy {self._version} is staged"
         began = time.perf_counter()
-        for own, new in zip(self._model.weights.flats, self._storage.flats, strict=True):
-            own.copy_(new, non_blocking=True)
+        for current, staged in zip(self._model.weights.flats, self._storage.flats, strict=True):
+            current.copy_(staged, non_blocking=True)
         self._device.current_stream().synchronize()
         self.pause_s = time.perf_counter() - began
-        if self._checksum is not None and (found := weights_checksum(self._model)) != self._checksum:
-            raise WeightsDiffer(f"policy {version} sums to {self._checksum}, what the engine has adopted to {found}")
+        if self._checksum is not None and (adopted := weights_checksum(self._model)) != self._checksum:
+            raise WeightsDiffer(
+                f"policy {version} has checksum {self._checksum}, the weights that the engine adopted have {adopted}"
+            )
 
     @property
     def _storage(self) -> Buckets:
         if self._buckets is None:
             plans, dtype = self._model.weights.plans, self._model.weights.dtype
             if self._in_hbm:
-                self._buckets = Buckets(plans, self._device, dtype, "weights", resident=False)
+                self._buckets = Buckets(plans, self._device, dtype, owner="weights", resident=False)
             else:
                 self._buckets = HostBuckets(plans, self._pool, dtype)
         return self._buckets

@@ -76,21 +76,21 @@ class PhaseSwitcher:
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
         self.staged = staged
         self.route: Route | None = None
-        """Of the present INFER phase, or of the last one"""
+        """Route of the current INFER phase, or of the last one"""
         offloads = engine is not None and spec.fusion.offload == "switch"
         self.optimizer = trainer.optimizer_states() if trainer is not None and offloads else {}
         """Optimizer states that are offloaded while the card generates"""
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
-        """Gives the engines of ``share`` the trainer's weights, policy ``version``, and the rest of their cards for KV.
+        """Moves the trainer's weights, policy ``version``, to the engines of ``share`` and allocates their KV caches.
 
         Args:
-            while_generating: engines on cards that only generate keep decoding: these cards take part with a switcher
-                over their `StagedWeights` and no engine.
+            while_generating: engines on cards that only generate keep decoding: these cards participate with a switcher
+                over their `StagedWeights` and without an engine.
 
         Raises:
-            AbortedOnAllRanks: on all cards, if a part failed on any (SwitchError: the resharding). Where one of them
-                cannot go there from its phase, all stay where they were.
+            AbortedOnAllRanks: on all cards, if a part failed on any (SwitchError: the resharding). If the phase of one
+                does not allow the transition, all keep their phase.
         """
         actor = self.meshes.actor
         target = self._part(actor, "phase", lambda: self._plan(share))
@@ -105,7 +105,7 @@ class PhaseSwitcher:
         self.phases.arrive(target)
 
     def to_train(self) -> None:
-        """Gives the trainer its weights back.
+        """Moves the weights back to the trainer.
 
         Raises:
             AbortedOnAllRanks: as `to_infer`.
@@ -118,17 +118,17 @@ class PhaseSwitcher:
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
-        """Starts loading offloaded gradients and then the optimizer; work queued from now on may add to the gradients.
-        Collective over the cards that train.
+        """Starts loading offloaded gradients and then the optimizer; work queued after this call may add to the
+        gradients. Collective over the cards that train.
 
         Raises:
-            AbortedOnAllRanks: on all cards, if one lacks the room; it stays on the host there, and may be requested
-                again.
+            AbortedOnAllRanks: on all cards, if one lacks memory; there the state stays on the host, and the call can be
+                repeated.
         """
         self._all_or_none(self._load, group=self.meshes.trainers, stage="optimizer")
 
     def await_optimizer(self) -> None:
-        """Lets work that is queued from now on use the optimizer's state."""
+        """Waits for the optimizer's state; work queued after this call can use it."""
         stream = self.device.current_stream()
         stream.synchronize()
         with self._clock("onload"), self._span("onload"):
@@ -140,8 +140,8 @@ class PhaseSwitcher:
         self._send_out(self.optimizer)
 
     def training_state(self) -> dict[str, Any]:
-        """Returns the trainer's `state_dict` with every tensor where it is now: on the card, or on the host. Read only,
-        by work that is queued before the card is given any other."""
+        """Returns the trainer's `state_dict` with every tensor at its current location, on the card or on the host.
+        Only for reading, by work that is queued before any other work of the card."""
         assert self.trainer is not None
         self.offloader.wait()
         state = self.trainer.state_dict()
@@ -162,7 +162,7 @@ class PhaseSwitcher:
         return [name for name in names if not self.offloader.resident(name)]
 
     def _plan(self, share: InferenceShare) -> Phase:
-        """Sets the route; returns the phase to which it takes this card."""
+        """Sets the route; returns the phase of this card on it."""
         route = self.weights.route(share.engines)
         target = route.phase_of(self.rank, Phase.INFER)
         self.phases.check(target)
@@ -196,12 +196,12 @@ class PhaseSwitcher:
             self._release_kv()
 
     def _has_room(self) -> bool:
-        """Whether the weights can be resharded while the optimizer is still on its way out."""
+        """Whether the weights can be resharded while the optimizer is still being offloaded."""
         plan = self._planned.to_infer
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
     def _configure(self, engine: InferEngine | None, version: int, share: InferenceShare) -> None:
-        # A part of its own, as a rank that fails here must not leave others waiting in the collective of `allocate_kv`.
+        # A separate part, as a rank that fails here must not leave others waiting in the collective of `allocate_kv`.
         if engine is not None:
             engine.reconfigure(share.rollout(self.spec.rollout))
             engine.policy_version = version

@@ -1,7 +1,7 @@
-"""The weights thread of a card that only generates: it receives new weights while the engine's thread decodes.
+"""Receive new weights on a thread of a card that only generates, while the engine's thread decodes.
 
-It uses the process group of the actor's cards, which the engine's thread leaves alone meanwhile, and reaches the engine
-by a control call to its leader (`InferEngine.adopt`).
+The thread uses the process group of the actor's cards, which the engine's thread does not use, and calls
+`InferEngine.adopt` on the engine's leader.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class WeightReceiver:
             staged=None,
             pool=HostPool(device),
             metrics=self._metrics,
-            timeline=Timeline("discarded: the card generates meanwhile"),
+            timeline=Timeline("discarded: the card is generating"),
         )
         self._interim_report = interim_report
         self._adopted = threading.Event()
         self._report: StageReport | None = None
-        """Of the `generate` stage up to the adoption"""
+        """Report of the `generate` stage up to the adoption"""
         engine.on_adopt = self._adopt
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
@@ -86,7 +86,8 @@ class WeightReceiver:
         )
 
     def _adopt(self, version: int) -> None:
-        """On the engine's thread. The `generate` stage may last for the whole run, so `receive` reports it so far."""
+        """Adopts the staged weights, on the engine's thread. `generate` may last for the whole run, so `receive` also
+        returns its report so far."""
         self.staged.adopt(version)
         self._report = self._interim_report()
         self._adopted.set()

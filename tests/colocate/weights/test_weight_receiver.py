@@ -117,6 +117,6 @@ def tampered(rank, device, spec):
     receiver.staged.expect(1)
     receiver.switcher.to_infer(1, share, while_generating=True)
     receiver.staged._storage.flats[0][0] += 1
-    with pytest.raises(Exception, match="policy 1 sums to"):
+    with pytest.raises(Exception, match="policy 1 has checksum"):
         receiver.staged.adopt(1)
     return True
