@@ -1,9 +1,9 @@
-"""Attention over the paged cache: what the engine brings as the model's `attend`.
+"""Compute attention over the paged KV cache; the engine passes it to the model as `attend`.
 
-Paged rows (`attend_rows`): every (row, block) pair is one small matrix product, whatever the lengths, so ragged
-sequences waste nothing but the end of their last block. The softmax is put together from its blocks as in
-FlashAttention (Dao et al., 2022): the row's maximum over all blocks first, then sums in the order of the blocks. Pairs
-do not see each other and the order is the sequence's own, so a row's bits do not depend on the batch.
+Paged rows (`attend_rows`): every (row, block) pair is one small matrix product, so sequences of different lengths need
+no padding except in their last block. The softmax is combined from blocks as in FlashAttention (Dao et al., 2022):
+first the row's maximum over all blocks, then sums in the order of the blocks. Pairs are independent and the order
+depends only on the sequence, so a row's result is bitwise independent of the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion.npu.ops import varlen_causal_attention
 
 
 class PagedAttention:
-    """`Attend` of one step: writes the step's keys and values to the cache, then attends."""
+    """Implements `Attend` for one step: writes the step's keys and values to the cache, then attends."""
 
     def __init__(self, cache: KVCache, batch: Batch):
         self.cache, self.batch = cache, batch
@@ -27,7 +27,10 @@ class PagedAttention:
         channels = q_NHC.shape[-1]
         pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat([k_NKC, v_NKC]).view(-1, channels))
 
-        out = [attend_rows(q_NHC[part.start : part.stop], pool, part, self.cache.workspace) for part in batch.rows]
+        out = [
+            attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=self.cache.workspace)
+            for part in batch.rows
+        ]
         start, stop, lengths = batch.packed
         if lengths:
             out.append(varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths))
@@ -38,7 +41,7 @@ class PagedAttention:
 
 
 def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor) -> torch.Tensor:
-    """Each row attends over its blocks of the pool. Returns [R, H, C]."""
+    """Compute the attention of each row over its blocks of the pool. Returns [R, H, C]."""
     rows, heads, channels = q_RHC.shape
     block_size, pairs = pool.shape[2], part.owner.shape[0]
     dtype = score_dtype(q_RHC.dtype)
@@ -47,7 +50,7 @@ def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspa
     q = (q_RHC.to(dtype) * channels**-0.5).view(rows, -1)
     if not single:
         q = q.index_select(0, part.owner)
-    keys, values = _read_blocks(pool, part, workspace, dtype)
+    keys, values = _read_blocks(pool, part, workspace=workspace, dtype=dtype)
 
     scores = _products(q.view(pairs * pool.shape[1], -1, channels), [k.transpose(1, 2) for k in keys])
     scores = scores.view(pairs, heads, block_size)
@@ -70,7 +73,8 @@ def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspa
 def _read_blocks(
     pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Keys and values [n * K, block_size, C] of the stretch, uncopied, and of the gathered blocks; what there is."""
+    """Return keys and values [n * K, block_size, C] of the stretch (not copied) and of the gathered blocks, as far as
+    there are any."""
     pieces_of_kv = []
     if part.stretch != (0, 0):
         pieces_of_kv.append(pool.unflatten(0, (2, -1))[:, slice(*part.stretch)])
@@ -82,7 +86,7 @@ def _read_blocks(
 
 
 def _products(x: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
-    """x [n, r, c] times the n matrices that the pieces hold in order."""
+    """Multiply x [n, r, c] by the n matrices that the pieces hold in order."""
     if len(pieces) == 1:
         return torch.bmm(x, pieces[0])
     parts = x.split([len(piece) for piece in pieces])

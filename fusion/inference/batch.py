@@ -1,4 +1,4 @@
-"""The tensors of one step, laid out once and read by every layer.
+"""Build the tensors of one step, which every layer reads.
 
 Rows of a batch, in this order:
 
@@ -25,10 +25,11 @@ Piece = tuple[Sequence, int]
 """A sequence and how many tokens of it the step computes."""
 
 STRETCH_WASTE = 1.5
-"""Blocks of a stretch of the pool by those wanted, up to which it is read as it lies instead of gathered."""
+"""Maximum ratio of all blocks of a stretch of the pool to the required ones for which the stretch is read in place
+instead of gathering the blocks."""
 
 STRETCH_TOKENS = 1 << 17
-"""Most tokens of KV read by rows of one slice; bounds the memory of its scores."""
+"""Maximum tokens of KV that the rows of one slice read; bounds the memory of its scores."""
 
 SHORT_CHUNK_TOKENS = 16
 """Chunks up to this length are computed as paged rows: one call for all of them instead of one for each."""
@@ -36,7 +37,8 @@ SHORT_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Neighbouring paged rows and the P blocks they attend over: a stretch of the pool as it lies, then gathered ones.
+    """Consecutive paged rows and the P blocks they attend over: a stretch of the pool read in place, then gathered
+    blocks.
 
     ``stretch``: first block and end; its unneeded blocks are assigned to row 0 with nothing to read. ``pieces``: the
     gathered blocks' rows of a pool, all keys before all values; without a stretch row after row. ``owner`` [P]: the row
@@ -71,8 +73,8 @@ class Batch:
     """Inputs of one forward pass of N tokens.
 
     ``slots`` [2 * N * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
-    ``blocks``, ``offsets`` int64 [N] on the host: where each token lies in the cache.
-    ``sampled`` [S]: the rows whose logits are wanted; None: all rows.
+    ``blocks``, ``offsets`` int64 [N] on the host: the place of each token in the cache.
+    ``sampled`` [S]: the rows whose logits are required; None: all rows.
     """
 
     ids: torch.Tensor
@@ -87,7 +89,7 @@ class Batch:
 
 
 def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
-    """Lays out a step."""
+    """Builds the tensors of a step."""
     block_size, kv_heads = cache.block_size, cache.kv_heads
     short, whole, long = _sort_chunks(step, invariant)
     pieces = [(seq, 1) for seq in step.decodes] + short + whole + long
@@ -161,7 +163,8 @@ class _Pairs:
 
 
 def _slice_rows(positions, first, table, cache: KVCache, put, invariant: bool):
-    """One slice that reads the pool as it lies where that pays, else slices of as many pairs as the workspace holds."""
+    """Returns one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the
+    workspace holds."""
     counts = positions // cache.block_size + 1
     ends = np.cumsum(counts)
     owner = np.repeat(np.arange(len(counts)), counts)

@@ -1,4 +1,4 @@
-"""Who holds which block of the KV cache: reference counts, a free list, and a prefix cache. Pure; knows no tensor.
+"""Manage the blocks of the KV cache: reference counts, a free list, and a prefix cache. Pure, without tensors.
 
 A block is in exactly one state:
 
@@ -8,8 +8,8 @@ A block is in exactly one state:
                      └───────────────────────────┘
 
 Invariants: free + cached + held = all blocks, disjoint; a block has as many references as holders; only a held or
-cached block has a name and no two blocks have the same; a name binds the policy version and every token up to the
-block's end, so a block is never found under another version or behind another prefix.
+cached block has a name, and no two blocks have the same; a name is a hash of the policy version and of all tokens up to
+the block's end, so a lookup never returns a block of another version or another prefix.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ BlockName = bytes
 
 
 def root_name(policy_version: int) -> BlockName:
-    """The name before the first block of any sequence under a policy version."""
+    """Return the name that precedes the first block of every sequence under a policy version."""
     return hashlib.blake2b(b"version %d" % policy_version, digest_size=16).digest()
 
 
 def next_name(previous: BlockName, tokens: Sequence[int]) -> BlockName:
-    """The name of a full block: a hash of its tokens chained to the block before, equal in every process."""
+    """Return the name of a full block: a hash of the previous block's name and its tokens, equal in every process."""
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockManager:
-    """Blocks ``0 … count - 1`` of ``block_size`` tokens each."""
+    """Manages blocks ``0 … count - 1`` of ``block_size`` tokens each."""
 
     def __init__(self, count: int, block_size: int):
         self.count, self.block_size = count, block_size
@@ -43,19 +43,20 @@ class BlockManager:
         self._names: list[BlockName | None] = [None] * count
         self._by_name: dict[BlockName, int] = {}
         self.highest = -1
-        """The highest block ever taken: low ones go first, so what lies above was never used."""
+        """The highest block ever taken; blocks above it were never used, as low ones are taken first."""
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give: free ones, and cached ones it would evict."""
+        """Number of blocks that `take` can return: free ones, and cached ones that it would evict."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
+        """Number of cached blocks."""
         return len(self._cached)
 
     def find(self, names: Iterable[BlockName]) -> list[int]:
-        """The blocks of the longest known prefix of a chain of names. Takes no reference."""
+        """Return the blocks of the longest cached prefix of a chain of names. Takes no reference."""
         blocks = []
         for name in names:
             block = self._by_name.get(name)
@@ -65,19 +66,19 @@ class BlockManager:
         return blocks
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of these count as available now and will not once they are shared."""
+        """Count the blocks that are available now and would not be after `share`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Takes a reference on blocks that `find` returned."""
+        """Add a reference to blocks that `find` returned."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """New blocks with one reference each, content undefined; evicts the least recently used cached ones."""
-        assert count <= self.available, f"{count} blocks wanted, {self.available} available"
+        """Take blocks with one reference each and undefined content; evict the least recently used cached ones."""
+        assert count <= self.available, f"{count} blocks requested, {self.available} available"
         taken = []
         for _ in range(count):
             if not self._free:
@@ -89,16 +90,16 @@ class BlockManager:
         return taken
 
     def name(self, block: int, name: BlockName) -> None:
-        """Lets others find a held block. Where another block already has the name, this one stays unnamed."""
+        """Name a held block, so that `find` returns it. If another block has the name, this one stays unnamed."""
         assert self._references[block] > 0 and self._names[block] is None
         if name not in self._by_name:
             self._names[block] = name
             self._by_name[name] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives one reference of each back. The end of a sequence becomes the first to be evicted."""
+        """Release one reference of each block. The last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            assert self._references[block] > 0, f"block {block} was released more often than taken"
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._names[block] is None:
@@ -107,7 +108,7 @@ class BlockManager:
                     self._cached[block] = None
 
     def forget(self) -> None:
-        """Takes every name away and frees what was cached: the KV is of another policy, or gone."""
+        """Remove all names and free the cached blocks, when their KV belongs to an older policy or was released."""
         for block in list(self._cached):
             self._evict(block)
         self._names = [None] * self.count

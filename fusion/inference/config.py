@@ -1,4 +1,4 @@
-"""The config group `rollout`: how responses are sampled, and how an engine uses its card."""
+"""Define the config group `rollout`: how responses are sampled, and how an engine uses its card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RolloutConfig:
     min_p: float = 0.0
     """Excludes tokens less likely than min_p times the most likely one; 0: none."""
     max_response_length: int = 256
-    """Most tokens of a response, the end token included."""
+    """Maximum number of tokens of a response, including the end token."""
     forced_median: float | None = None
     """For measurements: ends responses at lengths drawn from a long-tailed distribution with this median in tokens, the
     same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
@@ -36,13 +36,14 @@ class RolloutConfig:
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
     batch_invariant."""
     max_length: int | None = None
-    """Most tokens of prompt and response together; null: the number of positions of the model."""
+    """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
     block_size: int = 16
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
     max_seqs: int = 256
-    """Most sequences that an attention rank decodes at a time."""
+    """Maximum number of sequences that an attention rank decodes at a time."""
     max_batch_tokens: int = 4096
-    """Most tokens of one step of an attention rank; longer prompts are prefilled in chunks. At least max_seqs."""
+    """Maximum number of tokens of one step of an attention rank; longer prompts are prefilled in chunks. At least
+    max_seqs."""
     kv_fraction: float = 0.9
     """Fraction of the free memory that the KV cache takes; it is allocated last."""
     max_kv_tokens: int | None = None

@@ -1,8 +1,8 @@
-"""The control channel of an engine: control calls reach its leader at any time, and every rank at the same step.
+"""Send control calls to an engine: any thread calls its leader at any time, and they apply on every rank at one step.
 
 any thread ─ submit, abort, … ─────► Inbox (leader) ─┐
-                                              ├─ one small all_gather a step (CPU): counters of every rank, and
-step of every rank ────────────────────────── ┘  how long the leader's orders are; broadcast only if there are any
+                                              ├─ one small all_gather per step (CPU): counters of every rank, and
+step of every rank ────────────────────────── ┘  size of the leader's orders; a broadcast only if there are any
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fusion.model import Mesh
 
 @dataclass
 class Orders:
-    """What the leader broadcasts at one step. ``forget`` is applied first, aborts last: they apply to requests
-    submitted before them."""
+    """The control calls that the leader broadcasts at one step. ``forget`` is applied first, aborts last: aborts also
+    apply to requests submitted at the same step."""
 
     forget: list[str] = field(default_factory=list)
     """Requests whose parked KV is freed"""
@@ -56,7 +56,7 @@ def _request(item: dict) -> Request:
 
 
 class Inbox:
-    """Thread-safe; emptied by the leader's step."""
+    """Collects control calls from any thread until the leader's next step takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,8 +96,8 @@ class Inbox:
 
 @dataclass
 class Counters:
-    """Exchanged between the ranks at every step; totals since construction. Requests are counted by the attention rank
-    that owns them, on its first TP rank only, so that sums over ranks are right."""
+    """One rank's counters, exchanged at every step; totals since construction. A request is counted only by the first
+    TP rank of the attention rank that owns it, so that sums over ranks are correct."""
 
     waiting: int = 0
     running: int = 0
@@ -114,22 +114,22 @@ class Counters:
 
 
 class ControlChannel:
-    """One rank's end. ``world_group`` None (one rank): nothing is sent."""
+    """One rank's end of the control channel. A single rank sends nothing."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.inbox = Inbox()
         self.table: list[Counters] = [Counters()] * mesh.parallel.world
-        """Of every rank, as of the last `exchange`"""
+        """Counters of every rank at the last `exchange`"""
 
-    def exchange(self, own: Counters) -> Orders:
+    def exchange(self, counters: Counters) -> Orders:
         """Returns this step's orders, the same on every rank, and updates `table`. Collective."""
         orders = self.inbox.take() if self.mesh.rank == 0 else Orders()
         if self.mesh.world_group is None:
-            self.table = [own]
+            self.table = [counters]
             return orders
         payload = orders.encode() if orders else b""
-        row = torch.tensor([len(payload), *own.row()])
+        row = torch.tensor([len(payload), *counters.row()])
         rows = row.new_empty(self.mesh.parallel.world * row.numel())
         dist.all_gather_into_tensor(rows, row, group=self.mesh.world_group)
         lists = rows.view(-1, row.numel()).tolist()

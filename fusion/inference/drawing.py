@@ -1,4 +1,4 @@
-"""The next tokens of a step's sequences, the same on every rank that schedules them.
+"""Sample the next tokens of a step's sequences, the same on every rank that schedules them.
 
 hidden ─► logits of this TP rank's share of the vocabulary ─► whole rows ─► sampler ─► (last stage broadcasts)
 (run seed, request, position) ─► noise ──────────────────────────────────────┘
@@ -17,11 +17,11 @@ from fusion.inference.sequence import Sequence
 from fusion.model import Mesh, Transformer
 
 NOISE_AHEAD = 16
-"""Positions for which a sequence's noise is drawn at a time."""
+"""Number of positions for which a sequence's noise is drawn at a time."""
 
 
 class Draw:
-    """Collective over the mesh's TP and PP groups. ``seed``: of the run."""
+    """Samples tokens. Collective over the mesh's TP and PP groups. ``seed``: seed of the run."""
 
     def __init__(self, model: Transformer, mesh: Mesh, seed: int):
         self.model, self.mesh, self.seed = model, mesh, seed
@@ -29,7 +29,8 @@ class Draw:
     def __call__(
         self, hidden: torch.Tensor | None, batch: Batch, sampled: list[Sequence]
     ) -> tuple[list[int], list[float]]:
-        """The next tokens of ``sampled`` and their log-probabilities, drawn on the last stage, the same on all."""
+        """Returns the next tokens of ``sampled`` and their log-probabilities, sampled on the last stage, equal on
+        all."""
         noise = self._noise(sampled)
         drawn = torch.empty(2, len(sampled), dtype=torch.float64)
         if hidden is not None:
@@ -44,7 +45,7 @@ class Draw:
         return drawn[0].long().tolist(), drawn[1].tolist()
 
     def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
-        """The columns of every TP rank side by side: [n, V]."""
+        """Gathers the columns of all TP ranks: [n, V]."""
         group = self.mesh.tp_group
         if group is None:
             return logits_nVl
@@ -55,13 +56,13 @@ class Draw:
         return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
 
     def _noise(self, sampled: list[Sequence]) -> np.ndarray:
-        """A number for each sequence's next position. Drawn some positions ahead: ten rounds over few numbers cost a
-        step as much as over many."""
-        dry = [seq for seq in sampled if not seq.noise]
-        if dry:
-            keys = np.fromiter((seq.noise_key for seq in dry), np.uint64, len(dry)).repeat(NOISE_AHEAD)
-            next_ = np.fromiter((len(seq.tokens) for seq in dry), np.int64, len(dry))
+        """Returns a number for each sequence's next position. Numbers are drawn for several positions at once, as the
+        generator's ten rounds take about the same time for few numbers as for many."""
+        empty = [seq for seq in sampled if not seq.noise]
+        if empty:
+            keys = np.fromiter((seq.noise_key for seq in empty), np.uint64, len(empty)).repeat(NOISE_AHEAD)
+            next_ = np.fromiter((len(seq.tokens) for seq in empty), np.int64, len(empty))
             ahead = uniforms(self.seed, keys, (next_[:, None] + np.arange(NOISE_AHEAD)[::-1]).ravel())
-            for seq, numbers in zip(dry, ahead.reshape(len(dry), NOISE_AHEAD).tolist(), strict=True):
+            for seq, numbers in zip(empty, ahead.reshape(len(empty), NOISE_AHEAD).tolist(), strict=True):
                 seq.noise = numbers
         return np.array([seq.noise.pop() for seq in sampled])

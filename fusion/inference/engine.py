@@ -1,14 +1,14 @@
-"""The engine: one TP/EP group that generates, all its ranks stepping together.
+"""Generate on one TP/EP group, whose ranks step together.
 
     submit, abort ─► control channel ─► place ─► scheduler of each attention rank ─► forward ─► sample ─► outputs
                      (any thread)       (same on every rank)      │                   ▲
                                                                  └─ blocks ─► paged KV
 
 An attention rank (one DP coordinate; all its TP ranks compute the same) owns requests and their KV. Its schedule
-depends on its own requests only, so no rank pays for the others' scheduling; each step the ranks exchange one row of
-counters. An idle rank still steps where experts are exchanged (a dummy step, counted). Pipeline stages have the same
-schedule: hidden states go down the stages, the last one samples and broadcasts the tokens. One batch is in flight at a
-time, so stages wait for each other: PP is for models that fit no other way.
+depends only on its own requests; each step the ranks exchange one row of counters. An idle rank still steps if tokens
+are exchanged between experts (a dummy step, counted). Pipeline stages have the same schedule: each sends its hidden
+states to the next, and the last one samples and broadcasts the tokens. One batch is in flight at a time, so stages wait
+for each other: use PP only for models that do not fit otherwise.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fusion.model import Mesh, Transformer
 from fusion.npu import Device
 
 WORKSPACE_TOKENS = 8192
-"""Tokens of KV that attention gathers at a time (at least a sequence): enough to keep the calls few, small enough for
-the last cache level of a host."""
+"""Tokens of KV that attention gathers at a time (at least one sequence): large enough for few calls, small enough for
+the last-level cache of a host."""
 
 
 class EmbeddedEngine:
-    """The `InferEngine` of this house, whose docstrings are the contract of the methods. Construction is collective.
+    """The embedded `InferEngine`, whose docstrings specify the methods. Construction is collective.
 
     Args:
-        model: holds the weights; they may be changed between steps (set `policy_version` then).
-        config: with `suspended_kv` = keep, unfinished requests keep their KV over new weights, and over `suspend` and
-            `release_kv` if there is host ``memory`` to park it in.
-        seed: of the run; with a request's id and a token's position it determines the sample.
+        model: holds the weights; they may be changed between steps (then set `policy_version`).
+        config: with `suspended_kv` = keep, unfinished requests keep their KV when weights change, and during `suspend`
+            and `release_kv` if there is host ``memory`` to park it.
+        seed: seed of the run; with a request's id and a token's position it determines the sample.
         routing: whether outputs record the experts of their tokens; the model must have experts.
-        memory: where KV is parked; None: none is.
+        memory: host memory in which KV is parked; None: KV is not parked.
     """
 
     def __init__(
@@ -60,25 +60,38 @@ class EmbeddedEngine:
     ):
         config.validate()
         if config.batch_invariant and model.row_multiple == 1:
-            raise ValueError("rollout.batch_invariant=true: the model has to be built with batch_invariant=True too")
+            raise ValueError("rollout.batch_invariant=true: the model must be built with batch_invariant=True")
         self.model, self.mesh, self.device, self.config = model, mesh, device, config
         shape = model.config
         kv_heads = max(1, shape.num_kv_heads // mesh.parallel.tp)
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
-        self.cache = KVCache(layers, kv_heads, shape.head_dim, config.block_size, device, model.weights.dtype)
+        self.cache = KVCache(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=shape.head_dim,
+            block_size=config.block_size,
+            device=device,
+            dtype=model.weights.dtype,
+        )
         self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
         self.control = ControlChannel(mesh)
         self.scheduler = Scheduler(
-            BlockManager(0, config.block_size), config.max_seqs, config.max_batch_tokens, config.prefix_cache
+            BlockManager(0, config.block_size),
+            max_seqs=config.max_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            prefix_cache=config.prefix_cache,
         )
         assert not routing or shape.num_experts, "a model without experts has no routing"
         self.routing = RoutingCache(shape, config.block_size) if routing else None
         if self.routing and self._reports:
             self.scheduler.routing_of = self.routing.read
-        most_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
-        limit = max_parked_blocks(config, self.cache, most_layers)
-        self.parked = parked = ParkedKV(memory, self.cache, self.routing if self._reports else None, limit)
-        self.scheduler.on_chunk_end = lambda seq: parked.park([seq])  # not by way of self: no cycle may keep KV alive
+        max_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
+        limit = max_parked_blocks(config, self.cache, max_layers)
+        self.parked = parked = ParkedKV(
+            memory, self.cache, routing=self.routing if self._reports else None, max_blocks=limit
+        )
+        # Without a reference to self: a reference cycle would keep KV alive.
+        self.scheduler.on_chunk_end = lambda seq: parked.park([seq])
         self.forward = Forward(
             model=model,
             mesh=mesh,
@@ -90,7 +103,7 @@ class EmbeddedEngine:
             batch_invariant=config.batch_invariant,
         )
         self.capacity_tokens = 0
-        """Tokens that the KV cache of an attention rank holds, as of the last allocation"""
+        """Capacity of an attention rank's KV cache in tokens, at the last allocation"""
         self.on_adopt: Callable[[int], None] = lambda version: None
         self._idle = True
         self.paused = False
@@ -115,7 +128,7 @@ class EmbeddedEngine:
     # Memory and weights
 
     def allocate_kv(self) -> None:
-        """Allocates ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; no block is valid yet.
+        """Allocates ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
 
         Raises:
             ValueError: as `InferEngine.allocate_kv`.
@@ -162,7 +175,7 @@ class EmbeddedEngine:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        # With rollout.suspended_kv=keep running requests continue on their KV; no other request finds any of it.
+        # With rollout.suspended_kv=keep running requests continue on their KV, which no other request can use.
         if version == self.scheduler.version:
             return
         if self.config.keeps_kv:
@@ -259,7 +272,7 @@ class EmbeddedEngine:
 
     @property
     def _reports(self) -> bool:
-        """Whether this rank returns outputs and counts requests for all that have the same schedule."""
+        """Whether this rank returns outputs and counts requests for all ranks with the same schedule."""
         return self.mesh.tp_rank == 0 and self.mesh.first_stage
 
     def _take_orders(self) -> list[Output]:
@@ -294,7 +307,7 @@ class EmbeddedEngine:
         self.policy_version = version
 
     def _sequence(self, request: Request) -> Sequence:
-        # Equal parameters are one object, so that the sampler can tell by identity that a batch has only one kind.
+        # Equal parameters are one object, so that the sampler can detect by identity that a batch has only one kind.
         params = self._interned.setdefault(request.params, request.params)
         seq = Sequence.of(request, params, self.model.config.eos_token_ids)
         self.parked.claim(seq)
@@ -320,15 +333,15 @@ class EmbeddedEngine:
         if not self._reports:
             return Counters()
         return Counters(
-            len(scheduler.waiting),
-            len(scheduler.running),
-            scheduler.generated_tokens,
-            scheduler.preemptions,
-            scheduler.prefix_hit_tokens,
-            self._dummy_steps,
-            scheduler.kv_restored_tokens,
-            scheduler.recomputed_tokens,
-            self._interrupted,
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            generated_tokens=scheduler.generated_tokens,
+            preemptions=scheduler.preemptions,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            dummy_steps=self._dummy_steps,
+            kv_restored_tokens=scheduler.kv_restored_tokens,
+            recomputed_tokens=scheduler.recomputed_tokens,
+            interrupted=self._interrupted,
         )
 
 

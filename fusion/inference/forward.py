@@ -1,6 +1,6 @@
-"""One step's computation: the scheduled tokens through this rank's layers, then sampling.
+"""Compute one step: run the scheduled tokens through this rank's layers, then sample.
 
-step ─► batch ─► [hidden of the stage before] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
+step ─► batch ─► [hidden of the previous stage] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fusion.npu import Device
 
 
 class Forward:
-    """Collective over the mesh. ``seed``: of the run; ``routing``: records the experts of all tokens; None: no
-    record."""
+    """Computes steps. Collective over the mesh. ``seed``: seed of the run; ``routing``: records the experts of all
+    tokens; None: does not record."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Forward:
         batch = build_batch(step, self.cache, self.batch_invariant)
         self.parked.restore(step.restored)
         routed: list[Routed] | None = [] if self.routing else None
-        attend, hidden = PagedAttention(self.cache, batch), self._from_stage_before(batch)
+        attend, hidden = PagedAttention(self.cache, batch), self._receive_hidden(batch)
         out = self.model(batch.ids, batch.positions, attend, routed, hidden)
         if not self.mesh.last_stage:
             if out.shape[0]:
@@ -57,12 +57,12 @@ class Forward:
 
     def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
         shape = self.model.config
-        own_layers = routing_of(routed, len(batch.ids), self.mesh, shape.num_experts)
-        whole = of_all_layers(own_layers, self.mesh, shape)
-        if self.routing and whole is not None:
-            self.routing.write(batch, whole)
+        routing_of_stage = routing_of(routed, len(batch.ids), self.mesh, num_experts=shape.num_experts)
+        routing = of_all_layers(routing_of_stage, self.mesh, shape)
+        if self.routing and routing is not None:
+            self.routing.write(batch, routing)
 
-    def _from_stage_before(self, batch: Batch) -> torch.Tensor | None:
+    def _receive_hidden(self, batch: Batch) -> torch.Tensor | None:
         """Receives the hidden states [n, D] of this TP rank's rows; None on the first stage."""
         mesh, model = self.mesh, self.model
         if mesh.first_stage:

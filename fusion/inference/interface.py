@@ -1,12 +1,14 @@
-"""What the rest of the house may ask of an inference engine. `EmbeddedEngine` is the implementation of this house.
+"""Define the interface of an inference engine as used by the other packages. `EmbeddedEngine` implements it.
 
-An engine is one TP/EP/PP group of ranks with one scheduler; an object is one rank of it. *Collective* means: over all
-ranks of the engine, in the same order of calls, on the thread that steps it. *Thread-safe* means: on any thread at any
-time, also while another thread is inside `step`; these calls take effect at the next step, the same one on every rank.
+An engine is one TP/EP/PP group of ranks with one scheduler; an object is one rank of it. *Collective* means: called on
+all ranks of the engine, in the same order of calls, on the thread that steps it. *Thread-safe* means: can be called on
+any thread at any time, also while another thread is inside `step`; the call takes effect at the next step, the same one
+on every rank.
 
     allocate_kv ─► step, step, … ─► suspend ─► release_kv ─► new weights, policy_version = v ─► allocate_kv ─► …
 
-The weights themselves are not behind methods: a switch writes them into the `WeightHolder` the engine was built on.
+Weights are accessed directly, not by methods: a switch writes them into the `WeightHolder` that the engine was built
+with.
 """
 
 from __future__ import annotations
@@ -22,37 +24,37 @@ class InferEngine(Protocol):
     """One rank of an engine."""
 
     on_adopt: Callable[[int], None]
-    """Set by the owner of the weights. Called on every rank between the same two steps after `adopt`, with the policy
-    version; changes the weights to those of that version before it returns."""
+    """Callback of the owner of the weights: called after `adopt` on every rank, between the same two steps, with the
+    policy version; must change the weights to that version before it returns."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0 of the engine: the one that takes requests and control calls."""
+        """Whether this is rank 0 of the engine, which receives requests and control calls."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
 
     # Memory and weights, between two steps
 
     @property
     def policy_version(self) -> int:
-        """The policy that the weights are of; it names the KV and is recorded with every sampled token."""
+        """Policy version of the weights; part of the names of KV blocks, and recorded with every sampled token."""
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Declares that the weights are those of another policy. Collective. KV of older weights is never found by
-        requests of the new one; unfinished requests are recomputed or, with rollout.suspended_kv=keep, continued."""
+        """Declares that the weights are those of another policy. Collective. New requests never use KV of older
+        weights; unfinished requests are recomputed or, with rollout.suspended_kv=keep, continued on their KV."""
 
     def allocate_kv(self) -> None:
-        """Allocates the KV cache out of the free memory of the device, by the limits of the config. Collective.
+        """Allocates the KV cache from the free memory of the device, within the limits of the config. Collective.
 
         Raises:
-            ValueError: there is no room for one block, or for a request that waits; names the keys to change.
+            ValueError: the memory is too small for one block, or for a waiting request; names the keys to change.
         """
 
     def release_kv(self) -> None:
-        """Gives the KV cache's memory back. Unfinished requests keep their tokens and wait. Collective."""
+        """Releases the KV cache's memory. Unfinished requests keep their tokens and wait. Collective."""
 
     def reconfigure(self, config: RolloutConfig) -> None:
         """Changes the limits of memory, sequences and tokens from the next `allocate_kv` on. Collective; only while no
@@ -65,18 +67,18 @@ class InferEngine(Protocol):
     # Control calls: thread-safe, on the leader
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Takes requests in; they start at the next step.
+        """Submits requests; they start at the next step.
 
         Raises:
-            ValueError: a request that is malformed or can never fit, with its id and the key to change; none was taken.
+            ValueError: a request is malformed or can never fit; names its id and the key to change. None is submitted.
         """
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
-        """Ends requests (None: all) with reason "abort" at the next step; their tokens are in its outputs. Unknown ids
-        are ignored."""
+        """Aborts requests (None: all) at the next step, whose outputs contain their tokens, with reason "abort".
+        Unknown ids are ignored."""
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees the KV that is kept for suspended requests which will not come back. Unknown ids are ignored."""
+        """Frees the parked KV of suspended requests that will not be resumed here. Unknown ids are ignored."""
 
     def pause(self) -> None:
         """Makes `paused` true on every rank after the next step."""
@@ -85,13 +87,14 @@ class InferEngine(Protocol):
         """Makes every rank call `on_adopt` before its next step and continue as policy ``version``."""
 
     def status(self) -> dict[str, float]:
-        """Figures of the whole engine as of the last step. Thread-safe, on every rank.
+        """Returns metrics of the whole engine at the last step. Thread-safe, on every rank.
 
-        depth, running: requests that wait, and that run; tokens_per_s: generated tokens by seconds in `step`;
+        depth, running: number of waiting and of running requests; tokens_per_s: generated tokens per second in `step`;
         policy_version; kv_tokens: capacity of an attention rank. Totals since construction: generated_tokens,
-        preemptions, prefix_hit_tokens; dummy_steps (idle ranks that stepped for the experts' exchange);
-        kv_restored_tokens (whose KV was copied back from the host); recomputed_tokens (computed again because their KV
-        had been dropped); interrupted (requests that had tokens and lost their KV to new weights while they ran).
+        preemptions, prefix_hit_tokens; dummy_steps (steps of idle ranks for the exchange between experts);
+        kv_restored_tokens (tokens whose KV was copied back from the host); recomputed_tokens (tokens computed again
+        because their KV had been dropped); interrupted (running requests with tokens whose KV was dropped because of
+        new weights).
         """
 
     # Generation
@@ -105,26 +108,26 @@ class InferEngine(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the last step found nothing to do on any rank; the same on every rank."""
+        """Whether the last step had nothing to compute on any rank; the same on every rank."""
 
     @property
     def last_step_kind(self) -> str:
-        """What this rank computed in the last step: "prefill" (with or without decodes), "decode", or ""."""
+        """Kind of this rank's last step: "prefill" (with or without decodes), "decode", or "" (nothing computed)."""
 
     def step(self) -> list[Output]:
         """Computes one step: at most one token for every running request. Collective.
 
         Returns:
-            the requests that ended, on one rank of those that schedule them; elsewhere an empty list.
+            the requests that ended, on one of the ranks that schedule them; on the others an empty list.
 
         Raises:
-            FloatingPointError: a request's logits are NaN; names it.
+            FloatingPointError: a request's logits are NaN; names the request.
         """
 
     def suspend(self) -> list[Output]:
-        """Ends every request, also those not started, with reason "abort"; `Output.kv_rank` says whose KV is kept on
-        the host. Returns as `step`. Collective."""
+        """Suspends every request, also those not started, with reason "abort"; `Output.kv_rank` is set if the KV is
+        kept on the host. Returns the same as `step`. Collective."""
 
     @property
     def parked_kv_bytes(self) -> int:
-        """Host memory that this rank's KV of suspended requests takes."""
+        """Bytes of host memory used by this rank's KV of suspended requests."""

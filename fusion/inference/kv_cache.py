@@ -3,7 +3,7 @@
     pool of a layer   [2 · blocks, K, block_size, C]      a head's block is one contiguous matrix
 
 Block b's keys are row b of the pool and its values row b + blocks: one operation writes or gathers both, and the keys
-of neighbouring blocks are neighbours. Token t of a sequence lies in its block ``t // block_size`` at offset ``t %
+of neighbouring blocks are adjacent. Token t of a sequence is in its block ``t // block_size`` at offset ``t %
 block_size``.
 """
 
@@ -17,18 +17,20 @@ from fusion.npu import Device
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Attention scores and their sums are kept in at least float32."""
+    """Return the dtype of attention scores and their sums: at least float32."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class KVCache:
-    """Pools of one rank and the workspace where attention gathers blocks. They exist between `allocate` and `release`.
+    """Holds one rank's pools, the workspace in which attention gathers blocks, and attention masks, from `allocate` to
+    `release`.
 
-    Attention masks lie beside them. The workspace is kept because a large temporary a layer would be mapped, and its
-    pages touched, again every time.
+    The workspace is kept allocated, because the pages of a large temporary tensor would be mapped again in every layer.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, block_size: int, device: Device, dtype: torch.dtype):
+    def __init__(
+        self, *, layers: int, kv_heads: int, head_dim: int, block_size: int, device: Device, dtype: torch.dtype
+    ):
         self.layers, self.kv_heads, self.head_dim, self.block_size = layers, kv_heads, head_dim, block_size
         self.device, self.dtype = device, dtype
         self.pools: list[torch.Tensor] = []
@@ -101,7 +103,7 @@ class KVCache:
         self._clean = 0
 
     def clean(self, block: int) -> None:
-        """Makes the content of all blocks up to this one finite, whatever the memory held before.
+        """Makes the content of all blocks up to this one finite, for any previous content of the memory.
 
         Attention weighs the unused end of a block with 0, and 0 · NaN is NaN. Pages are first touched here, so a pool
         that is never filled costs no physical memory on a host.

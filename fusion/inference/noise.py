@@ -1,4 +1,4 @@
-"""The noise of sampling: one number per (run seed, request, position), whatever is computed beside it.
+"""Generate the noise of sampling: one number per (run seed, request, position), independent of the batch.
 
 Counter-based generator Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
 bijection of a 128-bit counter under a 64-bit key. Key: the run's seed. Counter: position, stream, hash of the request

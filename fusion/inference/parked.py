@@ -1,12 +1,12 @@
-"""KV of suspended requests, kept in pinned host memory until they are resumed.
+"""Keep the KV of suspended requests in pinned host memory until they are resumed.
 
-    running ─ a chunk's end ──────►┐
+    running ─ end of a chunk ─────►┐
             ─ suspend, release_kv ─┴► park ─► host ─ claim ─► waiting ─ admitted: blocks taken ─► restore ─► running
               (`settle`, then the KV          │
-              memory is given up)             └─ forget: ended, gone elsewhere, or come back with other tokens
+              memory is released)             └─ forget: ended, resumed elsewhere, or resumed with other tokens
 
-It is a cache, not state: no checkpoint contains it, and a request whose KV is missing is recomputed. Every rank parks
-its own layers and heads of whole blocks; the rank that records routing parks that too.
+This is a cache, not state: no checkpoint contains it, and a request whose KV is missing is recomputed. Every rank parks
+the whole blocks of its layers and heads; the rank that records routing also parks the routing.
 
 Invariants (tests/inference/test_parked.py): ranks with the same schedule hold the same entries, as these depend only on
 requests, tokens and block counts; an entry is restored at most once, and only for exactly the tokens that it was parked
@@ -30,7 +30,7 @@ from fusion.inference.routing import RoutingCache
 
 
 class HostMemory(Protocol):
-    """Pinned where the card can pin; `fusion.offload.HostPool` is one."""
+    """A pool of host memory, pinned if the card supports it; implemented by `fusion.offload.HostPool`."""
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]: ...
 
@@ -53,11 +53,11 @@ class Entry:
 
 
 class ParkedKV:
-    """Of one rank.
+    """Parks the KV of one rank.
 
     Args:
-        memory: None: nothing is parked.
-        routing: of this rank, if it records any.
+        memory: where KV is parked; None: nothing is parked.
+        routing: the recorded routing of this rank, if any.
         max_blocks: bound on the parked blocks, the same on all ranks of an attention rank; None: no bound.
     """
 
@@ -73,7 +73,7 @@ class ParkedKV:
         self._max_blocks = 0 if memory is None else max_blocks
         self._entries: dict[str, Entry] = {}
         self._returning: list[Entry] = []
-        """Restored, but their regions are still being read"""
+        """Restored entries whose regions are still being read"""
 
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
         """Starts copying the KV of running sequences to the host, in order up to the bound; sets their `parked`. Their
@@ -115,7 +115,7 @@ class ParkedKV:
             assert end == entry.blocks and entry.computed <= len(seq.tokens)
             self._returning.append(entry)
             if first == end:
-                continue  # all of it is still in the cache
+                continue  # all blocks are still in the cache
             self._cache.copy_in(self._on_host(entry), first, seq.blocks[first:end])
             entry.copied = self._event()
             if self._routing is not None and entry.routing is not None:
@@ -137,12 +137,12 @@ class ParkedKV:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are parked now."""
+        """Number of blocks parked now."""
         return sum(entry.blocks for entry in self._entries.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that this rank's parked KV takes."""
+        """Bytes of host memory used by this rank's parked KV."""
         return self.blocks * self._cache.block_bytes
 
     def __contains__(self, id: str) -> bool:
@@ -188,9 +188,9 @@ class ParkedKV:
         self._memory.give([entry.region])
 
 
-def max_parked_blocks(config: RolloutConfig, cache: KVCache, most_layers: int) -> int | None:
-    """Returns the blocks that a rank may park (None: no bound): on every stage those of the one with
-    ``most_layers``."""
+def max_parked_blocks(config: RolloutConfig, cache: KVCache, max_layers: int) -> int | None:
+    """Returns the number of blocks that a rank may park (None: no bound); the same on every stage, computed for a stage
+    with ``max_layers``."""
     if not config.keeps_kv or config.max_parked_kv_mib is None:
         return None if config.keeps_kv else 0
-    return (config.max_parked_kv_mib << 20) // (cache.block_bytes // cache.layers * most_layers)
+    return (config.max_parked_kv_mib << 20) // (cache.block_bytes // cache.layers * max_layers)

@@ -1,10 +1,10 @@
-"""Which experts the tokens in the KV cache went to, kept block by block beside it on the host.
+"""Record the experts that the tokens in the KV cache were routed to, block by block on the host.
 
     a step's pass ─ routing of its tokens ─► the cells of their KV ─► a request that ends reads the cells of its blocks
 
-So routing follows the KV it belongs to: a request that finds a block in the prefix cache finds its routing, KV that is
-recomputed after a preemption or under new weights overwrites it, and what a request reads is the routing of the passes
-that made the KV it was last generated from.
+Routing is stored with the KV it belongs to: a request that uses a block of the prefix cache also uses its routing, and
+KV that is recomputed after a preemption or under new weights overwrites it. A request reads the routing of the passes
+that computed the KV from which its last token was generated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fusion.model import Mesh, ModelConfig, routing_dtype
 
 
 class RoutingCache:
-    """Cells [blocks, block_size, layers, k] of `routing_dtype`. Pages of host memory that nothing was written to take
-    no room."""
+    """Holds cells [blocks, block_size, layers, k] of `routing_dtype` in host memory; pages are only used once they are
+    written."""
 
     def __init__(self, config: ModelConfig, block_size: int):
         self.dtype = routing_dtype(config.num_experts)
@@ -27,28 +27,28 @@ class RoutingCache:
         self.allocate(0)
 
     def allocate(self, blocks: int) -> None:
-        """Drops what there is; as many blocks as the KV cache has (0: gives the memory back)."""
+        """Replaces the cells by as many blocks as the KV cache has (0: releases the memory)."""
         self._cells = torch.empty(blocks, *self.cell, dtype=self.dtype).numpy()
 
     def write(self, batch: Batch, routing_NLk: torch.Tensor) -> None:
-        """The routing of all tokens of a step, before anything of the step ends."""
+        """Writes the routing of all tokens of a step, before any request of the step ends."""
         self._cells[batch.blocks, batch.offsets] = routing_NLk.numpy()
 
     def read(self, blocks: list[int], count: int) -> torch.Tensor:
-        """[count, layers, k]: of the first tokens of a sequence that lies in these blocks."""
+        """Returns the routing [count, layers, k] of the first tokens of the sequence in these blocks."""
         cells = self._cells[np.array(blocks, np.int64)]
         return torch.from_numpy(cells.reshape(-1, *self.cell[1:])[:count])
 
     def fill(self, blocks: list[int], first: int, routing_TLk: torch.Tensor) -> None:
-        """Puts what `read` found of a sequence's tokens back into these blocks, from its block ``first`` on."""
+        """Writes a result of `read` back into these blocks, from the sequence's block ``first`` on."""
         size = self.cell[0]
         block, offset = np.divmod(np.arange(first * size, len(routing_TLk)), size)
         self._cells[np.array(blocks, np.int64)[block], offset] = routing_TLk[first * size :].numpy()
 
 
 def of_all_layers(routing_NLk: torch.Tensor, mesh: Mesh, config: ModelConfig) -> torch.Tensor | None:
-    """The layers of every stage in order, on the first stage's first TP rank; None elsewhere. On the CPU, collective
-    over the stages."""
+    """Gathers the layers of all stages in order, on the first stage's first TP rank; returns None elsewhere. On the
+    CPU; collective over the stages."""
     if mesh.pp_group is None or mesh.tp_rank > 0:
         return routing_NLk if mesh.tp_rank == 0 else None
     if not mesh.first_stage:
@@ -57,7 +57,7 @@ def of_all_layers(routing_NLk: torch.Tensor, mesh: Mesh, config: ModelConfig) ->
     stages = [routing_NLk]
     for stage in range(1, mesh.parallel.pp):
         layers = len(mesh.parallel.layers(config.num_layers, stage))
-        theirs = routing_NLk.new_empty(len(routing_NLk), layers, config.top_k)
-        dist.recv(theirs.view(torch.uint8), group=mesh.pp_group, group_src=stage)
-        stages.append(theirs)
+        received = routing_NLk.new_empty(len(routing_NLk), layers, config.top_k)
+        dist.recv(received.view(torch.uint8), group=mesh.pp_group, group_src=stage)
+        stages.append(received)
     return torch.cat(stages, dim=1)

@@ -1,10 +1,10 @@
-"""From logits to tokens: temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
+"""Sample tokens from logits: temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution.
 
-One uniform number a token (see `noise`), compared with cumulative probabilities in the order of the vocabulary. Rows do
-not influence each other, so a row's token is the same in any batch.
+One uniform number per token (see `noise`) is compared with cumulative probabilities in the order of the vocabulary.
+Rows are independent, so a row's token is the same in any batch.
 
 Logprobs are those of softmax(logits / temperature) over the *whole* vocabulary, in float32 (float64 for a float64
-model): what a trainer computes for the same token. Where temperature is 0 they are those of temperature 1.
+model), as a trainer computes them for the same token; for temperature 0 those of temperature 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion.inference.request import SamplingParams
 def sample(
     logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray
 ) -> tuple[list[int], list[float]]:
-    """Samples one token a row.
+    """Samples one token per row.
 
     Args:
         logits_BV: any float dtype.
@@ -60,7 +60,8 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """bool [B, V]: what the filters leave. At least the most likely token stays; ties go to the lower id."""
+    """Returns the tokens that the filters keep: bool [B, V]. The most likely token is always kept; of equally likely
+    tokens the one with the lower id."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=probs_BV.dtype, device=probs_BV.device).unsqueeze(1)
@@ -80,10 +81,10 @@ def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
 
 
 def _invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds u times the total."""
+    """Returns the first token whose cumulative probability exceeds u times the total."""
     cumulative = probs_BV.cumsum(-1)
     total = cumulative[:, -1:]
-    # u · total may round up to the total, behind which no token is
+    # u · total may round up to the total, which no cumulative probability exceeds
     target = torch.minimum(uniforms_B.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # a row of NaN is behind all of them; its logprob shows it
+    # a row of NaN yields the last token with logprob NaN, which the engine detects
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probs_BV.shape[1] - 1)

@@ -28,10 +28,10 @@ from fusion.inference.sequence import Sequence, Step
 
 
 class Scheduler:
-    """All requests of one attention rank."""
+    """Schedules the requests of one attention rank."""
 
     def __init__(
-        self, blocks: BlockManager, max_seqs: int, max_batch_tokens: int, prefix_cache: bool = True, version: int = 0
+        self, blocks: BlockManager, *, max_seqs: int, max_batch_tokens: int, prefix_cache: bool = True, version: int = 0
     ):
         self.blocks, self.max_seqs, self.max_batch_tokens = blocks, max_seqs, max_batch_tokens
         self.prefix_cache = prefix_cache
@@ -44,9 +44,9 @@ class Scheduler:
         self.kv_restored_tokens = 0
         self.recomputed_tokens = 0
         self.routing_of: Callable[[list[int], int], Any] | None = None
-        """(blocks, tokens computed) → `Output.routing`; None: it is not kept"""
+        """(blocks, tokens computed) → `Output.routing`; None: not recorded"""
         self.on_chunk_end: Callable[[Sequence], None] = lambda seq: None
-        """Called with a sequence whose chunk ends, while it has its blocks"""
+        """Called with a sequence whose chunk ends, before its blocks are released"""
 
     @property
     def unfinished(self) -> int:
@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
-        """Returns the next step. Allocates its blocks; `commit` must follow."""
+        """Returns the next step and allocates its blocks; `commit` must follow."""
         budget, preemptions = self.max_batch_tokens, self.preemptions
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -64,7 +64,7 @@ class Scheduler:
         restored: list[tuple[Sequence, int, int]] = []
         for seq in list(self.running):
             if not seq.blocks:
-                continue  # preempted by one before it
+                continue  # preempted by an earlier sequence of this loop
             if seq.computed + 1 < len(seq.tokens):
                 prefills.append(seq)
             elif self._may_grow(seq, 1):
@@ -80,7 +80,7 @@ class Scheduler:
         else:
             decodes = [seq for seq in decodes if seq.blocks]
         sampled = decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)]
-        return Step(decodes, chunks, sampled, restored)
+        return Step(decodes=decodes, chunks=chunks, sampled=sampled, restored=restored)
 
     def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
         """Appends the sampled tokens, one for each of ``step.sampled``; returns the outputs of requests that ended."""

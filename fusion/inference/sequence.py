@@ -1,4 +1,4 @@
-"""A request in the engine, and what one step computes. No tensor, no clock, no process."""
+"""Define a request in the engine, and the work of one step. Pure: no tensor, no clock, no process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fusion.inference.request import FinishReason, Output, Request, SamplingPara
 class Sequence:
     """A request in the engine: its tokens so far and which of them are in the cache.
 
-    ``computed``: leading tokens whose KV is in ``blocks``. ``names``: of the full blocks, as far as they are known;
-    ``named``: leading blocks that were found by name or have been offered to others. ``since``: policy version of its
-    oldest KV, which its names are of. ``parked``: leading tokens whose KV waits beside the cache. ``known``: leading
-    tokens that were computed before: to compute them again is to recompute.
+    ``computed``: number of leading tokens whose KV is in ``blocks``. ``names``: names of the full blocks computed so
+    far; ``named``: number of leading blocks that were found by name or have been named. ``since``: policy version of
+    its oldest KV, and of its names. ``parked``: number of leading tokens whose KV is on the host. ``known``: number of
+    leading tokens that were computed before; computing them again counts as recomputation.
     """
 
     request: Request
@@ -34,13 +34,13 @@ class Sequence:
     parked: int = 0
     known: int = 0
     noise: list[float] = field(default_factory=list)
-    """For the next positions, the last one first."""
+    """Noise of the next positions, in reverse order."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
-        """``params``: the request's, as an object that may be shared between requests."""
+        """Create the sequence of a request. ``params``: equal to the request's, may be shared between requests."""
         stops = eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
         tokens = [*request.prompt, *request.response]
         limit = len(request.prompt) + (request.exact_tokens or params.max_tokens)
@@ -75,11 +75,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step computes.
+    """The work of one step.
 
     ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``sampled`` are the
-    sequences that get a token: all decodes, then the chunks that reach their sequence's end, in this order.
-    ``restored`` are (sequence, first block, end): of these blocks of it the KV is to be copied in before.
+    sequences for which a token is sampled: all decodes, then the chunks that reach their sequence's end, in this order.
+    ``restored`` are (sequence, first block, end): the blocks whose KV is copied from the host first.
     """
 
     decodes: list[Sequence]
@@ -92,5 +92,5 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """`prefill`, with or without decodes beside; `decode` alone; or "", if it computes nothing."""
+        """`prefill` (with or without decodes), `decode` (only decodes), or "" (computes nothing)."""
         return "prefill" if self.chunks else "decode" if self.sampled else ""

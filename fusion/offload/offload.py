@@ -180,7 +180,7 @@ class Offloader:
         for name, tensor in tensors.items():
             assert name not in self._away, f"{name} is out already"
             storage = tensor.untyped_storage()
-            assert tensor.device == self._device.torch_device, f"{name} lies on {tensor.device}, not on the card"
+            assert tensor.device == self._device.torch_device, f"{name} is on {tensor.device}, not on the card"
             assert tensor.numel() == 0 or storage.nbytes() > 0, f"{name} holds no storage: it was released or is out"
             if storage.nbytes() > 0:
                 trips.setdefault(storage._cdata, _Trip(_bytes_of(name, tensor))).names.append(name)

@@ -25,7 +25,7 @@ class RewardConfig:
 
     model: str | None = None
     """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE counterpart). Its score of
-    prompt and response replaces the rule; `fusion` says which cards it runs on."""
+    prompt and response replaces the rule; `fusion` configures the cards that it runs on."""
 
     time_limit_s: float = 5.0
     """Timeout of one sample in seconds of wall time; its process is then replaced and the sample counts as failed."""

@@ -1,18 +1,18 @@
-"""The requests of all groups under way, and which engine has which. Pure; holds no token.
+"""Track the requests of all groups in progress, and the engine of each. Pure; holds no token.
 
     add ──► waiting ──dispatch──► running on an engine ──finish──► finished, until its group is removed
                ▲                      │
-               └───── suspend ────────┘   what it has generated is named by `earlier`; at a chunk's end, or by a pause
+               └───── suspend ────────┘   at the end of a chunk, or by a pause; `earlier` names its tokens so far
 
-The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and one that was cut short may
-be resumed on any engine.
+The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and a suspended one can be
+resumed on any engine.
 
-A suspended request whose KV an engine has returns to that engine, oldest first, unless the engine has its even share of
-all load already or, where dispatch is bounded, as many requests as it may have. It never waits for that engine: where
-the engine does not run, the request is resumed elsewhere and leaves its KV behind, which `take_left_kv` reports once.
-Where KV is is in no `state_dict`.
+A suspended request is resumed on the engine that has its KV, oldest first, unless that engine already has an equal
+share of the total load or, with a bound on requests, its maximum. It never waits for that engine: if the engine does
+not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
+the location of KV.
 
-Cost, for n requests under way and E engines to dispatch to: `finish` and `suspend` O(log n); `dispatch`
+Cost, for n requests in progress and E engines to dispatch to: `finish` and `suspend` O(log n); `dispatch`
 O(E + d (log n + log E)) for d requests that it dispatches; counts O(1). No method but `of` and `state_dict` visits all
 requests.
 
@@ -57,12 +57,12 @@ class Entry:
 
     @property
     def load(self) -> int:
-        """Tokens an engine has to process to begin or resume it, as far as they are known."""
+        """Number of known tokens that an engine must process to start or resume the request."""
         return self.prompt_tokens + self.generated
 
 
 class RequestBuffer:
-    """Requests by group, in the order in which groups were added: the oldest come first wherever there is a choice."""
+    """Holds requests by group, in the order in which groups were added; older requests have priority."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
@@ -172,7 +172,7 @@ class RequestBuffer:
         return group in self._groups
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Plain JSON. Nothing is on an engine."""
+        """Returns plain JSON. No engine has a request."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
         return [asdict(entry) | {"kv": None} for entry in self.entries.values()]
 
@@ -218,8 +218,8 @@ class RequestBuffer:
         return None
 
     def _fill(self, engines: Sequence[int], max_requests: int) -> list[tuple[Entry, int]]:
-        """Assigns waiting requests as far as there is room: where its KV is, else where its sibling has just gone, else
-        where most room is (of several engines the first)."""
+        """Assigns waiting requests until every engine has its maximum: to the engine with the request's KV, else to
+        that of its sibling, else to the one with the most capacity (of several the first)."""
         room = {engine: max_requests - self._running_count[engine] for engine in engines}
         place = {engine: place for place, engine in enumerate(engines)}
         widest_first = [(-room[engine], place[engine], engine) for engine in engines]

@@ -1,4 +1,4 @@
-"""Turns responses back into text on the card that has their tokens.
+"""Decode responses to text on the card that has their tokens.
 
     tokenizer ─ detokenizer_spec ─► DetokenizerSpec ─ travels to the cards ─► Detokenizer ─► text of a response
     (the controller's)              (folder, end token)                       (loaded at the first response)

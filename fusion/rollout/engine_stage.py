@@ -1,4 +1,4 @@
-"""Runs a card's engine for a stage: it steps until it is paused, and puts finished samples to the queue meanwhile.
+"""Run a card's engine for a stage: step until it is paused, and put finished samples to the queue.
 
 requests ─► engine ─ finished ─► merged with what was generated before, detokenised ─► queue
               │
@@ -35,10 +35,10 @@ TOTALS = (
 """Totals of `InferEngine.status` whose increase a stage reports."""
 
 MAX_PENDING = 64
-"""Finished samples that a card gathers before it puts them to the queue: one message for many short ones …"""
+"""Maximum number of finished samples that a card collects before it puts them to the queue in one message."""
 
 MAX_PENDING_S = 0.2
-"""… but none waits longer than this for others."""
+"""Maximum seconds that a finished sample waits for others."""
 
 IDLE_POLL_S = 0.001
 """An idle engine polls for orders this often."""

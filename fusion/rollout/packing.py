@@ -1,6 +1,6 @@
-"""Packs the engine's outputs as rows of the queue.
+"""Pack the engine's outputs as rows of the queue.
 
-finished samples   prompt, response, behaviour_logprobs, versions, text, routing     the last two where asked for
+finished samples   prompt, response, behaviour_logprobs, versions, text, routing     the last two if configured
 answers            prompt, response                                                  read by id: no task gets them
 """
 

@@ -1,4 +1,4 @@
-"""What a stage of an engine reports to its scheduler: plain data, without tokens."""
+"""Define what a stage of an engine reports to the controller: plain data, without tokens."""
 
 from __future__ import annotations
 

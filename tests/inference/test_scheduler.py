@@ -65,7 +65,9 @@ def check_step(scheduler, step, before):
     data=st.data(),
 )
 def test_everything_added_ends_once_under_any_sequence_of_events(requests, limits, prefix_cache, data):
-    scheduler = Scheduler(BlockManager(BLOCKS, SIZE), *limits, prefix_cache)
+    max_seqs, max_batch_tokens = limits
+    blocks = BlockManager(BLOCKS, SIZE)
+    scheduler = Scheduler(blocks, max_seqs=max_seqs, max_batch_tokens=max_batch_tokens, prefix_cache=prefix_cache)
     todo = [sequence(f"r{i}", *one) for i, one in enumerate(requests)]
     limit = {seq.request.id: (seq.limit, len(seq.tokens)) for seq in todo}
     outputs = []
@@ -114,7 +116,7 @@ def test_everything_added_ends_once_under_any_sequence_of_events(requests, limit
 @given(requests=st.lists(request, min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_a_schedule_is_a_function_of_its_inputs(requests, seed):
     def record():
-        scheduler = Scheduler(BlockManager(BLOCKS, SIZE), 4, 8)
+        scheduler = Scheduler(BlockManager(BLOCKS, SIZE), max_seqs=4, max_batch_tokens=8)
         for i, one in enumerate(requests):
             scheduler.add(sequence(f"r{i}", *one))
         steps = []
@@ -129,7 +131,7 @@ def test_a_schedule_is_a_function_of_its_inputs(requests, seed):
 
 
 def test_decodes_go_before_prefill_and_nobody_overtakes():
-    scheduler = Scheduler(BlockManager(64, SIZE), 4, 8)
+    scheduler = Scheduler(BlockManager(64, SIZE), max_seqs=4, max_batch_tokens=8)
     scheduler.add(sequence("short", (1,), 8, 0, 0))
     scheduler.add(sequence("long", (2,) * 16, 8, 0, 0))
     scheduler.add(sequence("late", (3,), 8, 0, 0))
@@ -145,7 +147,7 @@ def test_decodes_go_before_prefill_and_nobody_overtakes():
 
 
 def test_prefill_takes_a_block_from_a_younger_decode_that_was_already_scheduled():
-    scheduler = Scheduler(BlockManager(3, SIZE), 4, 5)
+    scheduler = Scheduler(BlockManager(3, SIZE), max_seqs=4, max_batch_tokens=5)
     scheduler.add(sequence("old", (2,) * 9, 2, 0, 0))
     scheduler.add(sequence("young", (1,), 6, 0, 0))
     first = scheduler.schedule()

@@ -3,7 +3,7 @@
     sources + torch + Python + compiler flags ──hash──► ~/.cache/rlfusion/npu-<hash>/rlfusion_npu.so
 
 The hash ties the library to the installed torch, so that an upgrade rebuilds it. Concurrent processes wait for one of
-them to build it (a file lock beside it), and an atomic rename publishes the complete file. Two compilers run in
+them to build it (by a file lock), and an atomic rename publishes the complete file. Two compilers run in
 parallel, each on one part of the sources.
 """
 

@@ -1,6 +1,6 @@
-"""The module `torch.npu` of the emulated card, with the names of the real one, in files called as there.
+"""Provide the module `torch.npu` of the emulated card, with the names and files of the real one.
 
-`register(extension)` hangs this module into torch; its functions then answer as torch_npu's do.
+`register(extension)` adds this module to torch; its functions then behave as those of torch_npu.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _initialized = True  # activation checkpointing looks here before it saves the r
 
 
 def register(extension: ModuleType) -> None:
-    """Renames PrivateUse1 to `npu`, hangs this module in as `torch.npu` and registers the backend `hccl`."""
+    """Renames PrivateUse1 to `npu`, adds this module as `torch.npu` and registers the backend `hccl`."""
     state.extension = extension
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""`torch.npu`: which cards there are and which is the current one."""
+"""`torch.npu`: the available cards and the current one."""
 
 from __future__ import annotations
 

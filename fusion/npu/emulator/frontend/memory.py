@@ -1,4 +1,4 @@
-"""`torch.npu`: what the allocator says."""
+"""`torch.npu`: memory statistics of the allocator."""
 
 from __future__ import annotations
 

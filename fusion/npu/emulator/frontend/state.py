@@ -1,4 +1,4 @@
-"""What the parts of `torch.npu` share: the extension, and which card an argument means."""
+"""Shared state of the modules of `torch.npu`: the loaded extension, and the card that an argument refers to."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import Any
 import torch
 
 extension: Any = None
-fractions: dict[int, float] = {}  # of a card's capacity that this process limited itself to
+fractions: dict[int, float] = {}  # by card: the fraction of its capacity that this process may allocate
 
 
 def card_index(which: Any = None) -> int:
-    """The card that an index, name, device or None (the current card) means; ValueError for another kind of device."""
+    """Return the card that an index, name, device or None (the current card) refers to.
+
+    Raises:
+        ValueError: another kind of device.
+    """
     if which is None:
         return extension.current_card()
     if isinstance(which, int):
         return extension.current_card() if which < 0 else which
-    found = torch.device(which)
-    if found.type != "npu":
+    device = torch.device(which)
+    if device.type != "npu":
         raise ValueError(f"Expected an npu device, but got: {which}")
-    return extension.current_card() if found.index is None else found.index
+    return extension.current_card() if device.index is None else device.index
