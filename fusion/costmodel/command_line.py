@@ -43,7 +43,7 @@ class Arguments:
 
 
 def answer(arguments: Sequence[str], recipes: Path, groups: ConfigGroups) -> int:
-    """Plans what the arguments ask for and prints it.
+    """Plans the requested setup and prints it.
 
     Args:
         recipes: the folder that holds `shapes/` and `conf/cluster/`.
@@ -127,7 +127,7 @@ def _subset(kind: type, config: object) -> Any:
 
 
 def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
-    """Choose the requested layouts; one that was left to `auto` is the best beside the other."""
+    """Choose the requested layouts; a layout that is `auto` is the best one in combination with the other."""
     best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
     return estimate(setup.with_layouts(train or best.train, infer or best.infer))
 

@@ -39,7 +39,7 @@ def layout_text(parallel: Parallel) -> str:
 
 
 def misfit(parallel: Parallel, shape: Shape) -> str | None:
-    """Says why a layout cannot cut a model, with both numbers; None if it can."""
+    """Returns the reason why a layout cannot shard a model, with both numbers; None if it can."""
     for name, size in (("attention heads", shape.heads), ("vocabulary", shape.vocab_size)):
         if size % parallel.tp:
             return f"tp={parallel.tp} does not divide the model's {size} {name}"

@@ -1,4 +1,4 @@
-"""What an emulated card stands for: a card, a model, and how many of its tokens and seconds one of the run's is.
+"""Define what an emulated card models: a card, a model, and the scales of tokens and seconds.
 
     device.pace           shape of the modelled model       ┐
     device.pace_tokens    modelled tokens per token          ├─► Pace ─► EngineCost, TrainerCost, SwitchCost:
@@ -6,13 +6,14 @@
     device.pace_training  factor on the cost of an update    │           by kind of work
     cluster.hardware      the modelled card                 ┘
 
-A token of the run stands for `token_scale` modelled ones, in prompts, responses and contexts: a decode step of the run
-is that many decode steps of the modelled engine, with contexts that many times as long. A second of the run stands for
-`time_scale` modelled ones, so modelled tokens per modelled second are the run's rate x token_scale / time_scale. With
-equal scales a decode step of the run takes exactly as long as one of the modelled engine, and rates are the run's own.
+A token of the run represents `token_scale` modelled tokens, in prompts, responses and contexts: a decode step of the
+run is that many decode steps of the modelled engine, with contexts that many times as long. A second of the run
+represents `time_scale` modelled seconds, so modelled tokens per modelled second are the run's rate x token_scale /
+time_scale. With equal scales a decode step of the run takes exactly as long as one of the modelled engine, and the
+run's rates are the modelled ones.
 
 Not modelled: how much fits into HBM (`scripts/plan.py` computes that), rewards, the queue, copies of frozen models to
-and from the host, and the KV of a chunk, which is copied beside the next steps.
+and from the host, and copies of the KV of a chunk, which overlap with the next steps.
 
 Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps for the seconds computed here.
 """
@@ -50,9 +51,9 @@ class Pace:
     shape: Shape
     hardware: Hardware
     token_scale: int
-    """Modelled tokens that a token of the run stands for."""
+    """Modelled tokens per token of the run."""
     time_scale: float
-    """Modelled seconds that a second of the run stands for."""
+    """Modelled seconds per second of the run."""
     training_scale: float = 1.0
     """Factor on the cost of an update, its forward and backward passes included."""
 
@@ -65,7 +66,7 @@ class Pace:
         """
         assert device.pace is not None, "the device has no pace"
         if hardware is None:
-            raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to say what the cards stand for")
+            raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to name the modelled cards")
         shape = load_shape(device.pace, SHAPES, key="device.pace").shape
         return cls(
             shape=shape,
@@ -76,7 +77,7 @@ class Pace:
         )
 
     def __str__(self) -> str:
-        scales = f"a token stands for {self.token_scale}, a second for {self.time_scale:g}"
+        scales = f"a token represents {self.token_scale}, a second {self.time_scale:g}"
         scales += f", training counts {self.training_scale:g} times" if self.training_scale != 1 else ""
         return f"{self.shape.name} on {self.hardware.name}, {scales}"
 
@@ -123,7 +124,7 @@ class EngineCost:
     def __call__(self, load: EngineLoad) -> tuple[SecondsByKind, SecondsByKind]:
         """Costs an attention rank's step: its seconds, and those of a card that never lacks requests."""
         scale, roofline = self.pace.token_scale, self.roofline
-        # Of the modelled tokens that a sequence's first token stands for, the prefill yields one, decodes the others.
+        # Of the modelled tokens of a sequence's first token, the prefill samples one, decode steps the others.
         batch = len(load.decode_contexts) + len(load.first_token_contexts) * (scale - 1) / scale
         kv = (sum(load.decode_contexts) + sum(load.first_token_contexts) * (scale - 1) / scale) * scale
         tokens = sum(count for count, _ in load.prefill_chunks)
@@ -202,9 +203,9 @@ class SwitchCost:
     train_s: float
     """To training."""
     onload_s: float
-    """Of the optimizer's way back, beside training."""
+    """Seconds of loading the optimizer, which overlaps with training."""
     adopt_s: float
-    """Of an engine's pause for weights that have arrived beside it."""
+    """Seconds of an engine's pause to adopt weights that were received while it generated."""
 
     @classmethod
     def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:

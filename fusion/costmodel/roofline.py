@@ -52,7 +52,7 @@ class Work:
 
 
 def attention_pairs(count: float, before: float = 0.0) -> float:
-    """Counts the (query, key) pairs of causal attention of ``count`` tokens behind ``before`` others."""
+    """Counts the (query, key) pairs of causal attention of ``count`` tokens after ``before`` others."""
     return count * before + count * count / 2
 
 
@@ -107,7 +107,7 @@ class Roofline:
 
     def ideal_decode_s(self, sequences: float, kv_tokens: float, full: float) -> float:
         """Estimates the seconds of these sequences as their share of a decode step of ``full`` sequences with equally
-        long contexts. The difference to `decode_step` is lost for want of sequences."""
+        long contexts. The difference to `decode_step` is lost because there are too few sequences."""
         if not sequences:
             return 0.0
         full = max(full, sequences)

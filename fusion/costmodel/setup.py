@@ -1,4 +1,4 @@
-"""What is planned: a model, dies, two layouts, and the settings that bound memory and transfers."""
+"""Define the setup of a plan: a model, dies, two layouts, and the settings that bound memory and transfers."""
 
 from __future__ import annotations
 

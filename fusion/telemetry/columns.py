@@ -1,4 +1,4 @@
-"""The columns of the step table: which metric each shows and how. Pure text, shared by the terminal and plain views."""
+"""Define the columns of the step table: metric and format of each. Used by the terminal view and the plain view."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Column:
-    """One column: a header of up to two lines, the metrics it shows (the first that is there), and their format.
+    """One column: a header of up to two lines, its metrics (the first existing one is shown), and their format.
 
-    A name ending in `*` stands for the sum of all metrics that start so.
+    A name ending in `*` is the sum of all metrics with this prefix.
     """
 
     title: str
@@ -35,12 +35,12 @@ class Column:
 
 
 def seconds(value: float) -> str:
-    """Seconds in at most five characters: `0.04`, `12.3`, `3725`."""
+    """Format seconds in at most five characters: `0.04`, `12.3`, `3725`."""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 999.95 else f"{value:.0f}"
 
 
 def small(value: float) -> str:
-    """A figure near zero in at most seven characters: `0`, `0.0123`, `1.2e-05`."""
+    """Format a number near zero in at most seven characters: `0`, `0.0123`, `1.2e-05`."""
     return "0" if value == 0 else f"{value:.4f}" if 1e-3 <= abs(value) < 10 else f"{value:.2g}"
 
 
@@ -74,7 +74,7 @@ def columns_for(row: Row) -> tuple[Column, ...]:
 
 
 def header_lines(columns: Sequence[Column]) -> list[str]:
-    """The header as plain aligned text, two lines."""
+    """Return the header as plain aligned text, two lines."""
     titles = [column.title.split("\n") for column in columns]
     tops = [title[0] for title in titles]
     bottoms = [title[1] if len(title) > 1 else "" for title in titles]
@@ -82,12 +82,12 @@ def header_lines(columns: Sequence[Column]) -> list[str]:
 
 
 def align(cells: Sequence[str], columns: Sequence[Column]) -> str:
-    """Cells right-aligned under their header; a cell that is too wide moves the rest of its line."""
+    """Align cells to the right under their headers; a cell that is too wide shifts the rest of its line."""
     return " ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)).rstrip()
 
 
 def duration(value: float) -> str:
-    """A length of time to read: `4.2s`, `48s`, `3m20s`, `2h05m`."""
+    """Format a duration: `4.2s`, `48s`, `3m20s`, `2h05m`."""
     if value < 9.95:
         return f"{value:.1f}s"
     whole = round(value)

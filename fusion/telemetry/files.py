@@ -1,4 +1,4 @@
-"""Files that stay readable whatever happens to the process that writes them.
+"""Write files that stay readable if the writing process is killed.
 
 A line is handed to the operating system in one write, so a killed process leaves whole lines and at most one torn one
 at the end; `read_jsonl` leaves that one out, and `JsonLines` cuts it off before it appends to it. Any other line that
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class JsonLines:
-    """Appends one JSON object a line to `path`. NaN and infinities, which JSON has not, are written as null and their
+    """Appends one JSON object per line to `path`. NaN and infinities, which JSON lacks, are written as null and their
     names listed under "not_finite"."""
 
     def __init__(self, path: Path | str) -> None:
@@ -35,7 +35,7 @@ class JsonLines:
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; an unfinished last line is left out. A missing file holds none."""
+    """Return the objects of a JSON-lines file; an incomplete last line is ignored. A missing file has none."""
     path = Path(path)
     if not path.exists():
         return []
@@ -59,7 +59,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what follows the last newline."""
+    """Remove everything after the last newline."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -69,11 +69,11 @@ def cut_torn_line(path: Path) -> None:
 
 
 def write_atomic(path: Path | str, text: str) -> None:
-    """Replace a file so that a reader sees the old one or the new one, never half of either."""
+    """Replace a file atomically: a reader sees either the old or the new content."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def write_all(fd: int, data: bytes, offset: int | None = None) -> None:
@@ -111,7 +111,7 @@ def _plain(value: Any, name: str, broken: dict[str, str]) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's content, or the names in a folder, are on disk."""
+    """Wait until a file's content, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""What the user sees while something runs: nothing here is ever silent for long.
+"""Show the progress of a run or of other long work, at least every few seconds.
 
 with LiveView(total_steps=100) as view:            a table of the last steps and a bar with ETA and tokens/s;
     view.phase("generate", done=120, total=256)    where stdout is no terminal, one aligned line a step
@@ -25,10 +25,10 @@ from rich.text import Text
 from fusion.telemetry.columns import COLUMNS, align, columns_for, duration, header_lines
 
 HEADER_EVERY = 20
-"""Plain view: the header is repeated after this many steps."""
+"""Plain view: number of steps after which the header is repeated."""
 
 QUIET_S = 10.0
-"""Plain view: the phase within a step is printed when nothing was printed for this long."""
+"""Plain view: seconds without output after which the phase within a step is printed."""
 
 
 class LiveView:
@@ -76,11 +76,11 @@ class LiveView:
             self._live = None
 
     def begin(self) -> None:
-        """The first step starts now: what came before is not counted in the time a step takes."""
+        """Start the clock of the first step; earlier time is not counted in the duration of a step."""
         self._stamps = deque([time.monotonic()], maxlen=self._stamps.maxlen)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done: show its row."""
+        """Show the row of a completed step."""
         row = {**metrics, "step": float(step)}
         self._rows.append(row)
         self._stamps.append(time.monotonic())
@@ -103,15 +103,15 @@ class LiveView:
 
     @property
     def _at(self) -> int:
-        """The step that is under way; what follows the last one (saving) belongs to it."""
+        """The step in progress; work after the last step (saving) counts as that step."""
         return min(self.done + 1, self.total_steps)
 
     def note(self, line: str) -> None:
-        """A line that stays, above the table."""
+        """Print a line above the table."""
         self._print(line)
 
     def eta(self) -> str:
-        """The time left, from the mean of the last steps."""
+        """Return the remaining time, estimated from the mean of the last steps."""
         if self.done >= self.total_steps:
             return "done"
         steps = len(self._stamps) - 1
@@ -121,7 +121,7 @@ class LiveView:
         return f"ETA {duration(per_step * (self.total_steps - self.done))}"
 
     def speed(self) -> str:
-        """ETA and tokens per second, for the bar."""
+        """Return ETA and tokens per second, for the bar."""
         rate = self._rows[-1].get("perf/tokens_per_s") if self._rows else None
         return self.eta() if rate is None else f"{rate:,.0f} tokens/s  {self.eta()}"
 
@@ -144,7 +144,7 @@ class LiveView:
 
 
 class Bar:
-    """One long piece of work; made by `progress`."""
+    """Shows the progress of long work; created by `progress`."""
 
     def __init__(self, title: str, total: int | None, unit: str, console: Console, every_s: float) -> None:
         self.title, self.total, self.unit, self.done = title, total, unit, 0
@@ -153,24 +153,24 @@ class Bar:
         self._fields: dict[str, object] = {}
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+            columns = (TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
             self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task(title, total=total, said=self.said())
+            self._task = self._bar.add_task(title, total=total, status=self.status())
             self._bar.start()
         else:
-            self._print(self.said())
+            self._print(self.status())
 
     def advance(self, count: int = 1, **fields: object) -> None:
-        """`count` more are done; `fields` (loss=0.31) are shown beside until others come."""
+        """Record `count` more completed units; `fields` (loss=0.31) are shown until the next call."""
         self.done += count
         self._fields.update(fields)
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, said=self.said())
+            self._bar.update(self._task, completed=self.done, status=self.status())
         elif time.monotonic() - self._last_print >= self._every_s:
-            self._print(self.said())
+            self._print(self.status())
 
-    def said(self) -> str:
-        """How far, how fast, how long still, and the fields."""
+    def status(self) -> str:
+        """Return progress, speed, remaining time, and the fields."""
         elapsed = time.monotonic() - self._start
         parts = [f"{self.done}{'' if self.total is None else f'/{self.total}'} {self.unit}".rstrip()]
         if self.done and elapsed > 0:
@@ -187,7 +187,7 @@ class Bar:
         if self._bar is None:
             self._print(ending)
         else:
-            self._bar.update(self._task, said=ending)
+            self._bar.update(self._task, status=ending)
             self._bar.stop()
 
     def _print(self, text: str) -> None:
@@ -199,7 +199,7 @@ class Bar:
 def progress(
     title: str, total: int | None = None, unit: str = "", console: Console | None = None, every_s: float = 5.0
 ) -> Iterator[Bar]:
-    """A bar for long work; without a terminal a line at the start, every `every_s` seconds, and at the end."""
+    """Show a bar for long work; without a terminal, a line at the start, every `every_s` seconds, and at the end."""
     bar = Bar(title, total, unit, console or get_console(), every_s)
     try:
         yield bar

@@ -1,8 +1,8 @@
-"""The memory ledger: whose bytes were in HBM in which phase, as the device allocator counted them.
+"""Record HBM by owner in each phase, as counted by the device allocator.
 
-A worker records what `Device.memory_by_owner()` and `Device.memory().peak_allocated` said at the end of each phase; the
-controller merges the cards' ledgers. A figure is the highest seen on any one card, since that card is the one that runs
-out of memory; owners peak at different moments, so a column of them may add up to more than the peak.
+A worker records `Device.memory_by_owner()` and `Device.memory().peak_allocated` at the end of each phase; the
+controller merges the cards' ledgers. Every value is the maximum over all cards, since the fullest card runs out of
+memory first; owners reach their maximum at different times, so their sum may exceed the peak.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class MemoryLedger:
         self.peak: dict[str, int] = {}
 
     def record(self, phase: str, by_owner: Mapping[str, int], peak: int) -> None:
-        """What one card held in one phase: bytes by owner, and the allocator's peak of bytes."""
+        """Record one card's memory in one phase: bytes by owner, and the allocator's peak in bytes."""
         owners = self.by_owner.setdefault(phase, {})
         for owner, held in by_owner.items():
             owners[owner] = max(owners.get(owner, 0), int(held))
         self.peak[phase] = max(self.peak.get(phase, 0), int(peak))
 
     def merge(self, other: MemoryLedger) -> MemoryLedger:
-        """Take another card's (or step's) ledger in. Returns self."""
+        """Merge another card's (or step's) ledger into this one. Returns self."""
         for phase, peak in other.peak.items():
             self.record(phase, other.by_owner[phase], peak)
         return self
@@ -46,11 +46,12 @@ class MemoryLedger:
 
     @property
     def owners(self) -> list[str]:
-        """Owners in the order in which they were first seen."""
+        """Return the owners in the order in which they were first recorded."""
         return list(dict.fromkeys(owner for owners in self.by_owner.values() for owner in owners))
 
     def metrics(self) -> dict[str, float]:
-        """`memory/<phase>/<owner>_mib`, `memory/<phase>/peak_mib`, and of all phases `perf/max_memory_allocated_gb`."""
+        """Return `memory/<phase>/<owner>_mib`, `memory/<phase>/peak_mib`, and `perf/max_memory_allocated_gb` over all
+        phases."""
         figures: dict[str, float] = {}
         for phase, peak in self.peak.items():
             for owner, held in self.by_owner[phase].items():
@@ -74,7 +75,7 @@ class MemoryLedger:
         return ledger
 
     def rows(self) -> list[list[str]]:
-        """The table as text cells: a header, a line for each owner, the peak last."""
+        """Return the table as text cells: a header, a line for each owner, the peak last."""
         rows = [["HBM of the fullest card", *self.phases]]
         for owner in self.owners:
             rows.append([owner, *(human_bytes(self.by_owner[phase].get(owner, 0)) for phase in self.phases)])
@@ -83,7 +84,7 @@ class MemoryLedger:
 
 
 def human_bytes(count: float) -> str:
-    """Bytes in at most six characters of binary units: `0`, `512`, `1.50K`, `12.3M`, `64.0G`."""
+    """Format bytes in at most six characters, in binary units: `0`, `512`, `1.50K`, `12.3M`, `64.0G`."""
     if count < 1024:
         return f"{count:.0f}"
     units = "KMGTP"

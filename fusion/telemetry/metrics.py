@@ -1,4 +1,4 @@
-"""The figures of one step, gathered on many ranks and folded into one flat dict.
+"""Merge the metrics of one step from many ranks into one flat dict.
 
 Names follow verl: `actor/pg_loss`, `critic/rewards/mean`, `timing_s/gen`, `perf/throughput`. How two ranks' figures of
 one name become one is decided by the name (`rule_of`) or stated once by the caller:
@@ -26,7 +26,7 @@ Rule = Literal["mean", "max", "min", "sum", "seconds"]
 
 
 class Part(NamedTuple):
-    """What is known of one name so far. `value` is the weighted sum for a mean, the figure itself for other rules."""
+    """Accumulated state of one metric. `value` is the weighted sum for a mean, the value itself for other rules."""
 
     rule: Rule
     value: float
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def rule_of(name: str) -> Rule:
-    """The rule by which figures called `name` are folded, read from the name alone."""
+    """Return the rule by which values of the metric `name` are merged, from the name alone."""
     last = name.rsplit("/", 1)[-1]
     if name.startswith("timing_s/"):
         return "seconds"
@@ -50,7 +50,7 @@ def rule_of(name: str) -> Rule:
 
 
 class Metrics:
-    """Accumulates one step's figures on one rank; `merge` folds other ranks' in.
+    """Accumulates one step's metrics on one rank; `merge` adds those of other ranks.
 
     `synchronize` (a device's `synchronize`) is called before every reading of the clock by `timer`, so that a timed
     block includes the device work it started.
@@ -61,7 +61,7 @@ class Metrics:
         self._synchronize = synchronize
 
     def add(self, name: str, value: SupportsFloat, count: SupportsFloat = 1.0, rule: Rule | None = None) -> None:
-        """Add one figure: a number or a one-element tensor. `count` is its weight in a mean (tokens, samples)."""
+        """Add one value: a number or a one-element tensor. `count` is its weight in a mean (tokens, samples)."""
         number, weight = float(value), float(count)
         if not weight >= 0:
             raise ValueError(f"metric {name}: count={weight}: expected a weight of at least 0")
@@ -75,7 +75,7 @@ class Metrics:
         self._fold(name, part, within_rank=True)
 
     def update(self, figures: Mapping[str, SupportsFloat], count: SupportsFloat = 1.0) -> None:
-        """Add several figures that share one weight, each by the rule of its name."""
+        """Add several values with the same weight, each by the rule of its name."""
         for name, value in figures.items():
             self.add(name, value, count)
 
@@ -90,7 +90,7 @@ class Metrics:
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Time the block into `timing_s/<name>` (seconds, also when the block raises)."""
+        """Add the duration of the block in seconds to `timing_s/<name>`, also if the block raises."""
         start = self._now()
         try:
             yield
@@ -98,18 +98,18 @@ class Metrics:
             self.add(f"timing_s/{name}", self._now() - start)
 
     def state(self) -> dict[str, Part]:
-        """Plain picklable data for `merge` on another process."""
+        """Return plain picklable data for `merge` in another process."""
         return dict(self._parts)
 
     def merge(self, other: Metrics | Mapping[str, Part]) -> Metrics:
-        """Fold another rank's parts into this one. Returns self."""
+        """Merge another rank's metrics into this one. Returns self."""
         parts = other._parts if isinstance(other, Metrics) else other
         for name, part in list(parts.items()):
             self._fold(name, Part(*part), within_rank=False)
         return self
 
     def result(self) -> dict[str, float]:
-        """The folded figures, in the order in which their names first came."""
+        """Return the merged values, in the order in which their names were first added."""
         figures = {}
         for name, part in self._parts.items():
             if part.rule != "mean":
@@ -119,7 +119,7 @@ class Metrics:
         return figures
 
     def take(self) -> dict[str, Part]:
-        """`state()`, and start afresh: what a worker hands over at the end of a step."""
+        """Return `state()` and reset; a worker sends the result at the end of a stage."""
         parts, self._parts = self._parts, {}
         return parts
 
@@ -147,7 +147,7 @@ class Metrics:
 def merge_metrics(
     ranks: Sequence[Mapping[str, SupportsFloat]], counts: Sequence[SupportsFloat] | None = None
 ) -> dict[str, float]:
-    """Fold finished dicts of several ranks into one by the rule of each name; `counts[i]` weighs rank i's means."""
+    """Merge results of several ranks by the rule of each name; `counts[i]` is the weight of rank i's means."""
     if counts is not None and len(counts) != len(ranks):
         raise ValueError(f"merge_metrics: {len(counts)} counts for {len(ranks)} ranks: expected one for each")
     folded = Metrics()
@@ -159,7 +159,7 @@ def merge_metrics(
 
 
 def throughput(tokens: int, seconds: float, cards: int) -> dict[str, float]:
-    """The speed of one step, named and defined as in verl.
+    """Compute the throughput of one step, named and defined as in verl.
 
     `tokens` counts prompt and response tokens of the step, `seconds` is its wall clock. `perf/throughput` is tokens per
     second *per card*; `perf/tokens_per_s` is that of the whole run.

@@ -57,14 +57,14 @@ class RunReport:
     """Seconds of each part of the switch in one step, of the slowest card, over the whole run; `a/b` is part of `a`."""
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     cards: Sequence[CardSummary] = ()
-    """Of `summarize_run(spans)`."""
+    """Result of `summarize_run(spans)`."""
     notes: Sequence[str] = ()
     """Counts such as failed rewards or skipped prompts."""
     next_steps: Sequence[str] = ()
 
     @classmethod
     def from_folder(cls, path: Path | str, **fields: Any) -> RunReport:
-        """Read the report from a run folder; ``fields`` replace or add to what its files contain."""
+        """Read the report from a run folder; ``fields`` replace or complete the values from its files."""
         rows = read_jsonl(Path(path) / "metrics.jsonl")
         from_files: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
         from_files |= _rewards(rows)
@@ -87,7 +87,7 @@ class RunReport:
         parts: list[RenderableType] = [Text(self._headline(), style="bold", overflow="ignore", no_wrap=True)]
         for table in tables:
             parts += ["", table]
-        lists = {"Notes": self.notes, "What it left": self.folder, "What to try next": self.next_steps}
+        lists = {"Notes": self.notes, "Run folder": self.folder, "What to try next": self.next_steps}
         for title, lines in lists.items():
             if lines:
                 parts += ["", Text(title, style="bold")]
@@ -118,11 +118,17 @@ class RunReport:
 
 def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], count: int = 3) -> list[Answer]:
     """Pair up to `count` samples (`prompt`, `response`, `reward`) of the same prompt; a prompt that is not in both is
-    left out, since answers to different questions do not compare."""
+    left out."""
     later = {sample["prompt"]: sample for sample in after}
     pairs = {sample["prompt"]: (sample, later[sample["prompt"]]) for sample in before if sample["prompt"] in later}
     return [
-        Answer(prompt, old["response"], new["response"], old.get("reward"), new.get("reward"))
+        Answer(
+            prompt=prompt,
+            before=old["response"],
+            after=new["response"],
+            reward_before=old.get("reward"),
+            reward_after=new.get("reward"),
+        )
         for prompt, (old, new) in list(pairs.items())[:count]
     ]
 
@@ -182,7 +188,7 @@ def _marked(text: str, reward: float | None) -> str:
 
 
 def _short(text: str, limit: int = 200) -> str:
-    """One line; of a long text its start and its end, where the answer is."""
+    """Return a text as one line; shorten a long text to its start and its end, which holds the answer."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit // 3]} … {text[-2 * limit // 3 :]}"
 
@@ -196,8 +202,8 @@ def _phase_table(phase_s: Mapping[str, float]) -> Table:
 
 
 def _part_table(part_s: Mapping[str, float], steps: int) -> Table:
-    """Milliseconds a step; parts of a part stand below it."""
-    rows = [["switch by part, there and back", "ms a step"]]
+    """Return a table of milliseconds per step; parts of a part are below it."""
+    rows = [["switch by part, both directions", "ms per step"]]
     for part in sorted(part_s):
         above, _, name = part.rpartition("/")
         rows.append([f"  {name}" if above else name, f"{1000 * part_s[part] / steps:.2f}"])

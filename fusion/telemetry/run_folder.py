@@ -115,15 +115,15 @@ class RunFolder:
         return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, also while it is being written."""
+        """Return the rows of metrics.jsonl, also while it is being written."""
         return read_jsonl(self.path / "metrics.jsonl")
 
     def samples(self) -> list[dict[str, Any]]:
-        """The rows of samples.jsonl."""
+        """Return the rows of samples.jsonl."""
         return read_jsonl(self.path / "samples.jsonl")
 
     def describe(self) -> list[str]:
-        """Lines that say where the folder is and what it holds by now."""
+        """Return lines with the path of the folder and its current contents."""
         return describe(self.path)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class RunFolder:
 
 
 def describe(path: Path | str) -> list[str]:
-    """`RunFolder.describe` of any run folder: its path, then a line for each thing that is there."""
+    """Describe any run folder: its path, then a line for each existing file or folder."""
     path = Path(path)
     checkpoints = sorted(entry.name for entry in path.glob("checkpoints/*") if entry.is_dir())
     exports = (path / "hf" / "config.json").exists()

@@ -1,4 +1,4 @@
-"""Records a stage's kinds of work as a strip of bounded length, however many steps the stage has.
+"""Record a stage's kinds of work as a strip of bounded length, for any number of steps.
 
     mark  prefill prefill decode decode decode … decode prefill decode … decode wait_data
     runs  [   prefill    |           decode            | p |     decode        |w]      exact, while they are few
@@ -20,7 +20,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_RUNS = 100
-"""Runs of a strip. One an engine step would be thousands a stage; what lasts a twentieth of it stays where it was."""
+"""Maximum number of runs of a strip. One per engine step would be thousands per stage; with 100, a run that lasts a
+twentieth of the stage keeps its place."""
 
 FIRST_WINDOW_NS = 1_000_000
 
@@ -32,7 +33,7 @@ class Run(NamedTuple):
 
 
 class StageStrip:
-    """A strip that starts at ``start_ns``. It has no clock; a mark costs the same however many there were."""
+    """A strip that starts at ``start_ns``. It has no clock; the cost of a mark does not grow with their number."""
 
     def __init__(self, start_ns: int, max_runs: int = MAX_RUNS):
         self._start_ns = self._last_ns = start_ns
@@ -40,12 +41,12 @@ class StageStrip:
         self._window_ns = 0
         self._runs: list[tuple[str, int]] = []
         self._window: dict[str, int] = {}
-        """Nanoseconds by kind of the window under way, in the order in which they came"""
+        """Nanoseconds by kind of the current window, in the order of their first occurrence"""
         self._filled_ns = 0
 
     @property
     def blur_ns(self) -> int:
-        """How far a kind may be shown before or after its time; 0: nothing was gathered."""
+        """Maximum shift of a kind from its actual time; 0: no runs were merged."""
         # A window holds less than two of its lengths, and the lengths before it are a half, a quarter, … of it.
         return 4 * self._window_ns
 
@@ -61,7 +62,7 @@ class StageStrip:
             self._coarsen()
 
     def runs(self) -> list[Run]:
-        """Returns the runs from the start to the last mark, and ends the window under way."""
+        """Returns the runs from the start to the last mark, and ends the current window."""
         self._end_window()
         if len(self._runs) > self._max_runs:
             self._coarsen()

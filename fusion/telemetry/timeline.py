@@ -1,4 +1,4 @@
-"""Records what every card did, on one clock.
+"""Record the activities of every card on one clock.
 
     worker, card 0:  timeline = Timeline("card 0")
                      with timeline.span("generate", kind="gen"):
@@ -8,13 +8,13 @@
                      summarize_run(spans)                          per card: seconds of each kind + idle = wall
 
 One clock: the machine's monotonic clock, mapped once per process to wall time, so that spans of several processes and
-nodes lie on one axis and a stepped wall clock moves nothing. Times are integers (nanoseconds), so that parts add up
-exactly.
+nodes are on one axis and setting the wall clock does not move them. Times are integers (nanoseconds), so that parts
+add up exactly.
 
 Invariants of `summarize`:
 1. For every card the nanoseconds of all kinds plus idle equal the wall clock between the same start and end.
-2. An instant is counted once: of overlapping spans the one that started last has it (the innermost, when they nest).
-3. The order of the spans, and how they were split over processes, change nothing.
+2. An instant is counted once: of overlapping spans, for the one that started last (the innermost if they are nested).
+3. The result does not depend on the order of the spans, nor on how they were divided over processes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from fusion.telemetry.stage_strip import StageStrip
 _WALL_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
 
 WAITING = "wait"
-"""Kinds that start with this are time without work: shown by name, not busy."""
+"""Prefix of the kinds of waiting: shown by name, not counted as busy."""
 
 WAIT_DATA = "wait_data"
-"""For samples to be generated, scored or read, or, in an engine, for requests."""
+"""Waiting for samples to be generated, scored or read, or, in an engine, for requests."""
 
 PREPARE = "prepare"
-"""What a card does first and once, when the run is started or taken up again."""
+"""Preparation of a card, once when the run starts or resumes."""
 
 WAIT_WEIGHTS = "wait_weights"
-"""For weights that are still trained, or that other cards are not ready to exchange."""
+"""Waiting for weights to be trained, or for other cards to be ready to exchange them."""
 
 
 MAIN = "main"
-"""The lane that counts"""
+"""The lane of a card's time."""
 
 
 def wall_ns() -> int:
-    """Nanoseconds since the epoch by a clock that never steps."""
+    """Return nanoseconds since the epoch, by a monotonic clock."""
     return time.monotonic_ns() + _WALL_MINUS_MONOTONIC_NS
 
 
@@ -74,20 +74,22 @@ class Timeline:
         self._spans: deque[Span] = deque()
         self._strip: _OpenStrip | None = None
 
-    def span(self, name: str, kind: str = "", lane: str = MAIN) -> _Open:
-        """Context manager: records the block as one span, also when it raises. `kind` defaults to the name."""
-        return _Open(self, name, kind or name, lane)
+    def span(self, name: str, kind: str = "", lane: str = MAIN) -> _OpenSpan:
+        """Context manager: records the block as one span, also if it raises. `kind` defaults to the name."""
+        return _OpenSpan(self, name, kind=kind or name, lane=lane)
 
     def add(self, name: str, start_ns: int, end_ns: int, kind: str = "", lane: str = MAIN) -> None:
         """Record a span whose times are known."""
         if end_ns < start_ns:
             raise ValueError(f"span {name}: end_ns={end_ns} is before start_ns={start_ns}")
-        self._spans.append(Span(self.card, name, kind or name, start_ns, end_ns, lane))
+        self._spans.append(
+            Span(card=self.card, name=name, kind=kind or name, start_ns=start_ns, end_ns=end_ns, lane=lane)
+        )
 
     @contextmanager
     def strip(self, lane: str = MAIN) -> Iterator[Callable[[str], None]]:
         """Yields ``mark(kind)``, which records the time since the last mark as this kind. The block becomes a bounded
-        number of spans whose seconds by kind are exact (`StageStrip`), also when it raises; what follows the last mark
+        number of spans whose seconds by kind are exact (`StageStrip`), also if it raises; the time after the last mark
         is not recorded. Called from one thread."""
         assert self._strip is None, "a strip is open already"
         self._strip = strip = _OpenStrip(self, lane)
@@ -109,8 +111,8 @@ class Timeline:
             self._strip.cut()
 
     def drain(self) -> list[Span]:
-        """Hand over what was recorded since the last call."""
-        # One pop at a time: a thread that records meanwhile loses nothing, its span comes with this call or the next.
+        """Return the spans recorded since the last call."""
+        # One pop at a time: the span of a thread that records meanwhile is returned by this call or by the next one.
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
 
@@ -127,28 +129,31 @@ class _OpenStrip:
     def cut(self) -> None:
         runs = self._runs.runs()
         for kind, start_ns, end_ns in runs:
-            self._timeline.add(kind.rpartition("/")[2], start_ns, end_ns, kind, self._lane)
+            self._timeline.add(kind.rpartition("/")[2], start_ns, end_ns, kind=kind, lane=self._lane)
         if runs:
             self._runs = StageStrip(runs[-1].end_ns)
 
 
-class _Open:
+class _OpenSpan:
+    """Records its block as a span."""
+
     __slots__ = ("timeline", "name", "kind", "lane", "start_ns")
 
-    def __init__(self, timeline: Timeline, name: str, kind: str, lane: str) -> None:
+    def __init__(self, timeline: Timeline, name: str, *, kind: str, lane: str) -> None:
         self.timeline, self.name, self.kind, self.lane = timeline, name, kind, lane
+        self.start_ns = 0
 
     def __enter__(self) -> None:
         self.start_ns = self.timeline.clock_ns()
 
     def __exit__(self, *_: object) -> None:
-        timeline = self.timeline
-        timeline._spans.append(Span(timeline.card, self.name, self.kind, self.start_ns, timeline.clock_ns(), self.lane))
+        end_ns = self.timeline.clock_ns()
+        self.timeline.add(self.name, self.start_ns, end_ns, kind=self.kind, lane=self.lane)
 
 
 @dataclass(frozen=True)
 class CardSummary:
-    """Where one card's wall clock went: `sum(by_kind_ns.values()) + idle_ns == wall_ns`."""
+    """One card's wall-clock time by kind: `sum(by_kind_ns.values()) + idle_ns == wall_ns`."""
 
     card: str
     wall_ns: int
@@ -156,15 +161,18 @@ class CardSummary:
     idle_ns: int
 
     def __add__(self, other: CardSummary) -> CardSummary:
-        """Of this card, at another time too."""
-        both = Counter(self.by_kind_ns) + Counter(other.by_kind_ns)
+        """Add the summary of the same card over another period."""
+        by_kind_ns = Counter(self.by_kind_ns) + Counter(other.by_kind_ns)
         return CardSummary(
-            self.card, self.wall_ns + other.wall_ns, dict(sorted(both.items())), self.idle_ns + other.idle_ns
+            card=self.card,
+            wall_ns=self.wall_ns + other.wall_ns,
+            by_kind_ns=dict(sorted(by_kind_ns.items())),
+            idle_ns=self.idle_ns + other.idle_ns,
         )
 
     @property
     def busy_ns(self) -> int:
-        """All kinds but those of waiting."""
+        """Nanoseconds of all kinds except waiting."""
         return sum(ns for kind, ns in self.by_kind_ns.items() if not kind.startswith(WAITING))
 
     @property
@@ -173,7 +181,7 @@ class CardSummary:
         return self.busy_ns / self.wall_ns if self.wall_ns else 0.0
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by kind, `idle` and `wall` last."""
+        """Return the seconds by kind, with `idle` and `wall` last."""
         parts = {**self.by_kind_ns, "idle": self.idle_ns, "wall": self.wall_ns}
         return {kind: ns / 1e9 for kind, ns in parts.items()}
 
@@ -181,9 +189,10 @@ class CardSummary:
 def summarize(
     spans: Iterable[Span], start_ns: int | None = None, end_ns: int | None = None, cards: Iterable[str] = ()
 ) -> list[CardSummary]:
-    """Where the wall clock of each card went between start and end (by default the first start and the last end).
+    """Summarize the time of each card between start and end (by default the first start and the last end).
 
-    `cards` names cards to list even if they recorded nothing: they were idle.
+    Args:
+        cards: cards to list even if they recorded nothing; these were idle.
     """
     spans = [Span(*span) for span in spans]
     if not spans and (start_ns is None or end_ns is None):
@@ -193,13 +202,13 @@ def summarize(
     by_card: dict[str, list[Span]] = {card: [] for card in cards}
     for span in spans:
         by_card.setdefault(span.card, []).append(span)
-    return [_summary(card, by_card[card], start, max(start, end)) for card in sorted(by_card, key=natural)]
+    end = max(start, end)
+    return [_summary(card, by_card[card], start=start, end=end) for card in sorted(by_card, key=natural)]
 
 
 def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
-    """`summarize` of a run that may have been stopped and resumed: the time between is counted for no card. Every
-    start has its own wall clock, from the first `prepare`, begun when nothing else was under way, to the last span
-    before the next start."""
+    """Summarize a run that may have been stopped and resumed; the time in between is not counted. Each start counts
+    from its first `prepare`, which begins while no other span is open, to the last span before the next start."""
     starts: list[list[Span]] = []
     end = 0
     for span in sorted((Span(*span) for span in spans), key=lambda span: span.start_ns):
@@ -214,11 +223,11 @@ def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key to sort `card 2` before `card 10`."""
+    """Return a key that sorts `card 2` before `card 10`."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split()]
 
 
-def _summary(card: str, spans: Sequence[Span], start: int, end: int) -> CardSummary:
+def _summary(card: str, spans: Sequence[Span], *, start: int, end: int) -> CardSummary:
     ordered = sorted(
         (max(span.start_ns, start), -span.start_ns, span.end_ns, span.kind)
         for span in spans
@@ -240,4 +249,4 @@ def _summary(card: str, spans: Sequence[Span], start: int, end: int) -> CardSumm
             by_kind[kind] = by_kind.get(kind, 0) + then - now
         else:
             idle += then - now
-    return CardSummary(card, end - start, dict(sorted(by_kind.items())), idle)
+    return CardSummary(card=card, wall_ns=end - start, by_kind_ns=dict(sorted(by_kind.items())), idle_ns=idle)

@@ -34,14 +34,14 @@ class TimelineFile:
         self._ids: dict[tuple[str, str], tuple[int, int]] = {}
         head = {"displayTimeUnit": "ms", "otherData": {"origin_ns": self.origin_ns}}
         body = (json.dumps(head)[:-1] + ', "traceEvents": [').encode()
-        # Built beside the old file and moved over it: a crash in between leaves the old one whole.
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        self._fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        # Written to a temporary file that replaces the old one: a crash in between leaves the old file intact.
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         write_all(self._fd, body + ENDING, 0)
         self._end, self._empty = len(body), True
         if trace:
             self.append(_spans(trace))
-        os.replace(beside, self.path)
+        os.replace(temporary, self.path)
 
     def append(self, spans: Iterable[Span]) -> None:
         """Write the spans and everything needed to read them."""
@@ -112,5 +112,14 @@ def _spans(trace: dict[str, Any]) -> list[Span]:
         elif event["ph"] == "X":
             start = origin + round(event["ts"] * 1000)
             end = start + round(event["dur"] * 1000)
-            spans.append(Span(cards[pid], event["name"], event["cat"], start, end, lanes[pid, tid]))
+            spans.append(
+                Span(
+                    card=cards[pid],
+                    name=event["name"],
+                    kind=event["cat"],
+                    start_ns=start,
+                    end_ns=end,
+                    lane=lanes[pid, tid],
+                )
+            )
     return spans

@@ -1,4 +1,4 @@
-"""Checks the values of a config group, in one way for all groups.
+"""Check the values of a config group, in the same way for all groups.
 
     check = Checks("rollout", self)
     check.integer("max_seqs", "max_batch_tokens", at_least=1)
@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Checks:
-    """Checks of the attributes of ``values``, which are the keys of the config group ``group``.
+    """Checks the attributes of ``values``, which are the keys of the config group ``group``.
 
     Args:
         group: prefix of the keys in an error message: a group (`rollout`), a node (`parallel.train`) or a request.

@@ -1,4 +1,4 @@
-"""What cards are: constants of an accelerator and of the machine around it, each with its unit and its source.
+"""Describe cards: constants of an accelerator and of its machine, each with unit and source.
 
     ascend_910b.yaml ┐
     ascend_910c.yaml ├─ load: keys, units and numbers checked ──► card: Hardware, with its Topology

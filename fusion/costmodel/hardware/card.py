@@ -1,4 +1,4 @@
-"""One kind of accelerator node as plain data."""
+"""Define the constants of an accelerator node as plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion.ep_switch.topology import LEVELS, Topology
 
 @dataclass(frozen=True)
 class Figure:
-    """A constant and its source; ``assumed``: no published value was found, the source says what it rests on."""
+    """A constant and its source; ``assumed``: no published value was found, the source explains the assumption."""
 
     value: float
     source: str
@@ -28,7 +28,7 @@ class Hardware:
     reached: tuple[Figure, Figure, Figure, Figure]
     """Share of a link's bandwidth that a large transfer reaches, by level of the topology."""
     collective_s: Figure
-    """Latency of one exchange between all dies, whatever it carries."""
+    """Latency of one exchange between all dies, independent of its size."""
     hbm_bytes: Figure
     """Of one die."""
     reserved_bytes: Figure
@@ -42,7 +42,7 @@ class Hardware:
     train_reached: Figure
     """Share of `flops` that a training step reaches, transfers and the pipeline's bubble left out."""
     layer_s: Figure
-    """Time of a layer in an engine's step beside its reads, arithmetic and exchanges: launches, the host."""
+    """Time of a layer in an engine's step in addition to reads, arithmetic and exchanges: launches, the host."""
     out_bytes_per_s: Figure
     """From a die to pinned host memory, while all dies of the node copy."""
     back_bytes_per_s: Figure
@@ -82,7 +82,7 @@ class Hardware:
         return self.topology.ranks_per_supernode > self.topology.ranks_per_node
 
     def figures(self) -> dict[str, tuple[float, str]]:
-        """Every constant by name, with its source: what a report prints beside what was computed from it."""
+        """Returns every constant by name, with its source, for a report."""
         shown: dict[str, tuple[float, str]] = {}
         for level in self.levels:
             peak, share = self.topology.bytes_per_s[level] / 1e9, self.reached[level]
