@@ -243,8 +243,8 @@ class QueueActor:
         async with self._call():
             return pack({}, {"lengths": smallest(self.core.lengths(ids, columns))})
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call claim, ack, drop, renew, give_back or seal of the core: changes of state without a payload."""
+    async def change(self, method: str, *args: Any) -> Any:
+        """Apply a change of state without a payload: claim, ack, drop, renew, give_back or seal of the core."""
         async with self._call():
             return getattr(self.core, method)(*args, time.time())
 

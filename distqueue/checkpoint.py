@@ -88,7 +88,7 @@ def check(folder: str, tasks: tuple[str, ...], group_size: int | None) -> None:
 
 
 def load(folder: str) -> bytes:
-    """Read the snapshot, whose segments lie at `segment_path`. ValueError: not a checkpoint."""
+    """Read the snapshot, whose segments are at `segment_path`. ValueError: not a checkpoint."""
     snapshot = read_folder(folder)[0] if (Path(folder) / CUT).is_file() else None
     if snapshot is None:
         raise ValueError(f"checkpoint={folder!r}: expected a folder written by DistQueue.checkpoint")

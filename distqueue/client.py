@@ -25,8 +25,8 @@ from distqueue.actor import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
 from distqueue.actor_calls import Calls, run, run_async
 from distqueue.checkpoint import check as check_checkpoint
 from distqueue.config import QueueOptions, check_absolute
-from distqueue.core import QueueClosed
-from distqueue.interface import SampleQueue
+from distqueue.core import QueueClosed, QueueCore
+from distqueue.interface import Change, SampleQueue
 from distqueue.journal import read_folder
 from distqueue.messages import Delivery, File, Put, unpack
 from distqueue.packed import PackedBatch
@@ -146,7 +146,7 @@ class DistQueue(SampleQueue):
 
     async def ack_async(self, task: str, ids: Iterable[str]) -> None:
         """`ack` for a coroutine."""
-        await run_async(self._call("call", "ack", task, tuple(ids)))
+        await run_async(self._change_calls(QueueCore.ack, task, tuple(ids)))
 
     def stats(self) -> dict[str, float]:
         return run(self._call("stats"))
@@ -189,8 +189,11 @@ class DistQueue(SampleQueue):
     async def _get_async(self, request: GetRequest) -> PackedBatch:
         return await run_async(self._get_calls(request))
 
-    def _change(self, method: str, *args: Any) -> None:
-        run(self._call("call", method, *args))
+    def _change(self, change: Change[...], *args: Any) -> None:
+        run(self._change_calls(change, *args))
+
+    def _change_calls(self, change: Change[...], *args: Any) -> Calls[Any]:
+        return self._call("change", change.__name__, *args)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Calls[Any]:
         self.traffic.requests += 1

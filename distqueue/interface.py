@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
+from distqueue.core.queue import QueueCore
 from distqueue.packed import PackedBatch
 from distqueue.request import GetRequest, takes
 from distqueue.samples import Span
+
+Params = ParamSpec("Params")
+
+Change = Callable[Concatenate[QueueCore, Params], None]
+"""A method of `QueueCore` that changes the state without a payload; its last parameter is the time, `now_s`."""
 
 
 class SampleQueue(ABC):
@@ -39,8 +45,8 @@ class SampleQueue(ABC):
         The arguments are the fields of `GetRequest`, which documents them: `count` or `token_budget` end the batch,
         whichever is reached first.
 
-        TimeoutError says which columns are missing for how many samples. QueueDrained: the queue is sealed and the task
-        has received everything. ValueError: a request that this queue can never serve.
+        TimeoutError names the missing columns and the number of samples that lack them. QueueDrained: the queue is
+        sealed and the task has received everything. ValueError: a request that this queue can never serve.
         """
         return self._get(request)
 
@@ -60,31 +66,31 @@ class SampleQueue(ABC):
         columns, text and metadata. ValueError names the sample and the column it lacks."""
 
     def claim(self, task: str, ids: Iterable[str]) -> None:
-        """Lease named samples to `task`, whatever columns they hold, without reading them: for a writer that knows its
-        samples. ValueError, with nothing leased: a sample that was never put or has ended, or that `task`
-        holds or has acknowledged."""
-        self._change("claim", task, tuple(ids))
+        """Lease named samples to `task`, with any columns, without reading them: for a caller that knows its samples.
+        ValueError, with nothing leased: a sample that was never put or has ended, or that `task` holds or has
+        acknowledged."""
+        self._change(QueueCore.claim, task, tuple(ids))
 
     def ack(self, task: str, ids: Iterable[str]) -> None:
         """Acknowledge samples: they are never handed to `task` again, and are freed once every task has acknowledged
         them. Idempotent. ValueError: a sample that was never put, or never handed to `task`."""
-        self._change("ack", task, tuple(ids))
+        self._change(QueueCore.ack, task, tuple(ids))
 
     def drop(self, ids: Iterable[str], reason: str) -> None:
         """End samples as `dropped:<reason>` and free them; their groups continue without them."""
-        self._change("drop", tuple(ids), reason)
+        self._change(QueueCore.drop, tuple(ids), reason)
 
     def renew(self, task: str, ids: Iterable[str]) -> None:
         """Extend the leases of samples that `task` holds by another `lease_s`, from now."""
-        self._change("renew", task, tuple(ids))
+        self._change(QueueCore.renew, task, tuple(ids))
 
     def give_back(self, task: str, ids: Iterable[str]) -> None:
         """Release leases of `task` at once, for samples it will not work on; acknowledged samples stay acknowledged."""
-        self._change("give_back", task, tuple(ids))
+        self._change(QueueCore.give_back, task, tuple(ids))
 
     def seal(self) -> None:
         """Accept no new samples: gets are served what remains, then raise QueueDrained."""
-        self._change("seal")
+        self._change(QueueCore.seal)
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
@@ -109,5 +115,5 @@ class SampleQueue(ABC):
     async def _get_async(self, request: GetRequest) -> PackedBatch: ...
 
     @abstractmethod
-    def _change(self, method: str, *args: Any) -> None:
-        """Call a method of `QueueCore` that changes the state without a payload."""
+    def _change(self, change: Change[...], *args: Any) -> None:
+        """Apply a change to the core, with the current time as its last argument."""

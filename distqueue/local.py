@@ -17,7 +17,7 @@ from typing import Any
 
 from distqueue.config import LEASE_S
 from distqueue.core import QueueCore
-from distqueue.interface import SampleQueue
+from distqueue.interface import Change, SampleQueue
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
@@ -132,9 +132,9 @@ class LocalQueue(SampleQueue):
             await asyncio.wait([awaitable], timeout=request.timeout_s)
             return self._gather(self._answered(answer, request))
 
-    def _change(self, method: str, *args: Any) -> None:
+    def _change(self, change: Change[...], *args: Any) -> None:
         with self._lock:
-            getattr(self._core, method)(*args, time.time())
+            change(self._core, *args, time.time())
             self._follow_up()
 
     def _reserve(self, batch: PackedBatch) -> Segment:

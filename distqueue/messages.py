@@ -57,7 +57,7 @@ def names_to_array(names: Sequence[str]) -> np.ndarray:
 
 
 def array_to_names(array: np.ndarray, count: int) -> tuple[str, ...]:
-    """Decode `names_to_array`; `count` tells no name from one empty name."""
+    """Decode `names_to_array`; `count` distinguishes no name from one empty name."""
     return tuple(array.tobytes().decode().split("\0")) if count else ()
 
 

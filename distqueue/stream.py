@@ -112,7 +112,7 @@ def _give_back(queue: SampleQueue, task: str, held: list[PackedBatch]) -> None:
 
 @contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a thread of its own; on exit, cancel what still waits in it."""
+    """Run an event loop in a separate thread; on exit, cancel its waiting tasks."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="stream", daemon=True)
     thread.start()

@@ -151,11 +151,11 @@ class QueueCore:
         return waiter
 
     def explain(self, selection: Selection) -> str:
-        """Say why `selection` is not served yet."""
+        """Return the reason why `selection` is not served yet."""
         return self.table.explain(selection)
 
     def locate(self, ids: Sequence[str], columns: Sequence[str], skip_ended: bool = False) -> Delivery:
-        """Find where columns of live samples lie, without a lease. `skip_ended`: leave out samples that have ended.
+        """Locate columns of live samples, without a lease. `skip_ended`: leave out samples that have ended.
         ValueError names the sample and the column it lacks."""
         self._check_open()
         if not ids or not columns:
@@ -210,7 +210,7 @@ class QueueCore:
         return self.apply_lose(numbers, reason, now_s)
 
     def claim(self, task: str, ids: Sequence[str], now_s: float) -> None:
-        """Lease named samples to a task, whatever columns they hold. ValueError: see `SampleTable.claim`."""
+        """Lease named samples to a task, with any columns. ValueError: see `SampleTable.claim`."""
         self._check_open()
         self.tick(now_s)
         self.table.claim(task, ids, now_s)
@@ -252,7 +252,7 @@ class QueueCore:
             writer.answer(self._closed())
 
     def moved(self, number: int, shard: str, path: str, *, spilled: bool = False) -> None:
-        """Record that a segment lies in another file now."""
+        """Record that a segment was moved to another file."""
         if not self.ledger.segments[number].dead:  # its end is in the journal
             self._record("move", {"number": number, "shard": shard, "path": path, "spilled": spilled})
         self.ledger.moved(number, shard, path, spilled=spilled)

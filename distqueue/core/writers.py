@@ -146,7 +146,8 @@ class Writers:
             self.cancel(number)
 
     def _reserve(self, writer: Writer, now_s: float, full: str) -> Segment | str:
-        """Reserve a file, or say why there is no room; `full`: why an earlier writer waits."""
+        """Reserve a file, or return the reason why there is no space; `full`: the reason why an earlier writer
+        waits."""
         put = writer.put
         new = self._check_new(put)
         if new and full:

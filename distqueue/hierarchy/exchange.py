@@ -170,7 +170,7 @@ def _wait(work: dist.Work) -> None:
 
 
 def this_machine() -> str:
-    """Identify the running kernel: equal in all its processes, whatever host names their containers have."""
+    """Identify the running kernel: equal in all its processes, also in containers with different host names."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 

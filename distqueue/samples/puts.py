@@ -119,7 +119,7 @@ def store(
 
 
 def _invalid(state: State, batch: Batch, *, i: int, mask: np.uint64) -> ValueError:
-    """The error that says what is wrong with sample i."""
+    """Return the error of sample i."""
     id, slot = batch.names.texts[i], int(batch.slots[i])
     group = "" if batch.group_of[i] == NONE else batch.groups.texts[batch.group_of[i]]
     if batch.endings[i] != NONE:

@@ -9,7 +9,7 @@ from distqueue.samples.types import Selection
 
 
 def explain(state: State, number: int, selection: Selection) -> str:
-    """Say why `selection`, of task `number`, is not served yet."""
+    """Return the reason why `selection`, of task `number`, is not served yet."""
     slots = state.pages.live_slots()
     open_slots = slots[state.claims.is_open(number, slots)]
     holds = {name: state.columns.holding(open_slots, state.columns.mask([name])) for name in selection.columns}

@@ -148,7 +148,7 @@ class SampleTable:
         )
 
     def explain(self, selection: Selection) -> str:
-        """Say why `selection` is not served yet: which columns are missing for how many samples."""
+        """Return the reason why `selection` is not served yet: the missing columns, and the number of samples."""
         return reports.explain(self.state, self.tasks.index(selection.task), selection)
 
     def open(self, task: str) -> int:

@@ -114,7 +114,7 @@ class Party:
             ids = Delivery.from_bytes(found).ids
             await asyncio.sleep(self.rng.choice([0, 0.01]))
             self.tell(" ".join(["acks", task, *ids]))
-            await self.actor.call("ack", task, ids)
+            await self.actor.change("ack", task, ids)
             self.tell(" ".join(["ack", task, *ids]))
 
     def tell(self, line: str) -> None:

@@ -206,7 +206,7 @@ def test_what_ends_or_moves_before_it_is_copied_is_in_the_checkpoint(tmp_path: P
         writing = asyncio.create_task(actor.checkpoint(str(tmp_path / "checkpoint"), "cut"))
         await shard.asked.wait()
         ends, moves = actor.core.locate(["ends", "moves"], COLUMNS).places
-        await actor.call("drop", ["ends"], "seen")
+        await actor.change("drop", ["ends"], "seen")
         os.rename(moves.path, moves.path + "-moved")
         actor.core.moved(moves.number, HERE, moves.path + "-moved")
         await put(actor, make_batch(["later"]))
