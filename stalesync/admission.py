@@ -1,44 +1,46 @@
-"""The decisions of the loop: what is admitted, which engine gets what, when engines stop, what is trained.
+"""Decide what the loop admits, which engine receives which requests, when engines stop, and what is trained.
 
-Pure: no ray, no torch, no clock. Events come in as `observe_…`, commands go out as plain data; whoever obeys them (the
-controller in a run, a simulator in virtual time, a property test) obeys each one before it asks for the next.
+Pure: no ray, no torch, no clock. Inputs are `observe_…` calls, outputs are commands as plain data. The caller (the
+controller in a run, a simulator in virtual time, a property test) executes each command before it asks for the next.
 
     commands of `step`                               stage
     ┌─► Suspend(engines)?, Publish(version, beside)  switch     engines that share no card with the trainer may continue
     │   AdmitGroups(count)?, Dispatch(…)             fill       all engines of the share start
     │   ┌─► AwaitSamples()                           generate   until a step's groups are ready
     │   └── AdmitGroups(count)?, Dispatch(…)?                   as engines run low, chunks end, groups are filtered
-    │   Suspend(shared engines)?, Dispatch(…)?       stop       their cards train; the others take what they leave
+    │   Suspend(shared engines)?, Dispatch(…)?       stop       their cards train; their requests go to the others
     │   SwitchToTrain()                              switch
-    └── Score()                                      score      and again, while filtered groups can be made up for
+    └── Score()                                      score      repeated while filtered groups can be replaced
         Train(groups)                                train
             └── AdmitGroups(count)?, Dispatch(…)?               by `feed`: engines that run on cards that do not train
 
     events
-    observe_admitted       the groups that AdmitGroups asked for
+    observe_admitted       the groups of AdmitGroups
     observe_generated      a sample is generated
     observe_scored         all samples of a group are scored; observe_filtered, observe_failed: it is not trained
-    observe_chunks_ended   requests have left a running engine at their chunk's end
-    observe_stopped        an engine has stopped, with what it left unfinished
+    observe_chunks_ended   requests were suspended at the end of their chunk, while the engine runs
+    observe_stopped        an engine has stopped, with its unfinished requests
     observe_trained        Train is done: the next version begins
 
 What may be admitted and trained is the ledger's decision (`staleness.py`), which waiting request goes to which engine
-the buffer's (`fusion/rollout/buffer.py`); this file decides when either is asked, and for how much. At staleness 0
-engines get everything from the start: which request is decoded beside which then does not depend on the clock. Above it
-an engine has at most AHEAD[1] times the requests that it decodes at a time, and gets more when it has no more than
-AHEAD[0] times: what it does not have may go where there is room, or is not begun yet and so no older than necessary.
+the buffer's (`fusion/rollout/buffer.py`); this file decides when they are called, and for how many groups or requests.
+At staleness 0 engines receive all requests at the start, so that the batches of requests do not depend on timing. Above
+0 an engine has at most AHEAD[1] times the number of requests that it decodes at a time, and receives more when it has
+no more than AHEAD[0] times that number: the remaining requests can go to any engine with capacity, and start no earlier
+(and so become no older) than necessary.
 
-Cost, for n requests under way: an observation O(log n); `feed` O(1) where nothing is to be done, else that of
-`RequestBuffer.dispatch`. A generator holds the place within a step; state is saved between two steps.
+Cost, for n requests in progress: an observation O(log n); `feed` O(1) if there is nothing to do, else that of
+`RequestBuffer.dispatch`. A generator holds the position within a step; state is saved between two steps.
 
-Invariants (property-tested in tests/stalesync/test_admission.py), beside those of ledger and buffer:
+Invariants (property-tested in tests/stalesync/test_admission.py), in addition to those of ledger and buffer:
 1. Requests are dispatched only to engines that run or start with the command, at most `max_requests` to each.
-2. At staleness 0 a step admits exactly its batch and what was filtered of it, and suspends nothing that is unfinished.
-3. Every admitted group ends trained, filtered or failed, unless the run ends first; with no more steps left than n, no
-   more than n steps' groups are untrained when a group is admitted.
-4. A step makes up for filtered groups until it has filtered more than `max_filtered_groups`.
-5. No deadlock: when `AwaitSamples` is commanded an engine has a request, or a sample is generated and not scored.
-6. When `Train` is commanded, no engine that shares cards with the trainer runs.
+2. At staleness 0 a step admits exactly its batch and replacements of its filtered groups, and suspends no unfinished
+   request.
+3. Every admitted group ends trained, filtered or failed, unless the run ends first; with n steps left, at most n steps'
+   groups are untrained when a group is admitted.
+4. A step replaces filtered groups until it has filtered more than `max_filtered_groups`.
+5. No deadlock: when `AwaitSamples` is issued, an engine has a request, or a sample is generated and not scored.
+6. When `Train` is issued, no engine that shares cards with the trainer runs.
 """
 
 from __future__ import annotations
@@ -67,22 +69,23 @@ if TYPE_CHECKING:
     from fusion.colocate import InferenceShare
 
 AHEAD = 1.25, 1.5
-"""Requests of an engine, by those it decodes at a time: at or below the first it gets more, up to the second."""
+"""Bounds of an engine's requests, relative to the number that it decodes at a time: at or below the first it receives
+more, up to the second."""
 
 MAX_REFILLS = 10
-"""Batches of groups that a step may filter before it trains what it has."""
+"""Number of batches of groups that a step may filter before it trains the groups it has."""
 
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
 
 
 @dataclass(frozen=True)
 class AdmissionSpec:
-    """What the decisions of a run depend on, beside the ledger.
+    """The settings of a run that its decisions depend on, in addition to the ledger's.
 
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
-    others are generated; ``keeps_kv``: whether engines park the KV of what is suspended; ``max_filtered_groups``: that
-    a step makes up for.
+    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``max_filtered_groups``:
+    number of filtered groups that a step replaces.
     """
 
     group_size: int
@@ -97,44 +100,44 @@ class AdmissionSpec:
 
     @property
     def max_requests(self) -> int | None:
-        """Requests that an engine may have; None: any number."""
+        """Maximum number of requests of an engine; None: unlimited."""
         return round(AHEAD[1] * self.engine_slots) if self.ahead else None
 
     @property
     def low_requests(self) -> int:
-        """Requests at or below which an engine gets more; -1: it has all from the start."""
+        """Number of requests at or below which an engine receives more; -1: it receives all at the start."""
         return round(AHEAD[0] * self.engine_slots) if self.ahead else -1
 
 
 class Admission:
-    """The decisions of a run, over its staleness ledger and its request buffer."""
+    """Makes the decisions of a run, with its staleness ledger and its request buffer."""
 
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
         self.spec, self.ledger, self.buffer = spec, ledger, RequestBuffer()
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
-        """Of the last command"""
+        """Stage of the last command"""
         self._share: InferenceShare | None = None
-        """The share that was published last"""
+        """The last published share"""
         self._steps_left = 0
         self._num_filtered = 0
-        """Groups filtered since the last `Train`"""
+        """Number of groups filtered since the last `Train`"""
         self._chunks_ended = False
-        """Whether requests have come back since the last `feed`"""
-        self._num_asked = 0
-        """Groups that were commanded and not observed yet"""
+        """Whether requests were suspended at the end of their chunk since the last `feed`"""
+        self._num_requested = 0
+        """Number of groups in the last `AdmitGroups` that are not admitted yet"""
 
     def step(self, steps_left: int, share: InferenceShare) -> Iterator[Command]:
         """Yields the commands of one step.
 
         Args:
-            steps_left: steps that the run has left, this one included.
+            steps_left: remaining steps of the run, including this one.
             share: the engines that generate in this step, and their settings.
         """
         self._steps_left = steps_left
         yield from self._collect(share)
-        # What was scored after the engines had stopped may have left the step short of groups.
-        while self._makes_up_for_filtered or self._may_not_train_yet:
+        # Samples scored after the engines had stopped may have been filtered, so that the step lacks groups.
+        while self._can_replace_filtered or self._cannot_train_yet:
             yield from self._collect(share)
         self._num_filtered = 0
         self.stage = "train"
@@ -144,8 +147,8 @@ class Admission:
         self.stage = "idle"
 
     def feed(self) -> Iterator[Command]:
-        """Yields commands that keep running engines busy: what ended with its chunk is dispatched where there is room,
-        engines that run low get more."""
+        """Yields commands that keep running engines busy: dispatches requests whose chunk has ended, and gives more to
+        engines with few requests."""
         chunks_ended, self._chunks_ended = self._chunks_ended, False
         if self.running.low:
             yield from self._admit()
@@ -153,21 +156,22 @@ class Admission:
             yield from self._dispatch()
 
     def stop(self) -> Iterator[Command]:
-        """Yields a command that stops all engines, if any run."""
+        """Yields a command that stops all running engines, if there are any."""
         if self.running:
             yield Suspend(tuple(self.running))
 
     def observe_admitted(self, prompt_tokens: Mapping[str, int]) -> None:
-        """The groups that `AdmitGroups` asked for, with the length of their prompts; they wait from now on."""
-        assert len(prompt_tokens) == self._num_asked, f"{len(prompt_tokens)} groups for {self._num_asked} asked for"
-        self._num_asked = 0
+        """Records the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
+        expected = self._num_requested
+        assert len(prompt_tokens) == expected, f"{len(prompt_tokens)} groups were admitted, expected {expected}"
+        self._num_requested = 0
         self.ledger.admit(prompt_tokens)
         for group, length in prompt_tokens.items():
             ids = [f"{group}/{member}" for member in range(self.spec.group_size)]
-            self.buffer.add(group, ids, length, self.spec.max_response_tokens)
+            self.buffer.add(group, ids, prompt_tokens=length, max_tokens=self.spec.max_response_tokens)
 
     def observe_generated(self, id: str, response_tokens: int) -> None:
-        """A sample is generated, on whichever engine had it."""
+        """Records that a sample is generated."""
         entry = self.buffer.entries[id]
         engine, group = entry.engine, entry.group
         self.buffer.finish(id, response_tokens)
@@ -178,37 +182,38 @@ class Admission:
                 self.ledger.finish(group, sum(entry.load for entry in members))
 
     def observe_scored(self, group: str, tokens: int) -> None:
-        """All samples of a group are scored, and it may be trained. ``tokens``: of those that could be scored."""
+        """Records that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose
+        reward did not fail."""
         if self.spec.scores_beside:
             self.ledger.finish(group, tokens)
 
     def observe_filtered(self, group: str, rule: str) -> None:
-        """All samples of a group are scored, and a rule of the algorithm leaves it out."""
+        """Records that all samples of a group are scored, and that a rule of the algorithm filters it."""
         self.ledger.filter(group, rule)
         self._num_filtered += 1
 
     def observe_failed(self, group: str, why: str) -> None:
-        """No sample of a group could be scored."""
+        """Records that no sample of a group could be scored."""
         self.ledger.fail(group, why)
 
     def observe_chunks_ended(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Requests have left a running engine at their chunk's end."""
+        """Records requests that a running engine suspended at the end of their chunk."""
         self._take_back(engine, suspended)
         self._chunks_ended |= bool(suspended)
         self._count(engine)
 
     def observe_stopped(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """An engine has stopped; ``suspended``: what it has not finished and not returned at a chunk's end."""
+        """Records that an engine has stopped; ``suspended``: its unfinished requests."""
         self._take_back(engine, suspended)
         self.running.remove(engine)
 
     def observe_trained(self, groups: Sequence[str]) -> None:
-        """The groups of `Train` are trained: the next version begins."""
+        """Records that the groups of `Train` are trained; begins the next version."""
         self.ledger.train(groups)
         self.ledger.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON, between two steps. Nothing is on an engine."""
+        """Returns plain JSON, between two steps. No engine has a request."""
         return {"ledger": self.ledger.state_dict(), "buffer": self.buffer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,7 +241,7 @@ class Admission:
                     break
             yield AwaitSamples()
             yield from self.feed()
-            if self._makes_up_for_filtered and self.ledger.may_admit:
+            if self._can_replace_filtered and self.ledger.may_admit:
                 yield from self._admit()
                 yield from self._dispatch()
         self.stage = "stop"
@@ -247,7 +252,7 @@ class Admission:
         yield Score()
 
     def _stop_shared(self) -> Iterator[Command]:
-        """Stops the engines whose cards train now; the others get what these leave."""
+        """Stops the engines whose cards train now, and dispatches their requests to the others."""
         stopping = tuple(engine for engine in self.running if engine in self.spec.shared_engines)
         if stopping:
             yield Suspend(stopping)
@@ -255,30 +260,30 @@ class Admission:
             yield from self._dispatch()
 
     def _admit_shorter(self) -> Iterator[Command]:
-        """Admits further groups to a step that lacks tokens, as its groups were shorter than others before them."""
+        """Admits further groups to a step that lacks tokens, because its groups were shorter than expected."""
         if self.ledger.tokens_per_step is not None:
             yield from self._admit()
             yield from self._dispatch()
 
     def _admit(self, engines: Sequence[int] | None = None) -> Iterator[Command]:
-        """Admits as many groups as the ledger allows, the run has steps left for, and these engines (None: those that
-        run) can begin with."""
+        """Admits as many groups as the ledger allows, the remaining steps can train, and these engines (None: those
+        that run) can start."""
         count = self._num_admissible
         if count > 0 and self.spec.max_requests is not None:
             count = min(count, self._groups_to_begin(self.spec.max_requests, engines))
         if count > 0:
-            self._num_asked = count
+            self._num_requested = count
             yield AdmitGroups(count)
-            assert not self._num_asked, "AdmitGroups is answered by observe_admitted"
+            assert not self._num_requested, "AdmitGroups must be followed by observe_admitted"
 
     @property
     def _num_admissible(self) -> int:
-        """Groups that the ledger allows and the run has steps left for."""
+        """Number of groups that the ledger allows and the remaining steps can train."""
         left = self._steps_left * self.ledger.expected_groups - self.ledger.num_untrained
         return max(0, min(left, self.ledger.may_admit))
 
     def _groups_to_begin(self, max_requests: int, engines: Sequence[int] | None) -> int:
-        """Groups with which these engines (None: those that run) could begin now."""
+        """Returns the number of groups that these engines (None: those that run) could start now."""
         if engines is None:
             num_engines, held = len(self.running), self.running.total
         else:
@@ -287,7 +292,7 @@ class Admission:
         return -(-room // self.spec.group_size)
 
     def _dispatch(self, engines: Sequence[int] | None = None) -> Iterator[Command]:
-        """Dispatches what waits to these engines (None: those that run), and starts those that do not run."""
+        """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run."""
         engines = tuple(self.running) if engines is None else engines
         starting = frozenset(engine for engine in engines if engine not in self.running)
         if not starting and not (engines and self.buffer.num("waiting")):
@@ -304,22 +309,22 @@ class Admission:
             yield Dispatch(requests_by_engine, left_kv if self.spec.keeps_kv else {}, starting)
 
     def _beside(self, share: InferenceShare) -> tuple[int, ...]:
-        """The engines that run, where these and no others of those that share no card with the trainer are to run next,
-        with the same settings: they can take new weights while they generate."""
-        alone = [engine for engine in range(self.spec.num_engines) if engine not in self.spec.shared_engines]
-        if not self.spec.ahead or share != self._share or list(self.running) != alone:
+        """Returns the engines that can receive new weights while they generate: all that share no card with the
+        trainer, if exactly these run, and are to continue with the same settings; else none."""
+        separate = [engine for engine in range(self.spec.num_engines) if engine not in self.spec.shared_engines]
+        if not self.spec.ahead or share != self._share or list(self.running) != separate:
             return ()
-        return tuple(alone) if {*alone} <= {*share.engines} else ()
+        return tuple(separate) if {*separate} <= {*share.engines} else ()
 
     @property
-    def _makes_up_for_filtered(self) -> bool:
-        """Whether a step that lacks groups because some were filtered admits others in their place."""
+    def _can_replace_filtered(self) -> bool:
+        """Whether a step that lacks groups because some were filtered may admit replacements."""
         lacks = 0 < self._num_filtered <= self.spec.max_filtered_groups and not self.ledger.is_enough
         return lacks and bool(self.ledger.in_flight or self._num_admissible)
 
     @property
-    def _may_not_train_yet(self) -> bool:
-        """Whether groups in flight must be trained before the next version may be published: others that were finished
+    def _cannot_train_yet(self) -> bool:
+        """Whether groups in flight must be trained before the next version may be published, because finished groups
         have failed."""
         return bool(self.ledger.in_flight) and self.ledger.num_due > self.ledger.num_ready
 
@@ -335,7 +340,7 @@ class Admission:
             )
 
     def _count(self, engine: int | None) -> None:
-        """Counts the requests of an engine again, if it runs: samples may arrive after their engine has stopped."""
+        """Updates the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""
         if engine is not None and engine in self.running:
             self.running.update(engine, self.buffer.num_running_on(engine))
 

@@ -1,5 +1,5 @@
-"""A small base model to start from: a Qwen3-MoE of some hundred thousand parameters, warmed up by supervised learning
-on a generator's worked solutions until it is right some of the time, and saved as a Hugging Face folder.
+"""Create a small base model: a Qwen3-MoE with some hundred thousand parameters, trained by supervised learning on a
+generator's solutions until it reaches a target accuracy, and saved as a Hugging Face folder.
 
 The trainer, the engine and the reward are those of the main job, in one process on one card.
 """
@@ -22,7 +22,7 @@ from fusion.training.algorithms import cross_entropy
 from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
 
 STD = 0.08
-"""Standard deviation of the initial weights; at these widths the model learns badly with the 0.02 of transformers."""
+"""Standard deviation of the initial weights; models of this width learn poorly with 0.02, transformers' default."""
 
 
 _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3, token_budget=1 << 16)
@@ -30,8 +30,8 @@ _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3,
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How a base model is trained. ``target``: sampled accuracy at which the warm-up stops; ``response_tokens``: most
-    tokens of a sampled answer; ``max_steps``: most optimizer steps."""
+    """Settings of the training of a base model. ``target``: sampled accuracy at which it stops; ``response_tokens``:
+    maximum tokens of a sampled answer; ``max_steps``: maximum number of optimizer steps."""
 
     data: DataConfig
     hidden: int = 64
@@ -72,19 +72,20 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     plan = replace(TASKS[task], **changes)
     tokenizer = make_tokenizer(folder)
     source = PromptSource(plan.data, tokenizer, seed)
-    model = _initial_model(plan, tokenizer, device, seed)
-    trainer = EmbeddedTrainEngine(model, model.mesh, device, plan.training)
+    model = _initial_model(plan, tokenizer, device=device, seed=seed)
+    trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
     accuracy = 0.0
     reward = RewardConfig(name="arithmetic", workers=1)
     with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.max_steps, unit="steps") as bar:
         for step in range(1, plan.max_steps + 1):
             prompts = source.next(plan.batch)
             batch = Sequences.from_samples([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
-            figures = trainer.forward_backward(batch, cross_entropy)
+            metrics = trainer.forward_backward(batch, cross_entropy)
             trainer.optimizer_step()
             if step % plan.check_every == 0:
-                accuracy = _accuracy(plan, model, tokenizer, source.evaluation(plan.check_prompts), rewards, step)
-            bar.advance(loss=figures["actor/loss"], accuracy=accuracy)
+                held_out = source.evaluation(plan.check_prompts)
+                accuracy = _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)
+            bar.advance(loss=metrics["actor/loss"], accuracy=accuracy)
             if accuracy >= plan.target:
                 break
     if accuracy < plan.target:
@@ -95,7 +96,7 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     return accuracy
 
 
-def _initial_model(plan: WarmUp, tokenizer: Any, device: Device, seed: int) -> Transformer:
+def _initial_model(plan: WarmUp, tokenizer: Any, *, device: Device, seed: int) -> Transformer:
     config = ModelConfig(
         vocab_size=len(tokenizer),
         hidden_size=plan.hidden,
@@ -123,16 +124,20 @@ def _initial_model(plan: WarmUp, tokenizer: Any, device: Device, seed: int) -> T
 
 
 def _accuracy(
-    plan: WarmUp, model: Transformer, tokenizer: Any, prompts: list[Prompt], rewards: RewardPool, step: int
+    plan: WarmUp, model: Transformer, tokenizer: Any, *, prompts: list[Prompt], rewards: RewardPool, step: int
 ) -> float:
     """Returns the mean reward of one sampled answer per prompt."""
     config = RolloutConfig(max_response_length=plan.response_tokens, max_seqs=plan.check_prompts)
-    engine = EmbeddedEngine(model, model.mesh, model.device, config, seed=step)
+    engine = EmbeddedEngine(model, model.mesh, device=model.device, config=config, seed=step)
     engine.allocate_kv()
     engine.submit(Request(prompt.id, prompt.ids, config.sampling()) for prompt in prompts)
     texts = {out.request_id: tokenizer.decode(_without_end(out.tokens, tokenizer)) for out in engine.run()}
     engine.release_kv()
-    outcomes = rewards.score([RewardSample(p.text, texts[p.id], p.answer, p.fields) for p in prompts])
+    samples = [
+        RewardSample(prompt=prompt.text, response=texts[prompt.id], answer=prompt.answer, fields=prompt.fields)
+        for prompt in prompts
+    ]
+    outcomes = rewards.score(samples)
     return sum(outcome.reward or 0.0 for outcome in outcomes) / len(prompts)
 
 

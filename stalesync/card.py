@@ -1,7 +1,7 @@
-"""One card of a run as a Ray actor.
+"""Run one card as a Ray actor.
 
-Stages run one after the other. Concurrency groups run beside them: control calls, new weights on a card that continues
-generating, and the writing of a checkpoint.
+Stages run one after the other. Methods in concurrency groups run at the same time: control calls, the transfer of new
+weights to a card that continues generating, and the writing of a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ STAGES = (
     "save",
     "restore",
 )
-"""Methods whose failures end the run, and are shipped typed"""
+"""Methods whose failures end the run; they are sent as typed errors"""
 
 
 @ships_failures(*STAGES)
 class Card(Worker):
-    """`Worker` as an actor. It gets its rank once Ray has placed it; nothing else is called before."""
+    """`Worker` as an actor. `take_rank` must be called first, after Ray has placed the actor."""
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue):
-        self._unranked = spec, queue
+        self._spec_and_queue = spec, queue
 
     def place(self) -> tuple[str, list[str]]:
-        """Returns the node's address and the accelerators that Ray has given this actor."""
+        """Returns the node's address and the accelerators that Ray has assigned to this actor."""
         ids = ray.get_runtime_context().get_accelerator_ids()
         return ray.util.get_node_ip_address(), [card for cards in ids.values() for card in cards]
 
     def take_rank(self, rank: int) -> None:
         """Becomes the worker of this rank."""
-        spec, queue = self._unranked
+        spec, queue = self._spec_and_queue
         super().__init__(spec, rank, queue)
 
     @_in_group("weights")

@@ -1,15 +1,14 @@
-"""The workers of a run as Ray actors, one a card, called stage by stage.
+"""Run the workers as Ray actors, one per card, and call their stages.
 
-    cards.on(ranks).call(Worker.train, minibatches, version=7)       on some cards at once: results by rank
-    cards.on(ranks).begin(Worker.generate, []) … cards.wait(stage)   other cards may run other stages meanwhile
-    cards.call_each({0: stage_call(Worker.answer, requests), …})     arguments of their own for each rank
+    cards.on(ranks).call(Worker.train, minibatches, version=7)       on several cards at once: results by rank
+    cards.on(ranks).begin(Worker.generate, []) … cards.wait(stage)   other cards may run other stages at the same time
+    cards.call_each({0: stage_call(Worker.answer, requests), …})     different arguments for each rank
     cards.on([rank]).ask(Worker.status)                              a control call: answered while a stage runs
 
-A stage is a method of `Worker`, named by the method itself, so that a type checker sees its arguments and results.
-Nothing hangs without a message and nothing fails without one: a card that raises or dies ends the stage, and the error
-names its rank and the stage; the other cards, which may wait for it in a collective, are ended with it. Of cards that
-exceed the stage timeout, the one that does not answer a control call is named. A failing health check
-(`health_checks`) ends whatever is waited for, too.
+A stage is passed as the method of `Worker` itself, so that a type checker checks its arguments and results. Every hang
+and every failure is reported: a card that raises or dies ends the stage, and the error names its rank and the stage;
+the other cards, which may wait for it in a collective, are ended with it. Of cards that exceed the stage timeout, those
+that do not answer a control call are named. A failing health check (`health_checks`) also ends the wait.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from stalesync.placing import check_cards, order_by_place
 log = logging.getLogger(__name__)
 
 WARN_EVERY_S = 30.0
-"""A stage that is still running is reported after this long, and again."""
+"""Interval at which a stage that is still running is reported."""
 
 POLL_S = 0.2
-"""While a stage is waited for, the callback of `Cards.polling` is called this often."""
+"""Interval at which the callback of `Cards.polling` is called while waiting for a stage."""
 
 CONTROL_TIMEOUT_S = 30.0
-"""A control call is answered within this (and `cluster.stage_timeout_s`), whatever stage the card runs."""
+"""Timeout of a control call (and at most `cluster.stage_timeout_s`), during any stage of the card."""
 
 STATUS_TIMEOUT_S = 5.0
-"""When a stage times out, a card that reports its status within this is taken to wait for another card."""
+"""When a stage times out, a card that reports its status within this time is assumed to wait for another card."""
 
 GATHER_FAILURES_S = 1.5
-"""Other cards' failures are awaited this long after the first: the card that left a collective is not always the first
-to report, and the one that died is the one to name."""
+"""Time to wait for failures of other cards after the first one: the card that caused a failure is not always the first
+to report."""
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -79,7 +78,7 @@ class RunningStage(Generic[Result]):
     pending: dict[Any, int]
     results: dict[int, Result] = field(default_factory=dict)
     reported_until_ns: int = field(default_factory=wall_ns)
-    """Up to when its work has been reported: its beginning, until it reports in progress"""
+    """End of the reported work: the beginning of the stage, until an interim report"""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that takes its results; another one may run other stages on other cards."""
 
@@ -124,7 +123,7 @@ class Cards:
     def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
         self.world, self.timeout_s = spec.world, timeout_s
         self.health_checks: list[Callable[[], None]] = []
-        """Polled while waiting: what one raises ends the run."""
+        """Called while waiting; an exception of one ends the run."""
         self._running: list[RunningStage[Any]] = []
         self._poll: Callable[[], None] | None = None
         self._polling_thread = 0
@@ -201,7 +200,7 @@ class Cards:
 
     @contextmanager
     def polling(self, poll: Callable[[], None]) -> Iterator[None]:
-        """Inside the block, this thread calls ``poll`` again and again while it waits for a stage."""
+        """Inside the block, this thread calls ``poll`` every `POLL_S` while it waits for a stage."""
         self._poll, self._polling_thread = poll, threading.get_ident()
         try:
             yield
@@ -209,11 +208,11 @@ class Cards:
             self._poll, self._polling_thread = None, 0
 
     def check(self, timeout_s: float = 0.0) -> None:
-        """Polls the health checks and collects results of the stages that this thread began, waiting at most this
-        long for the first.
+        """Polls the health checks and collects results of the stages that this thread began, waiting at most
+        ``timeout_s`` for the first.
 
         Raises:
-            CardFailed: as `CardGroup.call`; and whatever the health checks raise.
+            CardFailed: as `CardGroup.call`; also the exceptions of the health checks.
         """
         for health_check in self.health_checks:
             health_check()
@@ -233,7 +232,7 @@ class Cards:
 
     @property
     def reported_until_ns(self) -> int:
-        """Up to when the work of all cards has been reported (`wall_ns`)."""
+        """Time up to which the work of all cards has been reported (`wall_ns`)."""
         return min([wall_ns(), *(running.reported_until_ns for running in list(self._running))])
 
     def ask_each(self, ranks: Sequence[int], request: StageCall[Result]) -> list[Result]:
@@ -255,11 +254,11 @@ class Cards:
         return answers
 
     def describe_unresponsive(self, ranks: Sequence[int]) -> str:
-        """Names, for an error message, which of these ranks do not answer a control call; empty if all of them do."""
+        """Returns the part of an error message that names the ranks that do not answer a control call; "" if all do."""
         rank_by_ref = {self._actors[rank].status.remote(): rank for rank in ranks}
         _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
         names = " and ".join(f"rank {rank}" for rank in sorted(rank_by_ref[ref] for ref in unanswered))
-        return f"; {names} did not answer when asked for its status: it hangs" if names else ""
+        return f"; {names} did not report its status: it hangs" if names else ""
 
     def close(self) -> None:
         """Ends all workers."""

@@ -1,4 +1,4 @@
-"""The commands of `admission.py`: plain data, obeyed by the controller or by a simulator."""
+"""Define the commands of `admission.py`: plain data, executed by the controller or by a simulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AdmitGroups:
 @dataclass(frozen=True)
 class DispatchedRequest:
     """A request for an engine. ``earlier``: the queue's row with its tokens so far, "" for none; ``kv_rank``: the
-    attention rank of this engine that has its KV, None: none has."""
+    attention rank of this engine that has its KV, None: no rank."""
 
     id: str
     group: str
@@ -26,7 +26,7 @@ class DispatchedRequest:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Start the engines ``starting``, and submit requests to engines; free KV of requests that have left an engine."""
+    """Start the engines ``starting``, submit requests to engines, and free KV of requests that left an engine."""
 
     requests_by_engine: Mapping[int, Sequence[DispatchedRequest]]
     forget_by_engine: Mapping[int, Sequence[str]]
@@ -47,8 +47,8 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Publish:
-    """Give the engines the weights of policy ``version``; the engines ``beside`` continue generating meanwhile, no
-    other engine runs."""
+    """Send the weights of policy ``version`` to the engines; the engines ``beside`` continue generating during the
+    transfer, no other engine runs."""
 
     version: int
     beside: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class SwitchToTrain:
 
 @dataclass(frozen=True)
 class Score:
-    """Score what could not be scored while cards generated."""
+    """Score the samples that could not be scored while cards generated."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Composes the config of a run: one dataclass per group, each in the room that owns it, and the checks across groups.
+"""Compose the config of a run: one dataclass per group, each in the package that owns it, and checks across groups.
 
 Hydra composes a run's config from `recipes/conf` over these dataclasses; it is validated once and never changes. The
 documentation of a key is the text below its field.
@@ -37,8 +37,8 @@ class ClusterConfig:
     address: str | None = None
     """Ray cluster to join ("auto" on a head node); null: start Ray on this machine."""
     hardware: str | None = None
-    """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800): says which links
-    are fast; null: all links alike."""
+    """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800); it defines the
+    speed of the links; null: all links are equal."""
     stage_timeout_s: float = 1800.0
     """Timeout of a stage in seconds: a longer stage ends the run with an error that names the ranks still running
     it."""
@@ -50,18 +50,18 @@ class ClusterConfig:
         check = Checks("cluster", self)
         check.integer("npus", at_least=1)
         check.number("stage_timeout_s", above=0)
-        _ = self.topology  # raises where the hardware is unknown
+        _ = self.topology  # raises if the hardware is unknown
 
     @property
     def topology(self) -> Topology | None:
-        """Says which links between the cards are fast; None: all alike.
+        """Bandwidths of the links between the cards; None: all are equal.
 
         Raises:
             ValueError: `cluster.hardware` is unknown.
         """
         if self.hardware is None:
             return None
-        from fusion.costmodel.hardware import hardware_named  # only where asked for: it loads the cost model
+        from fusion.costmodel.hardware import hardware_named  # imported only if needed, as it loads the cost model
 
         return hardware_named(self.hardware).topology
 
@@ -71,11 +71,12 @@ class StaleSyncConfig:
     """How far generation may run ahead of training."""
 
     max_staleness: int = 0
-    """Staleness bound: most policy versions that the oldest token of a trained sample may lag behind; 0: the
-    synchronous loop."""
+    """Staleness bound: maximum number of policy versions that the oldest token of a trained sample may lag behind; 0:
+    the synchronous loop."""
     train_tokens: int | None = None
     """A step starts as soon as finished groups hold this many tokens, prompts and responses; `data.prompts_per_step` is
-    then the most groups it takes, and older groups may make it larger. null: it takes all `data.prompts_per_step`."""
+    then its maximum number of groups, and groups that reach the bound are always included. null: a step always trains
+    `data.prompts_per_step` groups."""
 
     def validate(self) -> None:
         """Raises:

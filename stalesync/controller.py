@@ -73,7 +73,7 @@ class Controller:
     _num_tokens: int = 0
     """Prompt and response tokens of all groups that ended in this step"""
     _heard_s: float = 0.0
-    """When samples came last, or generation began"""
+    """Time of the last samples, or of the start of generation"""
 
     def train_step(self, step: int) -> dict[str, float]:
         """Runs step number ``step``, from 1; returns its metrics."""
@@ -87,11 +87,11 @@ class Controller:
         metrics.update(throughput(self._num_tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
         self.step_metrics.take(self.scorer.take_reports())
-        figures = self.admission.ledger.metrics() | self.source.metrics() | self.queue.stats()
-        return self.step_metrics.close(self.cards.reported_until_ns, figures)
+        others = self.admission.ledger.metrics() | self.source.metrics() | self.queue.stats()
+        return self.step_metrics.close(self.cards.reported_until_ns, others)
 
     def obey(self, command: Command) -> None:
-        """Does what was decided, and passes on what comes of it."""
+        """Executes a command, and passes the results to `Admission`."""
         start, share = time.perf_counter(), self.desk.share
         match command:
             case Publish(beside=beside):
@@ -117,8 +117,8 @@ class Controller:
         self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
 
     def observe(self, timeout_s: float) -> bool:
-        """Passes on samples that were generated or scored, and requests whose chunk has ended; waits at most this long
-        for the first sample. Returns whether there were any."""
+        """Reports generated and scored samples and requests whose chunk has ended to `Admission`; waits at most
+        ``timeout_s`` for the first sample. Returns whether there were any."""
         generated, scored = self.scorer.poll(timeout_s)
         self.groups.note(generated, scored)
         chunks = self.generation.take_ended_chunks()
@@ -129,7 +129,7 @@ class Controller:
         return bool(generated or scored or num_chunks)
 
     def await_samples(self) -> None:
-        """Waits for samples, and checks that the cards are alive."""
+        """Waits for samples, and checks the health of the cards."""
         ledger, buffer, size = self.admission.ledger, self.admission.buffer, self.groups.size
         self.view.phase("generate", ledger.num_ready * size, ledger.expected_groups * size)
         in_tail = buffer.num("running") <= TAIL * ledger.expected_groups * size
@@ -140,32 +140,32 @@ class Controller:
         self.generation.check_silence(time.perf_counter() - self._heard_s, buffer.num_running_on)
 
     def suspend(self, engines: Sequence[int]) -> None:
-        """Stops engines, and passes on what they have not finished."""
+        """Stops engines, and reports their unfinished requests to `Admission`."""
         for engine, samples in self.generation.suspend(engines).items():
             self.admission.observe_stopped(engine, samples)
             self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
 
     def score(self) -> None:
-        """Scores what could not be scored while the cards generated."""
+        """Scores the samples that could not be scored while the cards generated."""
         scored, reports = self.scorer.score_waiting()
         self.step_metrics.take(reports)
         self.groups.note([], scored)
 
     def train(self, trained: Sequence[str]) -> None:
-        """Trains groups; cards that do not train generate meanwhile."""
+        """Trains groups, while cards that do not train generate."""
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
         groups, samples = self.groups.take(trained)
         self.log_samples(samples)
         with self.cards.polling(self.keep_busy):
             self.updater.train(groups, ledger.version, metrics)
         for group in trained:
-            self.folder.log_groups(self.groups.step, [group], "trained", ledger.lag(group))
+            self.folder.log_groups(self.groups.step, [group], "trained", lag=ledger.lag(group))
         bound = self.config.stalesync.max_staleness
         add_staleness_metrics(metrics, groups, version=ledger.version, max_staleness=bound)
         self.admission.observe_trained(trained)
 
     def keep_busy(self) -> None:
-        """While some cards train: observes the engines that run on others, and gives them more to do."""
+        """Keeps engines busy while other cards train: observes them, and dispatches further requests."""
         self.observe(0.0)
         for command in self.admission.feed():
             self.obey(command)
@@ -176,9 +176,9 @@ class Controller:
             self.obey(command)
 
     def settle(self) -> None:
-        """Suspends all engines, and waits until what was on its way through the queue has arrived and is scored."""
+        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored."""
         self.stop()
-        while self.admission.buffer.num("running"):  # finished, and on their way through the queue
+        while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
             self.groups.note(*self.scorer.poll(POLL_S))
         self.score()
         while self.scorer.num_unscored:

@@ -1,7 +1,7 @@
 """Reports the root cause of a failed stage, not its consequences.
 
-A worker ships what a stage raised as a typed `StageFailed` (`fusion.colocate.failures`); Ray reports workers that died.
-Of several failures the root cause is chosen by kind, then by rank; no message is ever searched for words.
+A worker sends the exception of a stage as a typed `StageFailed` (`fusion.colocate.failures`); Ray reports workers that
+died. Of several failures the root cause is chosen by kind, then by rank, never by the text of a message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONSEQUENCES = (FailureKind.PEER_FAILED, FailureKind.PEER_LOST)
 
 
 class RunFailed(RuntimeError):
-    """The run ends; the message names what has failed, and in which stage."""
+    """Raised when the run ends by a failure; the message names what failed, and in which stage."""
 
 
 class RayNotStarted(RunFailed):
@@ -27,9 +27,9 @@ class RayNotStarted(RunFailed):
         cause = f"{type(error).__name__}: {error}"
         if address is None:
             advice = (
-                "Ray did not start on this machine. Is it busy with other work? Then run again when that has ended, or "
-                "give Ray more seconds: RAY_raylet_start_wait_time_s=300 RAY_gcs_server_port_wait_time_s=300. Is "
-                "shared memory (/dev/shm) or the disk of /tmp full? Then free some"
+                "Ray did not start on this machine. If the machine is busy, run again later, or give Ray more time: "
+                "RAY_raylet_start_wait_time_s=300 RAY_gcs_server_port_wait_time_s=300. If shared memory (/dev/shm) or "
+                "the disk of /tmp is full, free some space"
             )
         else:
             advice = (
@@ -51,24 +51,23 @@ class QueueFailed(RunFailed):
 
 
 class FailedStage:
-    """What one rank's failure of a stage looks like from the controller: the typed failure, and the trace if there is
-    one."""
+    """One rank's failure of a stage as received by the controller: the typed failure, and its trace if there is one."""
 
     def __init__(self, failure: RankFailure, trace: str = ""):
         self.failure, self.trace = failure, trace
 
     @classmethod
     def of(cls, error: Exception, *, rank: int, stage: str) -> FailedStage:
-        """Reads what Ray raises for a stage of a worker."""
+        """Converts the exception that Ray raises for a stage of a worker."""
         if isinstance(error, ray.exceptions.RayActorError):
-            return cls(RankFailure(rank, stage, FailureKind.DIED, type(error).__name__, str(error)))
+            return cls(_failure(error, rank=rank, stage=stage, kind=FailureKind.DIED))
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, StageFailed):
             return cls(cause.failure, cause.trace)
-        return cls(RankFailure(rank, stage, kind_of(cause), type(cause).__name__, str(cause)), str(error).strip())
+        return cls(_failure(cause, rank=rank, stage=stage, kind=kind_of(cause)), str(error).strip())
 
     def error(self) -> RunFailed:
-        """The error with which the run ends, if this is its root cause."""
+        """Returns the error with which the run ends if this is its root cause."""
         failure = self.failure
         if failure.kind is FailureKind.DIED:
             reason = "killed, out of host memory, or crashed"
@@ -80,9 +79,13 @@ class FailedStage:
 
 
 def root_cause(failed: Iterable[FailedStage]) -> FailedStage:
-    """Chooses a death before a rank's own failure, and either before what only follows from another rank's; of equals
+    """Chooses a died worker before a failure, and either before a consequence of another rank's failure; of equal kinds
     the lowest rank."""
     return min(failed, key=lambda one: (_severity(one.failure.kind), one.failure.rank))
+
+
+def _failure(error: BaseException, *, rank: int, stage: str, kind: FailureKind) -> RankFailure:
+    return RankFailure(rank=rank, stage=stage, kind=kind, error=type(error).__name__, message=str(error))
 
 
 def _severity(kind: FailureKind) -> int:

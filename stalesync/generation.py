@@ -1,9 +1,9 @@
-"""The engines as the controller drives them. Cards are called here; what is called is decided in `admission.py`.
+"""Control the engines: call the cards' stages as decided in `admission.py`.
 
 publish ─► dispatch ─► engines: `generate` in the background ─► queue
               ▲          │
-              ├ chunks ──┤   requests that ended with their chunk, while engines run
-              └ suspend ─┘   some engines, or all, with what they have not finished
+              ├ chunks ──┤   requests suspended at the end of their chunk, while engines run
+              └ suspend ─┘   unfinished requests of engines that stop
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
 
 CHUNK_POLL_S = 0.25
-"""Engines are asked this often, at most, for requests whose chunk has ended."""
+"""Minimum seconds between two polls of the engines for requests whose chunk has ended."""
 
 log = logging.getLogger(__name__)
 
 
 class Generation:
-    """Engines are numbered as in ``spec.engines``. ``prompts``: of the groups under way, by id; ``take_reports`` is
-    called with the reports of the cards."""
+    """Runs the engines, which are numbered as in ``spec.engines``.
+
+    Args:
+        prompts: prompts of the groups in progress, by id.
+        take_reports: called with the reports of the cards.
+    """
 
     def __init__(
         self,
@@ -45,14 +49,14 @@ class Generation:
         if spec.rollout.forced_median is not None:
             self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
         self._running: dict[int, RunningStage[StageReport]] = {}
-        """By engine"""
+        """Running `generate` stages by engine"""
         self._chunks_polled_s = 0.0
-        """When engines were asked for ended chunks last"""
+        """Time of the last poll for ended chunks"""
         self._warned_silent_s = 0.0
-        """For how long no sample had come at the last warning"""
+        """Seconds without a sample at the last warning"""
 
     def publish(self, command: Publish, share: InferenceShare) -> None:
-        """Gives the engines of ``share`` the weights of a policy version."""
+        """Publishes the weights of a policy version to the engines of ``share``."""
         actor = self._spec.deployment.actor
         if not command.beside:
             self._take_reports(self._cards.on(actor).call(Worker.switch, "infer", command.version, share))
@@ -73,7 +77,7 @@ class Generation:
         self._take_reports(self._cards.on(self._spec.deployment.train).call(Worker.switch, "train", version, share))
 
     def dispatch(self, command: Dispatch) -> None:
-        """Starts engines with their requests, submits requests to those that run, and has KV freed that was left."""
+        """Starts engines with their requests, submits requests to running ones, and frees unused parked KV."""
         for engine, dispatched in command.requests_by_engine.items():
             ranks, requests = self._spec.engines[engine], [self._request(one) for one in dispatched]
             if engine in command.starting:
@@ -85,7 +89,7 @@ class Generation:
             self._cards.on(self._spec.engines[engine][:1]).ask(Worker.forget, ids)
 
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
-        """Stops engines between two of their steps; returns what each has not finished."""
+        """Stops engines between two steps; returns the unfinished requests of each."""
         for engine in engines:
             self._cards.on(self._spec.engines[engine][:1]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}
@@ -96,7 +100,8 @@ class Generation:
         return suspended
 
     def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
-        """Returns, by engine, what has ended with its chunk since the last call; nothing if that is only just over."""
+        """Returns, by engine, the requests whose chunk has ended since the last call; nothing if the last call was less
+        than `CHUNK_POLL_S` ago."""
         if self._spec.rollout.chunk_tokens is None or time.monotonic() - self._chunks_polled_s < CHUNK_POLL_S:
             return {}
         self._chunks_polled_s = time.monotonic()
@@ -108,10 +113,10 @@ class Generation:
         return {engine: samples for engine, samples in ended.items() if samples}
 
     def check_silence(self, silent_s: float, num_running_on: Callable[[int], int]) -> None:
-        """Warns that no sample has come for ``silent_s`` seconds and, beyond the stage timeout, ends the run.
+        """Warns if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.
 
         Raises:
-            CardFailed: names the engines that run, and how many samples they have.
+            CardFailed: names the running engines and the number of their samples.
         """
         if silent_s < min(self._warned_silent_s + WARN_EVERY_S, self._cards.timeout_s):
             self._warned_silent_s = min(self._warned_silent_s, silent_s)
@@ -124,13 +129,13 @@ class Generation:
         if silent_s > self._cards.timeout_s:
             ranks = [rank for engine in self._running for rank in self._spec.engines[engine]]
             hangs = self._cards.describe_unresponsive(ranks)
-            raise CardFailed(f"no sample has come for {silent_s:.0f} s (cluster.stage_timeout_s): {engines}{hangs}")
-        log.warning("no sample has come for %.0f s: %s", silent_s, engines)
+            raise CardFailed(f"no sample has arrived for {silent_s:.0f} s (cluster.stage_timeout_s): {engines}{hangs}")
+        log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
 
     def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, EvalAnswer]:
-        """Answers each prompt once; returns the answers by the prompt's id. Where a reward model is to score them,
-        their tokens are kept in the queue, in rows that no task gets. No engine runs."""
-        assert not self._running, "engines are suspended before they answer"
+        """Answers each prompt once; returns the answers by the prompt's id. For a reward model, their tokens are stored
+        in the queue, in rows that no task receives. Called while no engine runs."""
+        assert not self._running, "engines must be suspended before they answer"
         load_by_prompt = {prompt.id: len(prompt.ids) for prompt in prompts}
         requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, prompt.id) for prompt in prompts}
         rows = f"eval/{uuid4().hex}/" if self._spec.reward_model else ""
@@ -145,10 +150,10 @@ class Generation:
     def _request(self, dispatched: DispatchedRequest) -> Request:
         prompt, member = self._prompts[dispatched.group], int(dispatched.id.rsplit("/", 1)[1])
         return Request(
-            dispatched.id,
-            prompt.ids,
-            self._sampling,
-            dispatched.group,
+            id=dispatched.id,
+            prompt=prompt.ids,
+            params=self._sampling,
+            group=dispatched.group,
             chunk_tokens=self._spec.rollout.chunk_tokens or 0,
             exact_tokens=self._lengths(prompt.id, member) if self._lengths else 0,
             earlier=dispatched.earlier,

@@ -1,4 +1,4 @@
-"""The groups under way: their prompts and scored samples, until each ends trained, filtered or failed.
+"""Track the groups in progress: their prompts and scored samples, until each ends trained, filtered or failed.
 
 generated samples ──────────────────────────────► admission: observe_generated
 scored samples ─► all of a group ─┬─ trainable ─► admission: observe_scored ─► … take: trained
@@ -23,7 +23,7 @@ from stalesync.scoring import Scorer
 
 @dataclass
 class Groups:
-    """``size``: samples of a group."""
+    """Tracks the groups of a run. ``size``: number of samples of a group."""
 
     size: int
     admission: Admission
@@ -32,26 +32,26 @@ class Groups:
     queue: DistQueue
     folder: RunFolder
     prompts: dict[str, Prompt] = field(default_factory=dict)
-    """Of all groups that have not ended, by id"""
+    """Prompts of all groups that have not ended, by id"""
     scored: dict[str, list[ScoredSample]] = field(default_factory=dict)
-    """Group that has not ended → its samples that are scored"""
+    """Scored samples by group, of groups that have not ended"""
     num_failed_rewards: int = 0
-    """Samples that could not be scored, since the run began"""
+    """Number of samples that could not be scored since the start of the run"""
     step: int = 1
-    """The step in whose record a group ends: the present one or, in a cut for a checkpoint, the last one, which the
-    checkpoint holds"""
+    """The step in whose record an ended group is logged: the current one or, while a checkpoint is taken, the last one,
+    which the checkpoint contains"""
     _ended: list[ScoredSample] = field(default_factory=list)
     """Samples of groups that failed or were filtered since `take`"""
 
     def admit(self, prompts: Iterable[Prompt]) -> None:
-        """Takes up a group for each prompt."""
+        """Admits a group for each prompt."""
         admitted = {prompt.id: prompt for prompt in prompts}
         self.prompts |= admitted
         self.scorer.expect(admitted.values())
         self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
 
     def note(self, generated: Sequence[GeneratedSample], scored: Sequence[ScoredSample]) -> None:
-        """Passes on which samples are generated and which groups are scored."""
+        """Records samples, and reports generated samples and completely scored groups to `Admission`."""
         for sample in generated:
             self.admission.observe_generated(sample.id, sample.response_tokens)
         for one in scored:
@@ -62,8 +62,8 @@ class Groups:
                 self._judge(group, members)
 
     def take(self, trained: Iterable[str]) -> tuple[dict[str, list[ScoredSample]], list[ScoredSample]]:
-        """Returns the samples of groups that are to be trained; and those of all groups that ended since the last
-        call, by id."""
+        """Removes groups that are going to be trained; returns their samples by group, and the samples of all groups
+        that ended since the last call, by id."""
         groups = {group: self.scored.pop(group) for group in trained}
         for group in groups:
             del self.prompts[group]
@@ -72,7 +72,7 @@ class Groups:
         return groups, sorted(samples, key=lambda sample: sample.id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Returns plain JSON."""
         return {
             "texts": [asdict(prompt) for prompt in self.prompts.values()],
             "expected": sorted(self.scorer.expected),
@@ -93,7 +93,7 @@ class Groups:
             self.scored.setdefault(group, []).append(sample)
 
     def _judge(self, group: str, members: list[ScoredSample]) -> None:
-        """All samples of a group are scored: it may be trained, or ends."""
+        """Decides whether a group whose samples are all scored may be trained, or ends."""
         self.scorer.forget(group)
         errors = [member.outcome.error for member in members]
         self.num_failed_rewards += sum(error is not None for error in errors)
@@ -108,7 +108,7 @@ class Groups:
             self.admission.observe_scored(group, sum(one.tokens for one in members if one.outcome.error is None))
 
     def _end(self, group: str, ended: str, reason: str) -> None:
-        """A group that is not trained leaves the queue."""
+        """Ends a group that is not trained: drops its samples from the queue."""
         self.folder.log_groups(self.step, [group], ended)
         members = self.scored.pop(group)
         del self.prompts[group]

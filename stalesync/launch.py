@@ -1,4 +1,4 @@
-"""Launches a run: checks the config, starts Ray and the workers, runs the loop, reports; cleans up however it ends."""
+"""Launches a run: checks the config, starts Ray and the workers, runs the loop, reports, and always cleans up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def launch(config: Config) -> Path:
         stack.enter_context(_terminable())
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
         try:
-            _run(config, spec, source, tokenizer, rule, folder, report)
+            _run(config=config, spec=spec, source=source, rule=rule, folder=folder, report=report)
             report["outcome"] = "finished"
         except KeyboardInterrupt:
             report["outcome"] = "stopped"
@@ -60,10 +60,10 @@ def launch(config: Config) -> Path:
 
 
 def _run(
+    *,
     config: Config,
     spec: WorkerSpec,
     source: PromptSource,
-    tokenizer: Any,
     rule: RewardPool | None,
     folder: RunFolder,
     report: dict[str, Any],
@@ -85,11 +85,11 @@ def _run(
         queue = DistQueue.create(TASKS, options, name=name, checkpoint=savepoint.queue_of(checkpoint))
         stack.callback(queue.close)
         cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
-        cards_found = cards.prepare()
-        view.note(f"{spec.world} x {cards_found[0]}; trains in {spec.train}, generates in {spec.infer}")
+        descriptions = cards.prepare()
+        view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
-        source_of_rewards = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
-        scorer = stack.enter_context(Scorer(source_of_rewards, queue))
+        reward_source = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        scorer = stack.enter_context(Scorer(reward_source, queue))
         run = TrainingRun(
             config=config,
             spec=spec,
@@ -114,10 +114,10 @@ def _run(
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
-    """Returns what every card needs of the config.
+    """Returns the part of the config that every card needs.
 
     Raises:
-        ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it is to read.
+        ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
     """
     deployment, fusion = config.deployment, config.fusion
     reference = deployment.reference if fusion.score_cards else ()
@@ -150,15 +150,15 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
     retokenize = not same_tokenizer(config.model.path, path)
     if not retokenize and model.vocab_size < len(tokenizer):
         raise ValueError(
-            f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer of its own; the policy's has "
+            f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer; the policy's tokenizer has "
             f"{len(tokenizer)} tokens"
         )
     return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), retokenize)
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
-    """Returns the options of the run's queue. A resumed run has the queue of its checkpoint: what a journal recorded
-    after it is removed, and generated again."""
+    """Returns the options of the run's queue. A resumed run restores the queue of its checkpoint: samples that a
+    journal recorded later are removed and generated again."""
     options = QueueOptions(
         **asdict(config.queue),
         lease_s=config.cluster.stage_timeout_s,
@@ -170,15 +170,17 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
 
 
 def load_tokenizer(folder: str, model: ModelConfig) -> Any:
-    """Raises:
-    ValueError: the folder holds no tokenizer, or one with more tokens than the model's vocabulary.
+    """Loads the tokenizer of a model folder.
+
+    Raises:
+        ValueError: the folder has no tokenizer, or one with more tokens than the model's vocabulary.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {folder} holds no tokenizer that transformers loads: {error}") from None
+        raise ValueError(f"model.path: {folder} has no tokenizer that transformers can load: {error}") from None
     if len(tokenizer) > model.vocab_size:
         raise ValueError(
             f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model "
@@ -191,8 +193,8 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
     return [
         f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
         f"watch the curves: tensorboard --logdir {folder.path / 'tensorboard'}",
-        "answers with their working written out: bash recipes/long_answers.sh",
-        "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl",
+        "long answers with every step written out: bash recipes/long_answers.sh",
+        "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER",
         "your own reward: reward.path=FILE.py:FUNCTION",
     ]
 
@@ -211,8 +213,8 @@ def _ray(address: str | None) -> Iterator[None]:
         if address is None:
             quiet |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
         try:
-            ray.init(address=address or "local", **quiet)  # None would join a cluster that happens to run here
-        except Exception as error:  # of many types, some of them plain `Exception`
+            ray.init(address=address or "local", **quiet)  # None would join a cluster that already runs on this machine
+        except Exception as error:  # Ray raises many types, some of them plain `Exception`
             ray.shutdown()
             raise RayNotStarted(address, error) from error
     try:

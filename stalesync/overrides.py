@@ -1,5 +1,5 @@
-"""Describes the config to Hydra and to the command line: its schema, its keys and their documentation, and the config
-that an earlier run saved."""
+"""Provide the config to Hydra and to the command line: its schema, its keys with their documentation, and loading of
+a saved config."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
+    literals = {None: "null", True: "true", False: "false"}
+    return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
 
 
 def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
-    """Checks Hydra overrides before anything is composed: words that are no override, and keys that do not exist.
+    """Checks Hydra overrides before the config is composed: rejects arguments that are not overrides, and unknown keys.
 
     Args:
         groups: names that choose a config file instead of a value (`algorithm=grpo`).
 
     Raises:
-        ValueError: the first such word; for an unknown key, with the most similar known one.
+        ValueError: the first rejected argument; for an unknown key, with the most similar known one.
     """
     keys, choices = known_keys(), set(groups)
     for before, argument in zip(["", *arguments], arguments, strict=False):

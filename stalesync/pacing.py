@@ -1,4 +1,4 @@
-"""Reports whether a paced run kept its pace: how much longer emulated cards took than the cards they model
+"""Report whether a paced run kept its pace, by the time that emulated cards took beyond that of the modelled cards
 (`fusion.npu.pacer`)."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from fusion.costmodel.pace import Pace
 
 TOLERANCE = 0.03
-"""Overrun / modelled wall clock above which a run's times are not those of the cards that it models."""
+"""Ratio of overrun to modelled wall clock above which a run's times are invalid."""
 
 
 class PaceTally:
-    """Accumulates the steps since this start of the run. ``pace``: None where cards are not paced."""
+    """Accumulates the overrun of all steps since the start or resume. ``pace``: None if cards are not paced."""
 
     def __init__(self, pace: Pace | None):
         self.pace = pace
@@ -31,7 +31,7 @@ class PaceTally:
 
     @property
     def overrun(self) -> float:
-        """Overrun / modelled wall clock, of all cards and steps; 0 before the first step."""
+        """Ratio of overrun to modelled wall clock, over all cards and steps; 0 before the first step."""
         return self._lost_s / self._wall_s if self._wall_s else 0.0
 
     def notes(self) -> list[str]:

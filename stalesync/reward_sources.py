@@ -1,4 +1,4 @@
-"""Where rewards come from: a rule in guarded processes, or a reward model on its cards."""
+"""Score samples by a rule in guarded processes, or by a reward model on its cards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class RewardSource(Protocol):
     concurrent: bool
 
     def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
-        """Returns one outcome a sample, in order."""
+        """Returns one outcome per sample, in order."""
 
     def take_reports(self) -> list[StageReport]:
-        """Returns the reports of the cards it used since the last call."""
+        """Returns the reports of the cards used since the last call."""
 
 
 class RuleReward:
-    """Rules and users' functions, in the guarded processes of ``pool``. They see text."""
+    """Scores text by rules and users' functions, in the guarded processes of ``pool``."""
 
     concurrent = True
 
@@ -34,7 +34,15 @@ class RuleReward:
 
     def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
         return self._pool.score(
-            [RewardSample(one.prompt.text, one.response, one.prompt.answer, one.prompt.fields) for one in samples]
+            [
+                RewardSample(
+                    prompt=sample.prompt.text,
+                    response=sample.response,
+                    answer=sample.prompt.answer,
+                    fields=sample.prompt.fields,
+                )
+                for sample in samples
+            ]
         )
 
     def take_reports(self) -> list[StageReport]:
@@ -42,7 +50,7 @@ class RuleReward:
 
 
 class ModelReward:
-    """The reward model, on the cards that host it. They read the samples' tokens from the queue, by id."""
+    """Scores samples by the reward model on the cards that host it, which read the samples' tokens from the queue."""
 
     def __init__(self, cards: Cards, spec: WorkerSpec):
         assert spec.reward_model is not None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class RunningEngines:
-    """How many requests each running engine has, their total, and which engines run low."""
+    """Tracks the number of requests of each running engine, their total, and the engines with few requests."""
 
     def __init__(self, low_requests: int) -> None:
         self._low_requests = low_requests

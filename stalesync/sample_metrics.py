@@ -1,4 +1,4 @@
-"""Metrics of a step's samples, by verl's names."""
+"""Compute the metrics of a step's samples, with verl's names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def add_sample_metrics(metrics: Metrics, samples: Sequence[ScoredSample], max_re
 def add_staleness_metrics(
     metrics: Metrics, groups: Mapping[str, Sequence[ScoredSample]], *, version: int, max_staleness: int
 ) -> None:
-    """Adds how many versions the oldest token of every sample trained in ``version`` lags behind, and how many samples
-    have tokens of several versions.
+    """Adds the lag in versions of the oldest token of every sample trained in ``version``, and the number of samples
+    with tokens of several versions.
 
     Raises:
-        AssertionError: a sample lags behind more than ``max_staleness``.
+        AssertionError: a sample lags behind by more than ``max_staleness``.
     """
     samples = [sample for members in groups.values() for sample in members if sample.outcome.error is None]
     lags = [version - sample.oldest for sample in samples]

@@ -1,4 +1,4 @@
-"""A sample as the controller knows it: ids, lengths, versions, text, reward; never its tokens. Plain data."""
+"""Define a sample in the controller: ids, lengths, versions, text, reward, but no tokens. Plain data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from stalesync.prompts import Prompt
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A finished response that is not scored yet. ``id``: of its row in the queue; ``versions``: policy versions of its
-    oldest and newest token."""
+    """A finished response that is not scored yet. ``id``: of its row in the queue; ``versions``: policy versions of the
+    oldest and the newest token."""
 
     id: str
     prompt: Prompt
@@ -41,8 +41,8 @@ class GeneratedSample:
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """A finished response and its reward. ``oldest``, ``newest``: policy versions of its tokens. A checkpoint holds
-    these fields by name."""
+    """A finished response and its reward. ``oldest``, ``newest``: policy versions of its tokens. Checkpoints
+    store these fields by name."""
 
     id: str
     prompt: Prompt

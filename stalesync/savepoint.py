@@ -1,11 +1,11 @@
-"""The files of a checkpoint beside what the cards write.
+"""Write and read the controller's files of a checkpoint.
 
-    checkpoints/step-N/   trainer/                   weights, optimizer, step: by the cards
-                          queue/                     samples under way, suspended ones included
-                          controller.json            the run's state, written last: with it the checkpoint is complete
+    checkpoints/step-N/   trainer/                   weights, optimizer, step: written by the cards
+                          queue/                     samples in progress, including suspended ones
+                          controller.json            the run's state, written last: marks the checkpoint as complete
 
-The run's state and the queue's are taken while nothing runs and everything generated is scored (`TrainingRun.cut`), so
-nothing is done twice after a restart.
+The states of run and queue are taken while no engine runs and all generated samples are scored (`TrainingRun.cut`), so
+that no work is repeated after a restart.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TRAINER = "trainer"
 
 
 def begin(target: Path, queue: DistQueue | None) -> None:
-    """Creates the folder of a checkpoint, and writes the queue's part (None: it holds no sample). What an interrupted
-    run has left there is removed."""
+    """Creates the folder of a checkpoint and writes the queue's part (None: the queue is empty). Removes files that an
+    interrupted run left there."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     if queue is not None:
@@ -34,7 +34,7 @@ def begin(target: Path, queue: DistQueue | None) -> None:
 
 
 def finish(target: Path, state: str) -> None:
-    """Completes a checkpoint all else of which is on disk. ``state``: the run's, as JSON."""
+    """Completes a checkpoint whose other files are on disk. ``state``: the run's state as JSON."""
     write_atomic(target / NAME, state)
     for path in (target / NAME, target, target.parent):
         sync(path)
@@ -58,8 +58,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes complete checkpoints but the last ``keep`` (0: none is removed), and incomplete ones older than those. A
-    checkpoint ceases to be complete before any of it is removed."""
+    """Removes complete checkpoints except the last ``keep`` (0: removes none), and incomplete ones older than those. Of
+    each checkpoint, the file that marks it as complete is removed first."""
     steps = {path: int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
     complete = sorted((path for path in steps if (path / NAME).is_file()), key=lambda path: steps[path])
     if keep and len(complete) >= keep:

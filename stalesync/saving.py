@@ -1,15 +1,15 @@
-"""Writes a checkpoint while the run continues: in a thread of the controller, and one of every card that trains.
+"""Write a checkpoint while the run continues: in a thread of the controller, and one of every card that trains.
 
-    controller   … ─ cut ─► next step ─► next step ─► … ─ cut: waits until the last one is written ─► …
+    controller   … ─ cut ─► next step ─► next step ─► … ─ cut: waits until the previous one is written ─► …
     cards             └ snapshot: a copy of the state in host memory
                              └─► save: the copy, synced ──┐
     thread                                                └─► controller.json ─► older checkpoints are removed
 
 Invariants:
-1. One checkpoint is written at a time, and a cut begins when the last one is complete.
-2. A checkpoint is complete (`savepoint.NAME` is there) only once all else of it is on disk; only then are older ones
-   removed.
-3. An error is raised where the run next checks its cards, begins another save, or ends.
+1. One checkpoint is written at a time, and a cut begins when the previous one is complete.
+2. A checkpoint is complete (`savepoint.NAME` exists) only when all its other files are on disk; only then are older
+   ones removed.
+3. An error is raised when the run next checks its cards, begins another save, or ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SaveFailed(RunFailed):
 
 
 class Saver:
-    """Runs the thread that writes."""
+    """Runs the thread that writes checkpoints."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -37,10 +37,11 @@ class Saver:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The block is a cut: the run is paused. It begins when the last checkpoint is written.
+        """Measures the block, in which the run is paused for a cut. Waits first until the previous checkpoint is
+        written.
 
         Raises:
-            RunFailed: the last checkpoint could not be written.
+            RunFailed: the previous checkpoint could not be written.
         """
         start = time.perf_counter()
         self.finish()
@@ -58,8 +59,10 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises:
-        RunFailed: a checkpoint could not be written.
+        """Raises the error of the thread, if any.
+
+        Raises:
+            RunFailed: a checkpoint could not be written.
         """
         if self._error is not None:
             raise self._error
@@ -77,8 +80,8 @@ class Saver:
         self.check()
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the cut since the last call: seconds of the pause, those of it spent waiting for the last
-        checkpoint to be written, and seconds that writing that one took."""
+        """Returns the metrics of a cut since the last call: seconds of the pause, seconds of it spent waiting for the
+        previous checkpoint, and seconds of writing that one."""
         figures, self._figures = self._figures, {}
         return figures
 

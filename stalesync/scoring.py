@@ -4,8 +4,8 @@
                └─ scored at once, where the source is concurrent ───────► `poll`: scored
                                     └─ else by `score_waiting`, when the cards have switched to TRAIN
 
-The queue hands over a sample's text, and its lengths as metadata; its tokens never come here. The cards of a reward
-model read them from the queue by themselves.
+The queue delivers a sample's text, and its lengths as metadata; its tokens are never sent to this process. The cards of
+a reward model read them directly from the queue.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from stalesync.reward_sources import RewardSource
 from stalesync.samples import GeneratedSample, ScoredSample
 
 REWARD = "reward"
-"""The queue's task that scoring works for."""
+"""The queue's task of scoring."""
 
 EVALUATED = "evaluated"
-"""Why the tokens of a held-out prompt's answer leave the queue."""
+"""Reason for which the tokens of a held-out prompt's answer are dropped from the queue."""
 
 MAX_BATCH = 64
-"""Samples scored at a time, while others are still being generated."""
+"""Maximum number of samples scored at a time, while others are still being generated."""
 
 POLL_S = 1.0
-"""The thread that waits for samples checks this often whether it is to end."""
+"""Interval at which the thread that waits for samples checks whether it must end."""
 
 
 class ScoringQueue(Protocol):
@@ -50,10 +50,10 @@ class ScoringQueue(Protocol):
 
 
 class ScoringProgress:
-    """Which samples were generated, wait for their score, and are scored. Pure.
+    """Tracks which samples were generated, wait for their score, and are scored. Pure.
 
     Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
-    `num_unscored` counts those that are generated and not taken as scored yet.
+    `num_unscored` counts the samples that are generated and not taken as scored yet.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,8 @@ class ScoringProgress:
         return bool(self._generated or self._scored)
 
     def observe_generated(self, samples: Sequence[GeneratedSample], wait: bool) -> None:
-        """``wait``: they are scored when `take_waiting` asks for them; otherwise the caller scores them now."""
+        """Records generated samples. ``wait``: `take_waiting` returns them for scoring; else the caller scores them
+        now."""
         self._generated += samples
         self.num_unscored += len(samples)
         if wait:
@@ -101,7 +102,7 @@ class Scorer:
         self._prompt_by_group: dict[str, Prompt] = {}
         self._progress = ScoringProgress()
         self._changed = threading.Condition()
-        """Held wherever the progress or the error is touched"""
+        """Lock for all accesses to the progress and the error"""
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
@@ -120,7 +121,7 @@ class Scorer:
 
     @property
     def num_unscored(self) -> int:
-        """Samples that are generated and whose score `poll` has not returned yet."""
+        """Number of generated samples whose score `poll` has not returned yet."""
         with self._changed:
             return self._progress.num_unscored
 
@@ -138,8 +139,8 @@ class Scorer:
         del self._prompt_by_group[group]
 
     def poll(self, timeout_s: float) -> tuple[list[GeneratedSample], list[ScoredSample]]:
-        """Returns what was generated and what was scored since the last call, each in order of ids; waits at most
-        ``timeout_s`` for the first. Raises what the thread's scoring raised."""
+        """Returns the samples generated and those scored since the last call, each in order of ids; waits at most
+        ``timeout_s`` for the first one. Raises the exception of the scoring thread, if any."""
         with self._changed:
             if not (self._progress.has_news or self._error):
                 self._changed.wait(timeout_s)
@@ -148,7 +149,8 @@ class Scorer:
             return self._progress.take_generated(), self._progress.take_scored()
 
     def score_waiting(self) -> tuple[list[ScoredSample], list[StageReport]]:
-        """Scores what could not be scored concurrently, in the TRAIN phase. Also returns the cards' reports."""
+        """Scores the samples that could not be scored concurrently, in the TRAIN phase. Also returns the cards'
+        reports."""
         with self._changed:
             waiting = self._progress.take_waiting()
         if not waiting:
@@ -165,8 +167,8 @@ class Scorer:
     def score_answers(
         self, prompts: Sequence[Prompt], answers: Mapping[str, EvalAnswer]
     ) -> list[tuple[str, RewardOutcome]]:
-        """Scores one answer a prompt (by its id), in the TRAIN phase; returns text and outcome of each. Rows of the
-        answers' tokens leave the queue."""
+        """Scores one answer per prompt (by its id), in the TRAIN phase; returns text and outcome of each. Drops the
+        rows of the answers' tokens from the queue."""
         samples = [
             GeneratedSample(
                 id=answers[prompt.id].row or prompt.id,

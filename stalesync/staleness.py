@@ -1,38 +1,40 @@
-"""The staleness bound as a state machine: which groups may be admitted, which may be trained, how each ended.
+"""Keep the staleness bound: which groups may be admitted, which may be trained, and how each ended. A state machine.
 
     admit ──► in flight ──finish──► finished ──train──► trained
                   │                     │
                   └──────fail / filter──┴─────────────► failed(why) / filtered(rule)
 
-The policy version is the number of optimizer updates that were published. A group's age counts from the version at
-which it was admitted, that of its oldest token. Two gates keep the bound s, *admit* and *advance*, and both ask one
-question: can everything that is still untrained be trained in time, at `groups_per_step` groups a version? A group of
-age a has s - a versions left beside the present one, so it can exactly if for every age k
+The policy version is the number of published optimizer updates. A group's age counts from the version at which it was
+admitted, which is that of its oldest token. Two gates keep the bound s, *admit* and *advance*. Both check the same
+condition: can all untrained groups be trained in time, with `groups_per_step` groups per version? A group of age a can
+be trained in the current version or in the next s - a, so the condition is that for every age k
 
     untrained groups of age >= k  <=  places left in this version + (s - k) * groups_per_step.
 
-A young group that finished early is trained before an older one only while that stays true. (The oldest token of a
-group's samples is never older than its admission, so a bound on this age is a bound on theirs.)
+A young group that finished early is trained before an older one only while this holds. (No token of a group's samples
+is older than its admission, so the bound on the group's age also bounds the age of every token.)
 
-With `tokens_per_step` a version may train fewer groups: the oldest that are finished and hold that many tokens, and as
-many more as older groups need to be in time, up to `groups_per_step`. The gates count places, not tokens: what a
-version may train at most is what makes up for what others have not trained. But if as many groups were admitted as
-there are places, every version would need all of its own, and no step could be small. So beside the gates admission
-aims at (s + 1) steps of the size that the threshold makes of groups as long as those that have finished.
+With `tokens_per_step` a version may train fewer groups: the oldest finished groups that hold that many tokens, plus the
+groups that must be trained now for older ones to be in time, up to `groups_per_step`. The gates count places, not
+tokens: a version has `groups_per_step` places, and those that one version does not use are available later. But if as
+many groups were admitted as there are places, every version would need all of its places, and no step could be small.
+Admission therefore also aims at (s + 1) steps of the expected size: the number of groups that reach the threshold, at
+the mean length of the groups finished so far.
 
-As the oldest are trained first, the first r finished groups leave min(r, finished of age >= k) fewer of age >= k: how
-many may be trained (`num_ready`) and must be (`num_due`) follows from the number of groups of each age.
+The oldest groups are trained first, so training the first r finished groups removes min(r, finished of age >= k) groups
+of age >= k. The number of groups that may be trained (`num_ready`) and must be trained (`num_due`) follows from the
+number of groups of each age.
 
-Cost, for n groups under way: `may_admit` O(1); `may_advance`, `is_enough` O(s), with `tokens_per_step` at most
+Cost, for n groups in progress: `may_admit` O(1); `may_advance`, `is_enough` O(s), with `tokens_per_step` at most
 O(s + groups_per_step); a change of state O(log n) and a move within a sorted list.
 
 Invariants (property-tested in tests/stalesync/test_staleness.py):
 1. No group is trained at an age above s.
 2. Every admitted group ends in exactly one state: trained, filtered or failed, with the rule or the reason; none is
    lost, none is trained twice.
-3. No deadlock: whenever nothing is in flight and nothing is finished, a group may be admitted.
-4. At s = 0 a version admits exactly its own batch, and is left only when every group of it has ended.
-5. The groups that `enough` names can be trained, and the next version published thereupon; they are no more than
+3. No deadlock: whenever no group is in flight or finished, a group may be admitted.
+4. At s = 0 a version admits exactly its own batch, and ends only when every group of it has ended.
+5. The groups returned by `enough` can be trained, and then the next version can be published; they are at most
    `groups_per_step`, and without the last one tokens would be missing or the next version could not be published.
 """
 
@@ -48,15 +50,15 @@ from typing import Any
 
 @dataclass
 class StalenessLedger:
-    """Groups by id. ``max_staleness`` s in versions; a version trains ``groups_per_step`` groups or, if finished groups
-    hold ``tokens_per_step`` tokens (None: no such threshold), fewer."""
+    """Tracks groups by id. ``max_staleness``: the bound s in versions; a version trains ``groups_per_step`` groups or
+    fewer, if finished groups hold ``tokens_per_step`` tokens (None: no such threshold)."""
 
     max_staleness: int
     groups_per_step: int
     tokens_per_step: int | None = None
     version: int = 0
     in_flight: dict[str, int] = field(default_factory=dict)
-    """Group id → version at admission; likewise `finished`."""
+    """Group id → version at admission; the same for `finished`."""
     finished: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     """Finished group → trainable tokens of its prompts and responses"""
@@ -67,11 +69,11 @@ class StalenessLedger:
     trained_now: int = 0
     """Groups trained since the last advance."""
     _num_training: int | None = None
-    """Groups that are being trained, and after which the version ends; None: none are"""
+    """Number of groups being trained, after which the version ends; None: no training in progress"""
     _totals: tuple[int, int] = (0, 0)
-    """Groups that have ever finished, and their tokens"""
+    """Number of groups that have finished since the start, and their tokens"""
     _finished_tokens: int = 0
-    """Of the groups that are finished now"""
+    """Tokens of the groups that are finished now"""
     _oldest_first: list[tuple[int, str]] = field(default_factory=list)
     """(version at admission, group) of finished groups, sorted"""
     _num_untrained_of: Counter[int] = field(default_factory=Counter)
@@ -85,7 +87,7 @@ class StalenessLedger:
 
     @property
     def may_admit(self) -> int:
-        """How many further groups may be admitted now."""
+        """Number of further groups that may be admitted now."""
         places = (
             self._places if self._num_training is None else self._num_training
         ) + self.max_staleness * self.groups_per_step
@@ -93,14 +95,14 @@ class StalenessLedger:
 
     @property
     def expected_groups(self) -> int:
-        """Groups of a step, estimated from those that have finished; `groups_per_step` until one has."""
+        """Expected number of groups of a step, from the mean length of finished groups; at first `groups_per_step`."""
         groups, tokens = self._totals
         if self.tokens_per_step is None or not tokens:
             return self.groups_per_step
         return min(self.groups_per_step, ceil(self.tokens_per_step * groups / tokens))
 
     def admit(self, groups: Iterable[str]) -> None:
-        """Admits groups at the present version."""
+        """Admits groups at the current version."""
         for group in groups:
             assert group not in self.in_flight and group not in self.finished, f"group {group} is admitted already"
             assert self.may_admit > 0, f"group {group} could not be trained within {self.max_staleness} versions"
@@ -108,14 +110,14 @@ class StalenessLedger:
             self._num_untrained_of[self.version] += 1
 
     def finish(self, group: str, tokens: int = 0) -> None:
-        """Every sample of the group is generated and scored. ``tokens``: of its prompts and responses."""
+        """Marks a group whose samples are all generated and scored. ``tokens``: of its prompts and responses."""
         self._insert_finished(group, self.in_flight.pop(group), tokens)
         groups, tokens_before = self._totals
         self._totals = groups + 1, tokens_before + tokens
 
     def ready(self) -> list[str]:
-        """Returns the finished groups that may be trained in this version, oldest first; of one age by name, so that
-        the order in which they finished decides nothing."""
+        """Returns the finished groups that may be trained in this version, oldest first; groups of the same age by
+        name, so that the order in which they finished has no effect."""
         return [group for _, group in self._oldest_first[: self.num_ready]]
 
     def enough(self) -> list[str]:
@@ -128,8 +130,8 @@ class StalenessLedger:
         return self._num_enough > 0
 
     def begin_training(self, num_groups: int) -> None:
-        """Closes this version to all but ``num_groups`` groups, which `train` will name: a group that is admitted until
-        then cannot have the places that they leave."""
+        """Fixes the number of groups that this version trains; `train` will name them. Groups admitted in between
+        cannot use the remaining places of this version."""
         assert num_groups <= self._places
         self._num_training = num_groups
 
@@ -145,11 +147,11 @@ class StalenessLedger:
         assert self._in_time(self.version, self._places), "an older group lost its place"
 
     def lag(self, group: str) -> int:
-        """Versions since a finished group was admitted."""
+        """Returns the number of versions since a finished group was admitted."""
         return self.version - self.finished[group]
 
     def filter(self, group: str, rule: str) -> None:
-        """Ends a group that a rule of the algorithm leaves out of training."""
+        """Ends a group that a rule of the algorithm excludes from training."""
         self._end(group, f"filtered:{rule}")
 
     def fail(self, group: str, why: str) -> None:
@@ -170,12 +172,12 @@ class StalenessLedger:
 
     @property
     def waits_for_older(self) -> bool:
-        """Whether enough groups are finished for a step, but some may not be trained before older ones."""
+        """Whether enough groups are finished for a step, but some must not be trained before older ones."""
         held = self.tokens_per_step is not None and self._finished_tokens >= self.tokens_per_step
         return (held or len(self.finished) >= self._places) and not self.is_enough
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON, between two versions."""
+        """Returns plain JSON, between two versions."""
         assert not self.trained_now, "a version is saved when it is published"
         state = {"version": self.version, "in_flight": self.in_flight, "finished": self.finished}
         ages = {str(age): count for age, count in self.ages.items()}
@@ -194,7 +196,7 @@ class StalenessLedger:
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
 
     def metrics(self) -> dict[str, float]:
-        """Ages of trained groups, and how many groups have ended in which way."""
+        """Returns the ages of trained groups, and the number of groups by how they ended."""
         trained = sum(self.ages.values())
         mean = sum(age * count for age, count in self.ages.items()) / trained if trained else 0.0
         metrics = {"staleness/mean": mean, "staleness/max": float(max(self.ages, default=0))}
@@ -206,7 +208,7 @@ class StalenessLedger:
 
     @property
     def _num_enough(self) -> int:
-        """Of the oldest finished groups, how many make a step; 0: others must finish first."""
+        """Number of the oldest finished groups that a step trains; 0: others must finish first."""
         ready = self.num_ready
         if self.tokens_per_step is not None and self._finished_tokens >= self.tokens_per_step:
             held, due = 0, self.num_due
@@ -218,27 +220,27 @@ class StalenessLedger:
 
     @property
     def num_ready(self) -> int:
-        """Of the oldest finished groups, how many may be trained in this version and leave every other group in time:
-        the first r leave its place to every group of age >= k if r <= finished of age >= k + places to spare."""
-        most = min(self._places, len(self.finished))
-        for untrained, finished, later_places in self._by_least_age():
+        """Number of the oldest finished groups that may be trained in this version such that every other group can
+        still be trained in time: r of them if, for every age k, r <= finished of age >= k + spare places."""
+        ready = min(self._places, len(self.finished))
+        for untrained, finished, later_places in self._by_min_age():
             spare = self._places + later_places - untrained
-            most = min(most, finished + spare if spare >= 0 else 0)
-        return most
+            ready = min(ready, finished + spare if spare >= 0 else 0)
+        return ready
 
     @property
     def num_due(self) -> float:
-        """Of the oldest finished groups, how many must be trained before the next version may be published; infinite
-        if groups in flight must be, too."""
+        """Number of the oldest finished groups that must be trained before the next version may be published; infinite
+        if groups in flight must be trained, too."""
         due: float = 0
-        for untrained, finished, later_places in self._by_least_age():
+        for untrained, finished, later_places in self._by_min_age():
             excess = untrained - later_places
             due = max(due, excess if excess <= finished else inf)
         return due
 
-    def _by_least_age(self) -> Iterator[tuple[int, int, int]]:
-        """Yields for each age k from s down to 0: untrained groups of age >= k, finished ones, and the places that
-        these have in later versions."""
+    def _by_min_age(self) -> Iterator[tuple[int, int, int]]:
+        """Yields for each age k from s down to 0: the number of untrained and of finished groups of age >= k, and of
+        places for them in later versions."""
         untrained = finished = 0
         for age in range(self.max_staleness, -1, -1):
             untrained += self._num_untrained_of[self.version - age]
@@ -280,7 +282,7 @@ class StalenessLedger:
 
 
 def _decrement(counts: Counter[int], version: int) -> None:
-    """Forgets a version of which nothing is left, so that the counts do not grow with the run."""
+    """Decrements a count and removes it at 0, so that the counts do not grow during the run."""
     counts[version] -= 1
     if not counts[version]:
         del counts[version]

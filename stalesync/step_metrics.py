@@ -1,4 +1,4 @@
-"""Accumulates one step's metrics, spans and memory: one row of `metrics.jsonl` in the making."""
+"""Accumulate the metrics, spans and memory of one step: one row of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fusion.telemetry import MemoryLedger, Metrics, RunFolder, Usage, wall_ns
 from stalesync.admission import Stage
 
 TIMERS: Mapping[Stage, str] = {"switch": "switch", "generate": "gen", "stop": "gen", "score": "reward"}
-"""Stage of a step → `timing_s/…` to which its commands' seconds are added; of the others none is kept"""
+"""Stage of a step → `timing_s/…` that its commands' seconds are added to; other stages are not timed here"""
 
 
 class StepMetrics:
-    """``metrics``: of the present step; ``num_cards``: of the run."""
+    """Accumulates the metrics of the current step (``metrics``). ``num_cards``: number of cards of the run."""
 
     def __init__(self, num_cards: int, folder: RunFolder):
         self.metrics = Metrics()
         self._memory, self._folder = MemoryLedger(), folder
         self._usage = Usage([f"card {rank}" for rank in range(num_cards)], wall_ns())
         self._waits: dict[str, bool] = {}
-        """`timing_s/…` to which waiting for samples is added, too → whether it is now"""
+        """`timing_s/…` that waiting for samples is also added to → whether it applies now"""
 
     def begin(self) -> None:
         """Discards what cards did so far: it belongs to no step."""

@@ -1,4 +1,4 @@
-"""A run around its loop: its parts, its steps, what is evaluated and saved between them, what is reported at the end.
+"""Run the training loop: create its components, run the steps, evaluate, save checkpoints, and report at the end.
 
 held-out answers ─► step ─► step ─┬─► step ─► … ─► held-out answers ─► notes
                                   └─► cut ─► checkpoint, written while the next steps run
@@ -34,11 +34,11 @@ from stalesync.step_metrics import StepMetrics
 from stalesync.update import Updater
 
 TASKS = ("reward", "train")
-"""Who must acknowledge a sample before the queue frees it."""
+"""Tasks that must acknowledge a sample before the queue frees it."""
 
 
 class TrainingRun:
-    """Runs ``config.run.steps`` steps. ``step``: steps that are done."""
+    """Runs ``config.run.steps`` steps. ``step``: number of completed steps."""
 
     def __init__(
         self,
@@ -59,10 +59,17 @@ class TrainingRun:
         ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
         algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
         self.admission = Admission(admission_spec(config, spec, scores_beside=scorer.concurrent), ledger)
-        self.groups = Groups(config.algorithm.group_size, self.admission, scorer, algorithm, queue, folder)
+        self.groups = Groups(
+            size=config.algorithm.group_size,
+            admission=self.admission,
+            scorer=scorer,
+            algorithm=algorithm,
+            queue=queue,
+            folder=folder,
+        )
         self.desk = ControlDesk(folder.path, config)
         self.step_metrics = StepMetrics(spec.world, folder)
-        self.generation = Generation(spec, cards, self.groups.prompts, self.step_metrics.take)
+        self.generation = Generation(spec, cards, prompts=self.groups.prompts, take_reports=self.step_metrics.take)
         self.loop = Controller(
             config=config,
             admission=self.admission,
@@ -92,8 +99,8 @@ class TrainingRun:
         cards.health_checks.append(self.saver.check)
 
     def run(self) -> list[Answer]:
-        """Runs all steps that are left; returns answers to held-out prompts before and after. The cards are in the
-        training phase at both ends."""
+        """Runs all remaining steps; returns answers to held-out prompts before and after. The cards are in the training
+        phase at the start and at the end."""
         last, every = self.config.run.steps, self.config.run.save_every or self.config.run.steps
         before = self.evaluate("before")
         self.view.begin()
@@ -112,10 +119,10 @@ class TrainingRun:
         return self.evaluation.answers()
 
     def evaluate(self, when: str) -> dict[str, float]:
-        """Answers the held-out prompts once with the present weights; returns `val/rewards/<when>`.
+        """Answers the held-out prompts once with the current weights; returns `val/rewards/<when>`.
 
-        Noise is keyed by the prompt, so two evaluations differ by the weights alone. Nothing of it is trained:
-        no task of the queue gets it.
+        Noise is keyed by the prompt, so two evaluations differ only by the weights. The answers are never trained: no
+        task of the queue receives them.
         """
         if not self.evaluation.prompts:
             return {}
@@ -129,8 +136,8 @@ class TrainingRun:
         return self.evaluation.metrics(when)
 
     def cut(self) -> dict[str, Any]:
-        """Pauses the run for one cut through weights, queue and controller, for `save`. The cards' part is copied and
-        the queue's written; the controller's is returned."""
+        """Pauses the run for a consistent snapshot of weights, queue and controller, for `save`. The cards' state is
+        copied, the queue's is written, and the controller's is returned."""
         self.view.phase("save")
         with self.saver.pause():
             self.loop.settle()
@@ -141,8 +148,8 @@ class TrainingRun:
         return state
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Writes a checkpoint from which a run of the same name resumes, and the Hugging Face export beside it, while
-        the next steps run."""
+        """Writes a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
+        steps run."""
         target, export, as_json = self.checkpoint, str(self.folder.hf), json.dumps(state)
 
         def write() -> None:
@@ -153,13 +160,13 @@ class TrainingRun:
         self.saver.begin(write)
 
     def restore(self, checkpoint: Path) -> None:
-        """Resumes from a checkpoint, whose queue the queue was created from."""
+        """Resumes from a checkpoint. The queue must have been created from the checkpoint's queue."""
         self.load_state_dict(savepoint.read(checkpoint))
         self.folder.rewind(self.step)
         self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON, between two steps. Nothing is on an engine."""
+        """Returns plain JSON, between two steps. No engine has a request."""
         state = {"step": self.step, "prompts": self.source.state_dict(), "share": self.desk.state_dict()}
         return state | self.admission.state_dict() | self.groups.state_dict()
 
@@ -173,16 +180,16 @@ class TrainingRun:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the present step's checkpoint."""
+        """The folder of the current step's checkpoint."""
         return self.folder.checkpoints / f"step-{self.step}"
 
     def notes(self) -> list[str]:
-        """Returns the lines for a user to read at the end."""
+        """Returns the notes of the final report."""
         ledger, num_failed = self.admission.ledger, self.groups.num_failed_rewards
         lines = self.pace.notes() + self.evaluation.notes()
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
         if ledger.num_untrained:
-            lines.append(f"{ledger.num_untrained} groups are under way, and in the last checkpoint")
+            lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")
         if num_failed:
             lines.append(f"{num_failed} samples could not be scored and were not trained (reward/failed)")
         if num_skipped := self.source.metrics().get("data/skipped_prompts", 0):
@@ -191,7 +198,7 @@ class TrainingRun:
 
 
 def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool) -> AdmissionSpec:
-    """Returns what the decisions of a run depend on."""
+    """Returns the settings that the decisions of a run depend on."""
     sharing = {*spec.deployment.shared}
     return AdmissionSpec(
         group_size=config.algorithm.group_size,

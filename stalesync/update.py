@@ -1,12 +1,12 @@
-"""From the scored groups of a step to one optimizer step of the policy: advantages, reference, minibatches.
+"""Train one step on scored groups: compute advantages, run the reference, and train minibatches.
 
     groups ─ claim ─► advantages ─ put ─► queue ─► train, by id ─► ack
                           ▲                 │
                           └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: after them)
 
-Invariants: the samples of a step are claimed for the task `train` before anything is written for them, so the queue
-refuses, by name, a sample that was trained or is being trained; what is read for training is exactly what was claimed;
-a sample is acknowledged after its optimizer step. Nothing is read back here.
+Invariants: the samples of a step are claimed for the task `train` before any column is written for them, so the queue
+rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
+acknowledged after its optimizer step. This process reads no payload from the queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stalesync.samples import ScoredSample
 log = logging.getLogger(__name__)
 
 TRAIN = "train"
-"""The queue's task that a training step works for."""
+"""The queue's task of training."""
 
 
 class TrainQueue(Protocol):
@@ -44,7 +44,7 @@ class TrainQueue(Protocol):
 
 @dataclass(kw_only=True)
 class Updater:
-    """Runs the stages of an update. ``record_reports``: receives the cards' reports of every stage."""
+    """Runs the stages of an update. ``record_reports``: called with the cards' reports of every stage."""
 
     spec: WorkerSpec
     cards: Cards
@@ -55,15 +55,15 @@ class Updater:
 
     @property
     def kl_in(self) -> str | None:
-        """Where the divergence from the reference enters: `loss` or `reward`; None: there is no reference."""
+        """Where the KL divergence from the reference is applied: `loss` or `reward`; None: there is no reference."""
         return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
 
     def train(self, groups: dict[str, list[ScoredSample]], version: int, metrics: Metrics) -> None:
-        """Trains policy ``version`` on all scored samples of these groups, in this order; drops those whose reward
-        failed, by name.
+        """Trains policy ``version`` on all scored samples of these groups, in this order; drops samples whose reward
+        failed.
 
         Raises:
-            ValueError: the queue says that a sample is trained, being trained, or gone.
+            ValueError: a sample has been trained, is being trained, or has been dropped.
         """
         samples = sorted((sample for members in groups.values() for sample in members), key=lambda one: one.id)
         with metrics.timer("adv"):
@@ -111,7 +111,7 @@ class Updater:
         metrics.spread("critic/advantages", advantages.tolist())
 
     def _run_reference(self, shares: list[list[str]], metrics: Metrics) -> dict[str, float]:
-        """Computes the reference's log-probabilities; returns each sample's KL by id, where it enters the reward."""
+        """Computes the reference's log-probabilities; returns each sample's KL by id if it is applied to the reward."""
         self.view.phase("reference")
         with metrics.timer("ref"):
             reports = self.cards.on(self.spec.deployment.reference).call(Worker.reference, shares)
@@ -119,7 +119,7 @@ class Updater:
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[ScoredSample]) -> list[list[str]]:
-        """Returns sample ids by replica of the reference; as they are trained where it uses the training layout."""
+        """Returns sample ids by replica of the reference; the same as for training if it uses the training layout."""
         if self.spec.reference is None:
             return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
         return _split_over_replicas(samples, self.spec.reference.dp)
@@ -132,6 +132,6 @@ def _split_over_replicas(samples: list[ScoredSample], num_replicas: int) -> list
 
 
 def _split_groups(groups: list[str], num_chunks: int) -> list[set[str]]:
-    """Splits ``groups`` into ``num_chunks`` runs of even size; into fewer where there are fewer groups."""
+    """Splits ``groups`` into ``num_chunks`` runs of even size, or fewer if there are fewer groups."""
     size = -(-len(groups) // num_chunks) if groups else 1
     return [set(groups[start : start + size]) for start in range(0, len(groups), size)]

@@ -1,9 +1,9 @@
-"""Prompts: their sources, their order, their tokens.
+"""Read or generate prompts, order them, and tokenize them.
 
     addition        one-digit sums, a+b=                   ┐
-    worked          many-digit sums, working written out   ├─ rows: prompt, answer, fields
+    worked          many-digit sums, every step written    ├─ rows: prompt, answer, fields
     files           JSONL and Parquet                      ┘
-                                                           │ order seeded, endless, resumable
+                                                           │ order: seeded, endless, resumable
     tokenizer       characters of both generators          ▼
                     (or the model's own)  ──────►  PromptSource.next(n) ─► Prompt(id, ids, text, answer, fields)
 

@@ -8,7 +8,7 @@ from stalesync.prompts.rows import Row
 
 
 class AdditionRows:
-    """All 100 problems. With so few there is nothing to hold out: evaluation is on the same ones."""
+    """All 100 problems. There are too few to hold some out: evaluation uses the same problems."""
 
     indices = range(100)
 

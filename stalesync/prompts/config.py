@@ -30,24 +30,24 @@ class DataConfig:
     """Number of prompts per step; each gets a group of responses."""
 
     max_prompt_length: int = 512
-    """Most tokens of a prompt, chat template included."""
+    """Maximum number of tokens of a prompt, chat template included."""
 
     long_prompts: str = "refuse"
-    """What happens to a longer prompt: `refuse`: an error before the run starts names the row; `skip`: it is left out
+    """What happens to a longer prompt: `refuse`: an error before the run starts names the row; `skip`: it is skipped
     and counted in `data/skipped_prompts`."""
 
     chat_template: str = "auto"
     """`auto`: apply the chat template of the tokenizer if it has one; `never`: use the prompt as it is."""
 
     min_digits: int = 2
-    """`worked_arithmetic`: fewest digits of a number."""
+    """`worked_arithmetic`: minimum number of digits of a number."""
 
     max_digits: int = 4
-    """`worked_arithmetic`: most digits of a number; one more digit makes the answer to a sum of two numbers 19 tokens
-    longer, and 5 more for each further number."""
+    """`worked_arithmetic`: maximum number of digits of a number; each digit adds 19 tokens to the answer of a sum of
+    two numbers, and 5 more for each further number."""
 
     max_terms: int = 2
-    """`worked_arithmetic`: most numbers in a sum; the fewest are 2."""
+    """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
     def validate(self) -> None:
         """Raises:

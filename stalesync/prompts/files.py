@@ -12,11 +12,11 @@ from stalesync.prompts.rows import Row
 
 
 class FileRows:
-    """The rows of `data.source`. `held_out` of them (but at most a tenth) are held out for evaluation, chosen by the
-    seed.
+    """Holds the rows of `data.source`. `held_out` of them (at most a tenth), chosen by the seed, are used only for
+    evaluation.
 
     Raises:
-        ValueError: naming the file and the key: no such file, not readable, empty, or without the field.
+        ValueError: the file does not exist, cannot be read, is empty, or lacks a field; names the file and the key.
     """
 
     def __init__(self, config: DataConfig, seed: int, held_out: int = 0) -> None:
@@ -24,7 +24,7 @@ class FileRows:
         self._table = _read(config.source)
         count, fields = len(self._table), list(self._table.column_names)
         if not count:
-            raise ValueError(f"data.source={config.source!r}: the file holds no rows")
+            raise ValueError(f"data.source={config.source!r}: the file has no rows")
         for key in ("prompt_field", "answer_field"):
             name = getattr(config, key)
             if name not in fields:
@@ -43,8 +43,8 @@ class FileRows:
                 f"{self.name(index)}: data.prompt_field={self._config.prompt_field!r} holds a {type(prompt).__name__}; "
                 "expected a text or a list of chat messages"
             )
-        own = (self._config.prompt_field, self._config.answer_field)
-        return Row(prompt, str(answer), {key: value for key, value in columns.items() if key not in own})
+        used = (self._config.prompt_field, self._config.answer_field)
+        return Row(prompt, str(answer), {key: value for key, value in columns.items() if key not in used})
 
     def _value(self, columns: dict[str, Any], index: int, key: str) -> Any:
         name = getattr(self._config, key)
@@ -62,18 +62,18 @@ class FileRows:
 def _read(source: str) -> Any:
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f"data.source={source!r}: there is no file {path.absolute()}")
+        raise ValueError(f"data.source={source!r}: no such file: {path.absolute()}")
     if not path.stat().st_size:
         raise ValueError(f"data.source={source!r}: the file is empty")
     import datasets
 
     reader = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
-    shown = datasets.is_progress_bar_enabled()
+    bars_enabled = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         return reader(str(path))
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"data.source={source!r}: cannot be read: {error.__cause__ or error}") from error
     finally:
-        if shown:
+        if bars_enabled:
             datasets.enable_progress_bars()

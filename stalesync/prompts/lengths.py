@@ -2,12 +2,12 @@
 
     length = median x exp(0.89 z(prompt) + 0.43 z(prompt, member)), at most the cap; one in a hundred is the cap
 
-Within a checkpoint 65 % of the variance of lengths is the prompt and 26 % sampling, which with the runaways is an ICC
-of 0.73 on the log scale (trace of TailSieve; the two sigmas follow from its median of 1160 and 90th percentile of
-4115). The mean is about 1.6 medians, the 99th percentile about 10.
+Within a checkpoint 65 % of the variance of lengths is due to the prompt and 26 % to sampling; including the responses
+at the cap this is an ICC of 0.73 on the log scale (trace of TailSieve; the two sigmas follow from its median of 1160
+and 90th percentile of 4115). The mean is about 1.6 times the median, the 99th percentile about 10 times.
 
-Invariant: a length depends on the seed, the prompt's id and the member's number only, so that a run can be repeated
-with other schedules, cards or bounds of staleness and every response is as long as before.
+Invariant: a length depends only on the seed, the prompt's id and the number of the group member, so that all responses
+keep their lengths when a run is repeated with another schedule, cards or staleness bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STREAMS = {"prompt": 16, "within": 17, "runaway": 18}
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """``median``: tokens of the median response; ``cap``: of the longest."""
+    """Draws response lengths. ``median``, ``cap``: the median and the maximum length in tokens."""
 
     seed: int
     median: float

@@ -1,11 +1,11 @@
-"""Yields prompts in a seeded, endless order that resumes at exactly the next prompt.
+"""Yield prompts in a seeded, endless order that resumes at exactly the next prompt.
 
 Invariants:
-1. The n-th prompt depends on the config, the seed and n only: never on the sizes of the calls of `next`, nor on whether
+1. The n-th prompt depends only on the config, the seed and n, not on the sizes of the calls of `next`, nor on whether
    the state was saved and loaded in between.
 2. Each epoch of a finite source is one pass in a new order; a row that is not skipped appears exactly once.
-3. Ids are `e{epoch}-{row}`: never the same twice in a run, always the same for the same seed.
-4. No prompt is longer than `data.max_prompt_length`; with `refuse` that is checked before the first prompt.
+3. Ids are `e{epoch}-{row}`: unique in a run, and the same for the same seed.
+4. No prompt is longer than `data.max_prompt_length`; with `refuse` this is checked before the first prompt.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SCAN = 1024
 
 @dataclass(frozen=True)
 class Prompt:
-    """`ids` are the tokens the model is given, chat template included; `text` is the prompt as the data holds it (of a
-    chat, the rendered one); `fields` are the row's other columns."""
+    """`ids` are the model's input tokens, chat template included; `text` is the prompt as stored in the data (a chat is
+    rendered); `fields` are the row's other columns."""
 
     id: str
     ids: tuple[int, ...]
@@ -37,8 +37,8 @@ class Prompt:
 
 
 class PromptSource:
-    """The prompts of `config.source` for `tokenizer` (any Hugging Face tokenizer). Of a file, `held_out` rows (at most
-    a tenth) are kept out of `next` for `evaluation`; a generator needs no such number.
+    """Yields the prompts of `config.source` for `tokenizer` (any Hugging Face tokenizer). `held_out` rows of a file (at
+    most a tenth) are excluded from `next` and used by `evaluation`; generators do not use `held_out`.
 
     Raises:
         ValueError: the config is wrong, the file lacks a field, or a prompt is too long and `data.long_prompts` is
@@ -61,30 +61,30 @@ class PromptSource:
     def next(self, n: int | None = None) -> list[Prompt]:
         """Returns the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
         long."""
-        wanted = self._config.prompts_per_step if n is None else n
+        num_prompts = self._config.prompts_per_step if n is None else n
         taken: list[Prompt] = []
-        barren = 0
-        while len(taken) < wanted:
-            drawn = [self._advance() for _ in range(wanted - len(taken))]
+        skipped_in_a_row = 0
+        while len(taken) < num_prompts:
+            drawn = [self._advance() for _ in range(num_prompts - len(taken))]
             prompts = self._prompts([(f"e{epoch}-{index}", index) for epoch, index in drawn])
             fitting = [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
             self._skipped += len(prompts) - len(fitting)
             taken += fitting
-            barren = 0 if fitting else barren + len(prompts)
-            if barren > max(len(self._rows.indices or ()), 1000):
+            skipped_in_a_row = 0 if fitting else skipped_in_a_row + len(prompts)
+            if skipped_in_a_row > max(len(self._rows.indices or ()), 1000):
                 raise ValueError(f"data.max_prompt_length={self._config.max_prompt_length}: no prompt is that short")
         return taken
 
     def evaluation(self, n: int) -> list[Prompt]:
-        """Returns `n` held-out prompts, with ids `eval-0`, …: the same on every call, and none that `next` ever gives
-        (but of the 100 one-digit sums: all of them). Of a file fewer, none if nothing was held out."""
+        """Returns `n` held-out prompts with ids `eval-0`, …: the same on every call, and none that `next` returns
+        (except for the one-digit sums, which are all used for both). A file has at most `held_out`."""
         rows = self._rows.evaluation(n)
         names = [f"eval-{index}" for index in range(len(rows))]
         prompts = self._encode(names, rows, names)
         return [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
 
     def metrics(self) -> dict[str, float]:
-        """`data/epoch`, and `data/skipped_prompts` since the start of the run."""
+        """Returns `data/epoch`, and `data/skipped_prompts` since the start of the run."""
         return {"data/epoch": float(self._epoch), "data/skipped_prompts": float(self._skipped)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class PromptSource:
         return None if self._rows.indices is None else len(self._rows.indices)
 
     def _advance(self) -> tuple[int, int]:
-        """(epoch, row) of the next prompt."""
+        """Moves to the next prompt and returns its (epoch, row)."""
         indices = self._rows.indices
         if indices is None:
             self._position += 1
@@ -128,9 +128,9 @@ class PromptSource:
         self._position += 1
         return self._epoch, self._order[1][self._position - 1]
 
-    def _prompts(self, wanted: Sequence[tuple[str, int]]) -> list[Prompt]:
-        names = [self._rows.name(index) for _, index in wanted]
-        return self._encode([id_ for id_, _ in wanted], [self._rows.row(index) for _, index in wanted], names)
+    def _prompts(self, drawn: Sequence[tuple[str, int]]) -> list[Prompt]:
+        names = [self._rows.name(index) for _, index in drawn]
+        return self._encode([id_ for id_, _ in drawn], [self._rows.row(index) for _, index in drawn], names)
 
     def _encode(self, ids: Sequence[str], rows: Sequence[Row], names: Sequence[str]) -> list[Prompt]:
         if not rows:
@@ -140,7 +140,13 @@ class PromptSource:
         # A template writes the special tokens itself.
         encoded = self._tokenizer(texts, add_special_tokens=not templated)["input_ids"]
         return [
-            Prompt(id_, tuple(tokens), row.prompt if isinstance(row.prompt, str) else text, row.answer, row.fields)
+            Prompt(
+                id=id_,
+                ids=tuple(tokens),
+                text=row.prompt if isinstance(row.prompt, str) else text,
+                answer=row.answer,
+                fields=row.fields,
+            )
             for id_, tokens, row, text in zip(ids, encoded, rows, texts, strict=True)
         ]
 
@@ -148,7 +154,9 @@ class PromptSource:
         if not templated:
             if isinstance(row.prompt, str):
                 return row.prompt
-            raise ValueError(f"{name}: the prompt is a chat, which needs a tokenizer with a chat template in use")
+            raise ValueError(
+                f"{name}: the prompt is a chat, which needs a tokenizer with a chat template, and chat_template=auto"
+            )
         chat = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         return self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
@@ -158,11 +166,11 @@ class PromptSource:
             if len(prompt.ids) > limit:
                 raise ValueError(
                     f"{prompt.id}: a prompt of {len(prompt.ids)} tokens is longer than data.max_prompt_length={limit}; "
-                    "raise it, or leave such prompts out with data.long_prompts=skip"
+                    "increase it, or skip such prompts with data.long_prompts=skip"
                 )
 
     def _whole_source(self) -> Iterator[Prompt]:
-        """Every prompt under its row's name; of an endless source the longest."""
+        """Yields every prompt with its row's name as id; of an endless source, only the longest."""
         if isinstance(self._rows, WorkedRows):
             name = "the longest problem of data.source='worked_arithmetic'"
             yield from self._encode([name], [self._rows.longest()], [name])
@@ -178,11 +186,11 @@ def open_rows(config: DataConfig, seed: int, held_out: int = 0) -> Rows:
     if config.source == "addition":
         return AdditionRows(seed)
     if config.source == "worked_arithmetic":
-        return WorkedRows(seed, config.min_digits, config.max_digits, config.max_terms)
+        return WorkedRows(seed, min_digits=config.min_digits, max_digits=config.max_digits, max_terms=config.max_terms)
     return FileRows(config, seed, held_out)
 
 
 def solution_ids(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens of a right response with the end token, for supervised warm-up; the prompt must be a generator's."""
+    """Returns the tokens of a correct response with the end token, for supervised warm-up; only for generators."""
     ids = tokenizer(prompt.fields["solution"], add_special_tokens=False)["input_ids"]
     return (*ids, tokenizer.eos_token_id)

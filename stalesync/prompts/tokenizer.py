@@ -8,14 +8,14 @@ from typing import Any
 PAD, EOS = "<pad>", "<eos>"
 PLACES = "abcdefghij"
 VOCABULARY = (PAD, EOS, *"0123456789", *PLACES, *"+-*=,;:#> ")
-"""32 tokens: a power of two, so that every tensor-parallel size divides it."""
+"""32 tokens: a power of two, divisible by the usual tensor-parallel sizes."""
 
 
 def make_tokenizer(folder: str | Path | None = None) -> Any:
-    """The tokenizer (a `PreTrainedTokenizerFast`: one token a character, `<pad>` 0, `<eos>` 1, no begin token), saved
-    to `folder` where one is given; `AutoTokenizer.from_pretrained(folder)` loads it back.
+    """Create the tokenizer (a `PreTrainedTokenizerFast`: one token per character, `<pad>` 0, `<eos>` 1, no begin
+    token), and save it to `folder` if given; `AutoTokenizer.from_pretrained(folder)` loads it.
 
-    A character outside the vocabulary raises when it is encoded; there is no token for the unknown.
+    There is no unknown token: encoding a character outside the vocabulary raises an exception.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

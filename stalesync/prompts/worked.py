@@ -1,22 +1,23 @@
-"""Many-digit addition with its working written out: long answers that a very small model can learn.
+"""Generate addition problems whose answers write out every step: long answers that a very small model can learn.
 
-Every digit carries the letter of its place (`a` ones, `b` tens, …), in the problem and in the answer:
+Every digit is preceded by the letter of its place (`a` ones, `b` tens, …), in the problem and in the answer:
 
     prompt    b4a7+b8a6=
     response  a:0+7=07+6=13,a3;b:1+4=05+8=13,b3;#1b3a3
               │ │ └ each number's digit, and the running sum after it
               │ └ the carry: tens of the last running sum
-              └ the place; at its end `,a3` keeps the digit of the result
+              └ the place; at its end `,a3` states the digit of the result
 
-`#` and then the result, most significant first, begins with the last carry (0 too). Each token follows from a look-up
-of a letter and a few tokens nearby, which is what makes it learnable. A response to m numbers of n digits has
-n (5m + 7) + 2n + 3 tokens with the end token: 41 for 2 of 2, 293 for 4 of 10. The letters are the index hints of Zhou
-et al. 2023, "What algorithms can transformers learn?"; the working is a scratchpad (Nye et al. 2021) from the ones up.
+After `#` follows the result, most significant digit first, beginning with the last carry (also if it is 0). Each token
+depends only on a letter look-up and a few tokens nearby, which makes the task learnable. A response to m numbers of n
+digits has n (5m + 7) + 2n + 3 tokens including the end token: 41 for 2 numbers of 2 digits, 293 for 4 of 10. The
+letters are the index hints of Zhou et al. 2023, "What algorithms can transformers learn?"; the written steps are a
+scratchpad (Nye et al. 2021), beginning with the ones.
 
 Invariants:
-1. A problem depends on (seed, index, range of sizes) only.
-2. No problem of `row` is one of `evaluation`: a problem belongs to one of the two by a hash of its text.
-3. `answer` is what `solution` ends in, from its one `#` on.
+1. A problem depends only on seed, index and the range of sizes.
+2. `row` and `evaluation` have no problem in common: a hash of its text assigns each problem to one of them.
+3. `answer` is the end of `solution`, from its only `#` on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HELD_OUT_ONE_IN = 10
 
 
 def worked_problem(numbers: Sequence[int]) -> Row:
-    """The sum of `numbers` (all of the same number of digits, at most 10) as prompt, answer and worked solution."""
+    """Return the sum of `numbers` (all with the same number of digits, at most 10) as prompt, answer and solution."""
     places = len(str(numbers[0]))
     assert all(len(str(number)) == places for number in numbers) and places <= len(PLACES)
     columns = [[number // 10**place % 10 for number in numbers] for place in range(places)]
@@ -56,11 +57,12 @@ def _with_places(digits: Sequence[int]) -> str:
 
 
 class WorkedRows:
-    """Endless problems of `min_digits` to `max_digits` digits and 2 to `max_terms` numbers, both drawn evenly."""
+    """An endless source of problems of `min_digits` to `max_digits` digits and 2 to `max_terms` numbers, both drawn
+    uniformly."""
 
     indices = None
 
-    def __init__(self, seed: int, min_digits: int, max_digits: int, max_terms: int) -> None:
+    def __init__(self, seed: int, *, min_digits: int, max_digits: int, max_terms: int) -> None:
         self._seed = seed
         self._digits = (min_digits, max_digits)
         self._terms = (2, max_terms)
@@ -75,6 +77,7 @@ class WorkedRows:
         return [self._draw(f"{self._seed}-worked-evaluation-{index}", held_out=True) for index in range(count)]
 
     def longest(self) -> Row:
+        """Return a problem with the longest prompt and answer."""
         return worked_problem([10 ** self._digits[1] - 1] * self._terms[1])
 
     def _draw(self, key: str, held_out: bool) -> Row:

@@ -135,7 +135,7 @@ def test_replay_needs_experts(checkpoint, tmp_path):
             {"device__pace": "qwen3_30b_a3b"},
             "device.pace='qwen3_30b_a3b': expected device.kind=emulated with it, or null; device.kind=auto",
         ),
-        ({**PACED, "cluster__hardware": None}, "device.pace=qwen3_30b_a3b: expected cluster.hardware to say"),
+        ({**PACED, "cluster__hardware": None}, "device.pace=qwen3_30b_a3b: expected cluster.hardware to name"),
         ({**PACED, "device__pace": "abacus"}, "device.pace='abacus': expected one of .*qwen3_30b_a3b"),
         ({**PACED, "device__pace_tokens": 0}, "device.pace_tokens=0: expected a whole number of at least 1"),
         ({**PACED, "device__pace_speed": 0.0}, "device.pace_speed=0.0: expected a number above 0"),

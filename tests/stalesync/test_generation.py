@@ -117,9 +117,9 @@ def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
     for silent_s in (31.0, 40.0, 62.0, 0.5, 31.0):
         made.check_silence(silent_s, held)
     assert [message.split(": ")[0] for message in caplog.messages] == [
-        "no sample has come for 31 s",
-        "no sample has come for 62 s",
-        "no sample has come for 31 s",
+        "no sample has arrived for 31 s",
+        "no sample has arrived for 62 s",
+        "no sample has arrived for 31 s",
     ]
     with pytest.raises(
         CardFailed,

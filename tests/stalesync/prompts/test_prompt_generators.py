@@ -61,9 +61,9 @@ def test_one_worked_problem_by_hand():
 
 @given(seed=st.integers(0, 9), index=st.integers(0, 10**6), sizes=st.tuples(st.integers(1, 10), st.integers(1, 10)))
 def test_working_and_answer_of_a_worked_problem_are_right(seed, index, sizes):
-    rows = WorkedRows(seed, min(sizes), max(sizes), max_terms=4)
+    rows = WorkedRows(seed, min_digits=min(sizes), max_digits=max(sizes), max_terms=4)
     row = rows.row(index)
-    assert row == WorkedRows(seed, min(sizes), max(sizes), max_terms=4).row(index)
+    assert row == WorkedRows(seed, min_digits=min(sizes), max_digits=max(sizes), max_terms=4).row(index)
     numbers = [value_of(number) for number in row.prompt.removesuffix("=").split("+")]
     digits, terms = row.fields["digits"], row.fields["terms"]
     assert len(numbers) == terms and min(sizes) <= digits <= max(sizes)
@@ -116,7 +116,7 @@ def test_solutions_end_with_the_end_token(tokenizer):
 def test_the_reward_takes_the_solutions():
     from fusion.rewards.arithmetic import arithmetic
 
-    for rows in (AdditionRows(0), WorkedRows(0, 2, 6, 3)):
+    for rows in (AdditionRows(0), WorkedRows(0, min_digits=2, max_digits=6, max_terms=3)):
         for index in range(50):
             row, other = rows.row(index), rows.row(index + 1)
             assert arithmetic(row.prompt, row.fields["solution"], row.answer) == 1.0

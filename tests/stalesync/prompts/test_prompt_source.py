@@ -136,7 +136,7 @@ def test_a_file_without_the_field(tokenizer, jsonl, changes, message):
 
 
 def test_a_file_that_is_not_there_empty_broken_or_with_a_hole(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="data.source='/nowhere.jsonl': there is no file"):
+    with pytest.raises(ValueError, match="data.source='/nowhere.jsonl': no such file"):
         source_of(tokenizer, "/nowhere.jsonl")
     for content, message in (
         ('{"q": "1", "a": 1}\n{"q": ', "cannot be read"),
