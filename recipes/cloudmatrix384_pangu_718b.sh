@@ -5,9 +5,9 @@
 #   bash recipes/cloudmatrix384_pangu_718b.sh --dry-run
 # FILE has one host per line; the first host is the head. All hosts must accept ssh without a password and have this
 # checkout at the same path. train=LAYOUT and infer=LAYOUT before the -- choose other layouts.
-# --dry-run plans for 768 virtual dies, resolves hosts and config, and prints every command instead of running it;
-# without hosts it invents names. It fails if the plan does not fit. So far the trainer supports Qwen3 and Qwen3-MoE:
-# another architecture can be planned for, but the job reports it as unsupported when it starts.
+# --dry-run plans for the 768 dies, resolves hosts and config, and prints every command instead of running it; without
+# hosts it uses placeholder names. It fails if the plan does not fit in memory. So far the trainer supports Qwen3 and
+# Qwen3-MoE: another architecture can be planned for, but the job reports it as unsupported when it starts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "error: $*" >&2; exit 2; }
@@ -33,10 +33,10 @@ done
 source scripts/environment.sh
 
 plan=$(mktemp) && trap 'rm -f "$plan"' EXIT
-bucket="fusion.bucket_bytes=$((512 << 20))" # an eighth of it holds an expert's whole matrices: 63 MB and 31 MB
+bucket="fusion.bucket_bytes=$((512 << 20))" # large enough for an expert's matrices (63 MB and 31 MB) in an eighth of it
 python scripts/plan.py model=pangu_718b cluster=cloudmatrix384 "$bucket" "${layouts[@]}" --json "$plan" || status=$?
 [ -s "$plan" ] || exit "${status:-1}"
-[ -z "${status:-}" ] || fail "the plan does not fit; choose other layouts with train= and infer="
+[ -z "${status:-}" ] || fail "the plan does not fit in memory; choose other layouts with train= and infer="
 read -r nodes dies train infer < <(python - "$plan" <<'PYTHON'
 import json, re, sys
 plan = json.load(open(sys.argv[1]))

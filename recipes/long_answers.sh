@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on sums whose answers write out every step, 40 to 80 tokens (data.max_digits=8: up to 155), to exercise paging,
-# chunked prefill and long tails. First makes the base model, which takes a few minutes. Arguments are overrides.
+# chunked prefill and long-tailed lengths. First creates the base model, which takes a few minutes. Arguments are config
+# overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

@@ -1,6 +1,6 @@
-"""Changes how a run generates while it runs, from its next step on, or prints what is in force.
+"""Changes the generation settings of a running run from its next step on, or prints the current ones.
 
-    python scripts/control.py runs/NAME                                     the engines, their cards, what is in force
+    python scripts/control.py runs/NAME                             prints engines, cards and current settings
     python scripts/control.py runs/NAME engines=0,2 rollout.kv_fraction=0.5 rollout.max_seqs=64
 
 engines=: the engines that generate, by number, or all. rollout.kv_fraction=, rollout.max_kv_tokens=,
@@ -16,25 +16,27 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the run")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="what to change; none: print what is in force")
-    given = parser.parse_args()
-    if unclear := [change for change in given.changes if "=" not in change]:
-        parser.error(f"{unclear[0]!r}: expected KEY=VALUE")
+    parser.add_argument(
+        "changes", nargs="*", metavar="KEY=VALUE", help="settings to change; none: print the current ones"
+    )
+    options = parser.parse_args()
+    if malformed := [change for change in options.changes if "=" not in change]:
+        parser.error(f"{malformed[0]!r}: expected KEY=VALUE")
     from stalesync.control import Limits, present_share, submit
     from stalesync.overrides import load
 
-    changes = dict(change.split("=", 1) for change in given.changes)
+    changes = dict(change.split("=", 1) for change in options.changes)
     try:
         if changes:
-            print(f"requested: {submit(given.folder, changes)}")
+            print(f"requested: {submit(options.folder, changes)}")
             return
-        limits = Limits.of(load(given.folder / "config.yaml"))
-        share = present_share(given.folder, limits)
+        limits = Limits.of(load(options.folder / "config.yaml"))
+        share = present_share(options.folder, limits)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     for number, cards in enumerate(limits.engines):
         print(f"engine {number}: cards {', '.join(map(str, cards))}{'' if number in share.engines else ' (idle)'}")
-    print(f"in force: {share}")
+    print(f"current settings: {share}")
 
 
 if __name__ == "__main__":

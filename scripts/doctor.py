@@ -39,23 +39,23 @@ class Check:
 
 
 def python() -> Check:
-    found, wanted = f"{platform.python_version()} ({sys.executable})", stated("python_requires")
-    oldest = tuple(int(number) for number in re.findall(r"\d+", wanted))
-    if sys.version_info[: len(oldest)] < oldest:
-        return Check("Python", "missing", found, f"use Python {wanted}")
-    return Check("Python", "ok", found)
+    version, required = f"{platform.python_version()} ({sys.executable})", setup_argument("python_requires")
+    minimum = tuple(int(number) for number in re.findall(r"\d+", required))
+    if sys.version_info[: len(minimum)] < minimum:
+        return Check("Python", "missing", version, advice=f"use Python {required}")
+    return Check("Python", "ok", version)
 
 
-def stated(keyword: str) -> Any:
-    """Reads `python_requires` or `install_requires` from setup.py, the only place that states them."""
+def setup_argument(keyword: str) -> Any:
+    """Reads `python_requires` or `install_requires` from setup.py, without importing it."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == keyword:
             return ast.literal_eval(node.value)
-    raise AssertionError(f"setup.py states no {keyword}")
+    raise AssertionError(f"setup.py has no argument {keyword}")
 
 
 def version_of(name: str) -> str | None:
-    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
+    return next((package.version for package in importlib.metadata.distributions(name=name)), None)
 
 
 def package(requirement: str) -> Check:
@@ -63,18 +63,18 @@ def package(requirement: str) -> Check:
     name = re.split(r"[^\w.-]", requirement)[0]
     version = version_of(name)
     if version is None:
-        return Check(name, "missing", "not installed", INSTALL)
+        return Check(name, "missing", "not installed", advice=INSTALL)
     if importlib.util.find_spec("packaging"):
         from packaging.requirements import Requirement
 
         if not Requirement(requirement).specifier.contains(version, prereleases=True):
-            return Check(name, "missing", version, f"expected {requirement}: {INSTALL}")
+            return Check(name, "missing", version, advice=f"expected {requirement}: {INSTALL}")
     return Check(name, "ok", version)
 
 
 def packages() -> list[Check]:
     """Returns a check for each main or missing package, and one for all others."""
-    checks = [package(requirement) for requirement in stated("install_requires")]
+    checks = [package(requirement) for requirement in setup_argument("install_requires")]
     shown = [check for check in checks if check.name in ("torch", "ray", "transformers") or check.status != "ok"]
     rest = [f"{check.name} {check.found}" for check in checks if check not in shown]
     return shown + ([Check("other packages", "ok", ", ".join(rest))] if rest else [])
@@ -89,7 +89,7 @@ def ascend() -> Check:
     found = f"{cards} cards, CANN {cann or 'not found'}, torch_npu {adapter or 'not installed'}"
     lacking = "" if cann and adapter else "install CANN, source its set_env.sh, pip install the torch_npu of this torch"
     status = "none" if not cards else "warn" if lacking else "ok"
-    return Check("Ascend NPU", status, found, lacking if cards else "")
+    return Check("Ascend NPU", status, found, advice=lacking if cards else "")
 
 
 def cuda() -> Check:
@@ -100,14 +100,16 @@ def cuda() -> Check:
     if torch.cuda.is_available():
         return Check("CUDA", "ok", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
     if glob.glob("/dev/nvidia[0-9]*"):
-        return Check("CUDA", "warn", f"torch {torch.__version__} does not see the card", "install torch with CUDA")
+        version = torch.__version__
+        return Check("CUDA", "warn", f"torch {version} does not detect the card", advice="install torch with CUDA")
     return Check("CUDA", "none", "no card")
 
 
 def compiler() -> Check:
     path = shutil.which("g++") or shutil.which("c++")
     if path is None:
-        return Check("C++ compiler", "warn", "not found", "apt install g++; without it tensors are plain CPU ones")
+        advice = "apt install g++; without it, cards are emulated by plain CPU tensors"
+        return Check("C++ compiler", "warn", "not found", advice=advice)
     version = subprocess.run([path, "-dumpfullversion"], timeout=30, **CAPTURE).stdout.strip()
     return Check("C++ compiler", "ok", f"{path} {version}")
 
@@ -117,25 +119,27 @@ LOOK = "from fusion.npu.emulator.build import library_path as p; print('built' i
 
 
 def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:
-    """Opens the emulated NPU (or checks whether it is built) in a process of its own, which may crash."""
+    """Opens the emulated NPU (or checks whether it is built) in a separate process, which may crash."""
     name = "emulated NPU"
     try:
         child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=timeout_s, **CAPTURE)
     except subprocess.TimeoutExpired:
-        return Check(name, "warn", f"did not open within {timeout_s:.0f} s", "is another build running?")
+        return Check(name, "warn", f"did not open within {timeout_s:.0f} s", advice="is another build running?")
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        return Check(name, "warn", last, f'python -c "{code.split(";")[0]}" shows the whole error')
-    kind, _, words = child.stdout.strip().replace("\n", " ").partition(" ")
+        return Check(name, "warn", last, advice=f'python -c "{code.split(";")[0]}" shows the whole error')
+    kind, _, description = child.stdout.strip().replace("\n", " ").partition(" ")
     if kind == "absent":
-        return Check(name, "none", "not built yet", "its first use builds it, in about a minute")
-    return Check(name, "ok", words) if kind != "ledger" else Check(name, "warn", words, "apt install g++")
+        return Check(name, "none", "not built yet", advice="its first use builds it, in about a minute")
+    if kind == "ledger":
+        return Check(name, "warn", description, advice="apt install g++")
+    return Check(name, "ok", description)
 
 
 def ray_cluster() -> Check:
     address = Path("/tmp/ray/ray_current_cluster")
-    found = address.read_text().strip() if address.exists() else ""
-    return Check("Ray cluster", "ok" if found else "none", found or "none; every run starts its own")
+    running = address.read_text().strip() if address.exists() else ""
+    return Check("Ray cluster", "ok" if running else "none", running or "none; every run starts its own")
 
 
 def memory() -> Check:
@@ -146,20 +150,22 @@ def memory() -> Check:
     if limit.exists() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
         free = min(free, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return space("memory", free, total, 4, "close other programs: a small run takes 4 GiB")
+    advice = "close other programs: a small run needs 4 GiB"
+    return space("memory", free=free, total=total, needed_gib=4, advice=advice)
 
 
-def disk(name: str, path: Path, needed_gib: int, advice: str) -> Check:
+def disk(name: str, path: Path, *, needed_gib: int, advice: str) -> Check:
     """Checks free space on the file system of `path`."""
     if not path.exists():
-        return Check(name, "warn", "not there", advice)
+        return Check(name, "warn", "does not exist", advice=advice)
     usage = shutil.disk_usage(path)
-    return space(name, usage.free, usage.total, needed_gib, advice)
+    return space(name, free=usage.free, total=usage.total, needed_gib=needed_gib, advice=advice)
 
 
-def space(name: str, free: int, total: int, needed_gib: int, advice: str) -> Check:
+def space(name: str, *, free: int, total: int, needed_gib: int, advice: str) -> Check:
+    """Compares free bytes with the required ones."""
     enough, found = free >= needed_gib * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    return Check(name, "ok" if enough else "warn", found, "" if enough else advice)
+    return Check(name, "ok" if enough else "warn", found, advice="" if enough else advice)
 
 
 def examine(quick: bool = False) -> list[Check]:
@@ -171,18 +177,19 @@ def examine(quick: bool = False) -> list[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     main_memory = [memory()] if Path("/proc/meminfo").exists() else []
     checks += [ray_cluster(), Check("CPU cores", "ok", str(cores)), *main_memory]
-    shared = disk("/dev/shm", Path("/dev/shm"), 2, "Ray keeps its objects there: docker run --shm-size=4g")
-    return [*checks, shared, disk("disk", ROOT, 5, "checkpoints need room")]
+    advice = "Ray keeps its objects there: docker run --shm-size=4g"
+    shared = disk("/dev/shm", Path("/dev/shm"), needed_gib=2, advice=advice)
+    return [*checks, shared, disk("disk", ROOT, needed_gib=5, advice="checkpoints need space")]
 
 
 def table(checks: list[Check]) -> str:
     """Formats checks as aligned lines, each with its advice below it."""
-    wide = max(len(check.name) for check in checks)
+    width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(f"{check.status:<8} {check.name:<{wide}}  {check.found}")
+        lines.append(f"{check.status:<8} {check.name:<{width}}  {check.found}")
         if check.advice:
-            lines.append(f"{'':<8} {'':<{wide}}  → {check.advice}")
+            lines.append(f"{'':<8} {'':<{width}}  → {check.advice}")
     return "\n".join(lines)
 
 

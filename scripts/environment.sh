@@ -1,12 +1,12 @@
-# Sourced by the recipes and by scripts/test.sh: a Python environment with rlfusion in it.
-#   extra=test; source scripts/environment.sh     (no extra: leave it unset)
-# Takes the active virtual or conda environment; makes and activates .venv where there is none. Installs once, and again
-# only when setup.py or the wanted extra changes.
+# Sourced by the recipes and by scripts/test.sh: activates a Python environment in which rlfusion is installed.
+#   extra=test; source scripts/environment.sh     (without an extra: leave it unset)
+# Uses the active virtual or conda environment; without one, creates and activates .venv. Installs once, and again only
+# when setup.py or the extra changes.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 extra="${extra:-}"
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
   if [ ! -x "$root/.venv/bin/python" ]; then
-    echo "making an environment in $root/.venv"
+    echo "creating an environment in $root/.venv"
     python3 -m venv "$root/.venv"
   fi
   # shellcheck disable=SC1091

@@ -1,4 +1,4 @@
-"""Plans a model on a cluster from shapes alone: memory, traffic, seconds, and which layouts and deployment to choose.
+"""Plans a model on a cluster from shapes alone: memory, traffic, seconds, and the best layouts and deployment.
 
     python scripts/plan.py model=pangu_718b cluster=cloudmatrix384
     python scripts/plan.py model=deepseek_r1_671b cluster=a3_128 train=tp4pp8ep32 infer=tp2ep128 --json -
@@ -7,9 +7,9 @@
     model=     a shape in recipes/shapes, or a Hugging Face folder
     cluster=   a file of recipes/conf/cluster that names its hardware
     cluster.hardware= cluster.npus=
-               a card of fusion/costmodel/hardware (ascend_910b, ascend_910c, h100, h800) and the number of its dies,
-               in place of those of the file or without one
-    train=     layout of training, like tp8pp8ep32 (data parallel is the rest); auto: the best one
+               a card of fusion/costmodel/hardware (ascend_910b, ascend_910c, h100, h800) and the number of its dies;
+               they override those of cluster=, or replace it
+    train=     layout of training, such as tp8pp8ep32 (the remaining factor is data parallel); auto: the best one
     infer=     layout of generation, likewise
     training.token_budget= training.recompute= fusion.bucket_bytes= fusion.offload= rollout.max_seqs= …
                as for scripts/train.py; recompute defaults to true

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Installs the test extras and runs the tests.
-#   bash scripts/test.sh                       all but those with a marker, in two processes: much of the time each
-#                                              waits for processes it started; prints the ten slowest
-#   bash scripts/test.sh quick                 a smoke run of under a minute: a few tests of every room and one whole
-#                                              run, as listed in tests/quick.txt
+#   bash scripts/test.sh                       all tests except those with a marker, in two processes (each spends much
+#                                              of its time waiting for child processes); prints the ten slowest
+#   bash scripts/test.sh quick                 a smoke test of under a minute: a few tests of every package and one
+#                                              whole run, as listed in tests/quick.txt
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -65,6 +65,9 @@ def test_the_device_says_itself_what_it_is(doctor, monkeypatch, tmp_path, kind, 
 
 
 def test_little_room_is_a_warning_that_says_what_to_do(doctor):
-    assert doctor.space("/dev/shm", 2**26, 2**26, 2, "docker run --shm-size=4g").status == "warn"
-    assert doctor.disk("/dev/shm", Path("/no/such/place"), 2, "advice").found == "not there"
+    assert (
+        doctor.space("/dev/shm", free=2**26, total=2**26, needed_gib=2, advice="docker run --shm-size=4g").status
+        == "warn"
+    )
+    assert doctor.disk("/dev/shm", Path("/no/such/place"), needed_gib=2, advice="advice").found == "does not exist"
     assert "→ do this" in doctor.table([doctor.Check("x", "warn", "little", "do this")])
