@@ -135,7 +135,7 @@ class Put:
         columns = {}
         for name, *layout, nbytes, shared in fields["columns"]:
             lengths = None if shared is None else arrays[f"lengths{shared}"].astype(np.int64)
-            columns[name] = ColumnInfo(layout_of(layout), lengths, nbytes)
+            columns[name] = ColumnInfo(layout_of(name, layout), lengths, nbytes)
         versions = np.broadcast_to(arrays["versions"], (count, 2)) if "versions" in arrays else None
         groups = labelled(fields["groups"], arrays["group_of"])
         return cls(ids=array_to_names(arrays["ids"], count), groups=groups, versions=versions, columns=columns)
@@ -225,10 +225,16 @@ def layout_fields(layout: Layout) -> tuple[str, str, tuple[int, ...], bool]:
     return layout.kind, str(layout.dtype).removeprefix("torch."), layout.trailing, layout.ragged
 
 
-def layout_of(fields: Sequence[Any]) -> Layout:
-    """Restore the layout that `layout_fields` serialized."""
-    kind, dtype, trailing, ragged = fields
-    return Layout(kind, dtype=getattr(torch, dtype), trailing=tuple(trailing), ragged=ragged)
+def layout_of(column: str, fields: Sequence[Any]) -> Layout:
+    """Restore the layout of a column that `layout_fields` serialized.
+
+    ValueError names the column: this torch has no such dtype.
+    """
+    kind, name, trailing, ragged = fields
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"column {column!r}: dtype={name!r}; expected a dtype of torch {torch.__version__}")
+    return Layout(kind, dtype=dtype, trailing=tuple(trailing), ragged=ragged)
 
 
 def labels(names: Sequence[str]) -> tuple[list[str], np.ndarray]:

@@ -52,7 +52,7 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
     for number, shard, path, nbytes, size, spilled in fields["segments"]:
         segment = Segment(number=number, shard=shard, path=path, nbytes=nbytes, size=size, live=True, spilled=spilled)
         core.ledger.adopt(segment)
-    core.layouts = {name: layout_of(layout) for name, layout in fields["layouts"].items()}
+    core.layouts = {name: layout_of(name, layout) for name, layout in fields["layouts"].items()}
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
     core.committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
     core.recovered = True

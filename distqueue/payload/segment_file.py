@@ -134,7 +134,7 @@ class SegmentFile:
                 lengths_B = self.bytes[start : start + np.dtype(width).itemsize * count].view(width)
                 offsets_at[start] = np.concatenate([[0], np.cumsum(lengths_B, dtype=np.int64)])
             offsets = None if lengths is None else offsets_at[lengths[0]]
-            stretches[name] = Stretch(layout_of(layout), self.bytes[at : at + nbytes], offsets)
+            stretches[name] = Stretch(layout_of(name, layout), self.bytes[at : at + nbytes], offsets)
         return stretches
 
 

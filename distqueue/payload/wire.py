@@ -32,5 +32,7 @@ def from_wire(header: bytes, frames: Frames) -> dict[str, Stretch]:
     offsets = {name: np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) for name, lengths in arrays.items()}
     stretches = {}
     for (name, *layout, shared), frame in zip(fields["columns"], frames, strict=True):
-        stretches[name] = Stretch(layout_of(layout), frame, None if shared is None else offsets[f"lengths{shared}"])
+        stretches[name] = Stretch(
+            layout_of(name, layout), frame, None if shared is None else offsets[f"lengths{shared}"]
+        )
     return stretches

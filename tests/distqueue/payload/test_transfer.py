@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,17 @@ def _elsewhere(batch: PackedBatch, way: str, path: Path) -> dict:
         assert path.stat().st_size == contents.nbytes
         return SegmentFile(path).columns(5)
     return columns
+
+
+@pytest.mark.parametrize("dtype", ["load", "float9"])
+def test_a_column_of_an_unknown_dtype_is_refused_by_name(dtype: str) -> None:
+    """Also the name of something else that torch has."""
+    header, frames = to_wire(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}).columns)
+    fields, arrays = unpack(header)
+    ((name, kind, _, *others),) = fields["columns"]
+    fields["columns"] = [(name, kind, dtype, *others)]
+    with pytest.raises(ValueError, match=f"column 'reward': dtype='{dtype}'; expected a dtype of torch "):
+        from_wire(pack(fields, arrays), frames)
 
 
 @given(made=samples())
