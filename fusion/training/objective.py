@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
+from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import gap_metrics, gap_sums
 from fusion.training.loss import Loss, LossInput
@@ -171,10 +172,10 @@ def _sum_over_stages(sums: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, tor
     """Adds up the stages' sums: only the last stage has those of the loss, every stage has its layers' balance."""
     if mesh.pp_group is None:
         return sums
-    sums_by_stage: list[dict[str, torch.Tensor]] = [{} for _ in range(mesh.parallel.pp)]
-    dist.all_gather_object(sums_by_stage, sums, group=mesh.pp_group)
+    sums_by_stage = gather_json({name: values.tolist() for name, values in sums.items()}, mesh.pp_group)
     total: dict[str, torch.Tensor] = {}
     for stage_sums in reversed(sums_by_stage):
-        for name, value in stage_sums.items():
+        for name, values in stage_sums.items():
+            value = torch.tensor(values, dtype=torch.float64)
             total[name] = total[name] + value if name in total else value
     return total
