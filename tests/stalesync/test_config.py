@@ -174,7 +174,9 @@ def _numeric_keys(node=Config, prefix=""):
             yield prefix + name, kind
 
 
-@pytest.mark.parametrize(("key", "kind"), _numeric_keys(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("key", "kind"), list(_numeric_keys()), ids=lambda value: value if isinstance(value, str) else ""
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, True])
 def test_a_number_is_finite_and_in_its_range_in_every_group(key, kind, value):
     if value == -1 and value is not True and key in NO_BOUND:
