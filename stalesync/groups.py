@@ -18,7 +18,6 @@ from fusion.training.algorithms import Algorithm
 from stalesync.admission import Admission
 from stalesync.prompts import Prompt
 from stalesync.samples import GeneratedSample, ScoredSample
-from stalesync.scoring import Scorer
 
 
 @dataclass
@@ -27,12 +26,11 @@ class Groups:
 
     size: int
     admission: Admission
-    scorer: Scorer
+    prompts: dict[str, Prompt]
+    """Prompts of all groups that have not ended, by id; shared with the scorer"""
     algorithm: Algorithm
     queue: DistQueue
     folder: RunFolder
-    prompts: dict[str, Prompt] = field(default_factory=dict)
-    """Prompts of all groups that have not ended, by id"""
     scored: dict[str, list[ScoredSample]] = field(default_factory=dict)
     """Scored samples by group, of groups that have not ended"""
     num_failed_rewards: int = 0
@@ -46,8 +44,7 @@ class Groups:
     def admit(self, prompts: Iterable[Prompt]) -> None:
         """Admits a group for each prompt."""
         admitted = {prompt.id: prompt for prompt in prompts}
-        self.prompts |= admitted
-        self.scorer.expect(admitted.values())
+        self.prompts.update(admitted)
         self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
 
     def note(self, generated: Sequence[GeneratedSample], scored: Sequence[ScoredSample]) -> None:
@@ -72,20 +69,19 @@ class Groups:
         return groups, sorted(samples, key=lambda sample: sample.id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON."""
+        """Returns plain JSON; ``expected`` lists the groups with unscored samples, for readers of the file."""
         return {
             "texts": [asdict(prompt) for prompt in self.prompts.values()],
-            "expected": sorted(self.scorer.expected),
+            "expected": sorted(group for group in self.prompts if len(self.scored.get(group, ())) < self.size),
             "scored": [_plain(sample) for members in self.scored.values() for sample in members],
             "failed_rewards": self.num_failed_rewards,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state into this new object, and what the scorer expects; other keys are ignored."""
+        """Restores the state into this new object; other keys are ignored."""
         self.num_failed_rewards = state["failed_rewards"]
         for fields in state["texts"]:
             self.prompts[fields["id"]] = Prompt(**fields | {"ids": tuple(fields["ids"])})
-        self.scorer.expect([self.prompts[group] for group in state["expected"]])
         for fields in state["scored"]:
             outcome, group = RewardOutcome(**fields["outcome"]), fields["group"]
             others = {key: value for key, value in fields.items() if key not in ("outcome", "group")}
@@ -94,7 +90,6 @@ class Groups:
 
     def _judge(self, group: str, members: list[ScoredSample]) -> None:
         """Decides whether a group whose samples are all scored may be trained, or ends."""
-        self.scorer.forget(group)
         errors = [member.outcome.error for member in members]
         self.num_failed_rewards += sum(error is not None for error in errors)
         if all(errors):

@@ -11,7 +11,7 @@ a reward model read them directly from the queue.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from distqueue import PackedBatch
@@ -99,7 +99,8 @@ class Scorer:
 
     def __init__(self, source: RewardSource, queue: ScoringQueue):
         self._source, self._queue = source, queue
-        self._prompt_by_group: dict[str, Prompt] = {}
+        self.prompts: dict[str, Prompt] = {}
+        """Prompts of all groups that have not ended, by id; `Groups` adds each before its samples are generated"""
         self._progress = ScoringProgress()
         self._changed = threading.Condition()
         """Lock for all accesses to the progress and the error"""
@@ -124,19 +125,6 @@ class Scorer:
         """Number of generated samples whose score `poll` has not returned yet."""
         with self._changed:
             return self._progress.num_unscored
-
-    @property
-    def expected(self) -> dict[str, Prompt]:
-        """Prompts, by id, of the groups that still have samples to be scored."""
-        return dict(self._prompt_by_group)
-
-    def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Registers prompts before their groups are generated."""
-        self._prompt_by_group |= {prompt.id: prompt for prompt in prompts}
-
-    def forget(self, group: str) -> None:
-        """Unregisters a group; every sample of it is scored."""
-        del self._prompt_by_group[group]
 
     def poll(self, timeout_s: float) -> tuple[list[GeneratedSample], list[ScoredSample]]:
         """Returns the samples generated and those scored since the last call, each in order of ids; waits at most
@@ -220,7 +208,7 @@ class Scorer:
         response_tokens = self._queue.lengths(batch.ids, ["response"])["response"]
         samples = []
         for row, id in enumerate(batch.ids):
-            prompt = self._prompt_by_group[batch.groups[row]]
+            prompt = self.prompts[batch.groups[row]]
             samples.append(
                 GeneratedSample(
                     id=id,

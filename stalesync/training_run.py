@@ -62,14 +62,14 @@ class TrainingRun:
         self.groups = Groups(
             size=config.algorithm.group_size,
             admission=self.admission,
-            scorer=scorer,
+            prompts=scorer.prompts,
             algorithm=algorithm,
             queue=queue,
             folder=folder,
         )
         self.desk = ControlDesk(folder.path, config)
         self.step_metrics = StepMetrics(spec.world, folder)
-        self.generation = Generation(spec, cards, prompts=self.groups.prompts, take_reports=self.step_metrics.take)
+        self.generation = Generation(spec, cards, prompts=scorer.prompts, take_reports=self.step_metrics.take)
         self.loop = Controller(
             config=config,
             admission=self.admission,

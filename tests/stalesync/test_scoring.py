@@ -74,7 +74,7 @@ def _poll(scorer, wanted):
 def test_samples_are_scored_by_their_text_and_lengths_and_no_token_is_received():
     queue, source = MetadataQueue(["reward", "train"]), Source(concurrent=True)
     with Scorer(source, queue) as scorer:
-        scorer.expect([PROMPT])
+        scorer.prompts["g"] = PROMPT
         _put(queue, [4, 2])
         generated, scored = _poll(scorer, (2, 2))
     assert [sample.id for sample in generated] == ["g/0", "g/1"] and scorer.num_unscored == 0
@@ -88,7 +88,7 @@ def test_samples_are_scored_by_their_text_and_lengths_and_no_token_is_received()
 def test_what_cannot_be_scored_meanwhile_waits_until_it_is_asked_for():
     queue, source = MetadataQueue(["reward", "train"]), Source(concurrent=False)
     with Scorer(source, queue) as scorer:
-        scorer.expect([PROMPT])
+        scorer.prompts["g"] = PROMPT
         _put(queue, [4, 2])
         _poll(scorer, (2, 0))
         assert scorer.num_unscored == 2 and not source.scored
@@ -101,7 +101,7 @@ def test_what_cannot_be_scored_meanwhile_waits_until_it_is_asked_for():
 def test_an_error_of_the_source_is_raised_where_the_controller_polls():
     queue = LocalQueue(["reward", "train"])
     with Scorer(Source(concurrent=True, error=OSError("no such judge")), queue) as scorer:
-        scorer.expect([PROMPT])
+        scorer.prompts["g"] = PROMPT
         _put(queue, [1])
         with pytest.raises(OSError, match="no such judge"):
             _poll(scorer, (1, 1))
