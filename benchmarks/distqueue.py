@@ -12,9 +12,9 @@
                         a get
 
 Workloads: `long`, 512 samples of lognormal lengths (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300
-tokens; five columns of 4 bytes per token each. Then requests and bytes of the hierarchical reader, and the sample table
-with a million rows. TransferQueue pins its requirements: to include it, use an environment with TransferQueue, torch,
-numpy, ray and safetensors.
+tokens; five columns of 4 bytes per token each. Then what the queue's own processes cost a node, requests and bytes of
+the hierarchical reader, and the sample table with a million rows. TransferQueue pins its requirements: to include it,
+use an environment with TransferQueue, torch, numpy, ray and safetensors.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["transfer", "hierarchy", "metadata"], help="run only this part")
+    parser.add_argument("--only", choices=["transfer", "processes", "hierarchy", "metadata"], help="run only this part")
     args = parser.parse_args()
     figures: dict[str, Any] = {}
     if args.only in (None, "transfer"):
         from benchmarks.distqueue_transfer import measure as measure_transfer
 
         figures |= measure_transfer(args.rounds)
+    if args.only in (None, "processes"):
+        from benchmarks.distqueue_processes import measure as measure_processes
+
+        figures["processes"] = measure_processes()
+        print("processes:", json.dumps({name: round(value, 2) for name, value in figures["processes"].items()}))
     if args.only in (None, "hierarchy"):
         from benchmarks.distqueue_ranks import measure as measure_hierarchy
 

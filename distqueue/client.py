@@ -31,7 +31,8 @@ from distqueue.journal import read_folder
 from distqueue.messages import Delivery, File, Put, unpack
 from distqueue.packed import PackedBatch
 from distqueue.payload.access import PayloadAccess
-from distqueue.payload.segment_file import SegmentGone, lay_out, stretches_of
+from distqueue.payload.columns import stretches_of
+from distqueue.payload.segment_file import SegmentGone, lay_out
 from distqueue.request import GetRequest
 from distqueue.samples import SampleTable, Span
 
@@ -202,14 +203,15 @@ class DistQueue(SampleQueue):
     def _put_calls(self, batch: PackedBatch) -> Calls[tuple[str, ...]]:
         if not batch.ids:
             return ()
-        contents, message = lay_out(stretches_of(batch)), Put.of(batch).to_bytes()
+        columns, message = stretches_of(batch), Put.of(batch).to_bytes()
+        contents = lay_out(columns)
         file = self._take_grant(contents.nbytes)
         unannounced = None if file is None else message  # a reservation has announced the put already
         while True:
             if file is None:
                 file, unannounced = (yield from self._reserve(message, contents.nbytes)), None
             try:
-                yield from self._payload.write(file, batch, contents)
+                yield from self._payload.write(file, columns, contents)
                 self.traffic.sent_bytes += len(message) + contents.sent_bytes
                 late, granted = yield from self._commit(file, contents.nbytes, unannounced)
             except LookupError as error:

@@ -14,22 +14,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distqueue.layout import ITEM_BYTES, Layout
 
-class Layout(NamedTuple):
-    """The properties all samples of a column share; columns of equal layouts can be concatenated."""
-
-    kind: str
-    """tensor, text or json"""
-    dtype: torch.dtype
-    trailing: tuple[int, ...]
-    """shape of one position (ragged) or of one row (dense)"""
-    ragged: bool
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
+"""Element types of columns by name; an older torch lacks some"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +101,7 @@ class Column:
     def layout(self) -> Layout:
         return Layout(
             self.kind,
-            dtype=self.buffer.dtype,
+            dtype=str(self.buffer.dtype).removeprefix("torch."),
             trailing=tuple(self.buffer.shape[1:]),
             ragged=self.offsets is not None,
         )

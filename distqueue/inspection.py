@@ -64,7 +64,7 @@ def _report(queue: str | None, address: str) -> str:
 
 def journal_state(folder: Path) -> dict[str, Any]:
     """Read the state of a journal, in the form of `QueueCore.state`, without changing it. No sample in it is leased."""
-    from distqueue.core import QueueCore  # loads torch, which --help does not need
+    from distqueue.core import QueueCore  # loads numpy, which --help does not need
 
     snapshot, events = read_folder(folder)
     if snapshot is None:

@@ -21,8 +21,8 @@ from distqueue.interface import Change, SampleQueue
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather_columns
-from distqueue.payload.segment_file import Stretch, stretches_of
+from distqueue.payload.columns import gather_columns, stretches_of
+from distqueue.payload.segment_file import Stretch
 from distqueue.request import GetRequest
 from distqueue.samples import SampleTable
 from distqueue.segments import Segment, Shard

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from distqueue.column import Layout
-from distqueue.packed import PackedBatch
+from distqueue.layout import Layout
+
+if TYPE_CHECKING:  # these load torch, which the queue's own processes do without
+    from distqueue.packed import PackedBatch
 
 ALIGN = 8
 
@@ -118,7 +119,7 @@ class Put:
         distinct: list[np.ndarray] = []
         columns = []
         for name, (layout, lengths, nbytes) in self.columns.items():
-            columns.append((name, *layout_fields(layout), nbytes, index_of_lengths(lengths, distinct)))
+            columns.append((name, *layout.fields, nbytes, index_of_lengths(lengths, distinct)))
         unique, group_of = labels(self.groups)
         fields = {"count": len(self.ids), "groups": unique, "columns": columns}
         arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
@@ -135,7 +136,7 @@ class Put:
         columns = {}
         for name, *layout, nbytes, shared in fields["columns"]:
             lengths = None if shared is None else arrays[f"lengths{shared}"].astype(np.int64)
-            columns[name] = ColumnInfo(layout_of(name, layout), lengths, nbytes)
+            columns[name] = ColumnInfo(Layout.from_fields(name, layout), lengths, nbytes)
         versions = np.broadcast_to(arrays["versions"], (count, 2)) if "versions" in arrays else None
         groups = labelled(fields["groups"], arrays["group_of"])
         return cls(ids=array_to_names(arrays["ids"], count), groups=groups, versions=versions, columns=columns)
@@ -171,6 +172,11 @@ class Part(NamedTuple):
 
     columns: tuple[str, ...]
     runs: np.ndarray
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch that the part belongs to."""
+        return int((self.runs[:, 2] - self.runs[:, 1]).sum())
 
 
 @dataclass(frozen=True)
@@ -218,23 +224,6 @@ class Delivery:
             ),
             too_old=tuple(fields["too_old"]),
         )
-
-
-def layout_fields(layout: Layout) -> tuple[str, str, tuple[int, ...], bool]:
-    """Serialize a layout as JSON-able fields."""
-    return layout.kind, str(layout.dtype).removeprefix("torch."), layout.trailing, layout.ragged
-
-
-def layout_of(column: str, fields: Sequence[Any]) -> Layout:
-    """Restore the layout of a column that `layout_fields` serialized.
-
-    ValueError names the column: this torch has no such dtype.
-    """
-    kind, name, trailing, ragged = fields
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"column {column!r}: dtype={name!r}; expected a dtype of torch {torch.__version__}")
-    return Layout(kind, dtype=dtype, trailing=tuple(trailing), ragged=ragged)
 
 
 def labels(names: Sequence[str]) -> tuple[list[str], np.ndarray]:

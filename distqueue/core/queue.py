@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.column import Layout
 from distqueue.config import LEASE_S
 from distqueue.core import recovery, report
 from distqueue.core.delivery import deliver
 from distqueue.core.errors import QueueClosed
 from distqueue.core.readers import Readers, Share, Waiter
 from distqueue.core.writers import Writer, Writers
+from distqueue.layout import Layout
 from distqueue.messages import Delivery, Put, names_to_array, pack
 from distqueue.samples import Ended, SampleTable, Selection, Taken
 from distqueue.segments import Segment, SegmentLedger

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distqueue.messages import Put, array_to_names, layout_fields, layout_of, pack, unpack
+from distqueue.layout import Layout
+from distqueue.messages import Put, array_to_names, pack, unpack
 from distqueue.samples import SampleTable
 from distqueue.segments import Segment
 
@@ -27,7 +28,7 @@ def snapshot(core: QueueCore, copied_to: Callable[[int], str] | None = None) -> 
         segments = [(s.number, "", copied_to(s.number), s.nbytes, s.size, False) for s in live]
     fields = {
         "segments": segments,
-        "layouts": {name: layout_fields(layout) for name, layout in core.layouts.items()},
+        "layouts": {name: layout.fields for name, layout in core.layouts.items()},
         "sealed": core.sealed,
         "late": core.late,
         "committed": list(core.committed.items()),
@@ -52,7 +53,7 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
     for number, shard, path, nbytes, size, spilled in fields["segments"]:
         segment = Segment(number=number, shard=shard, path=path, nbytes=nbytes, size=size, live=True, spilled=spilled)
         core.ledger.adopt(segment)
-    core.layouts = {name: layout_of(name, layout) for name, layout in fields["layouts"].items()}
+    core.layouts = {name: Layout.from_fields(name, layout) for name, layout in fields["layouts"].items()}
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
     core.committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
     core.recovered = True

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distqueue.messages import layout_fields
-
 if TYPE_CHECKING:
     from distqueue.core.queue import QueueCore
 
@@ -61,7 +59,7 @@ def state(core: QueueCore, now_s: float) -> dict[str, Any]:
         "stats": stats(core, now_s),
         "waiting": waiting,
         "shards": shards,
-        "columns": {name: list(layout_fields(layout)) for name, layout in core.layouts.items()},
+        "columns": {name: list(layout.fields) for name, layout in core.layouts.items()},
         "writing": len(core.writers.reserved),
         "granted": len(core.writers.granted),
         "waiting_writers": [writer.full for writer in core.writers.waiting],

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from distqueue.column import DTYPES
 from distqueue.hierarchy.tree import Member, plan_tree
 from distqueue.messages import ColumnInfo, Put
 from distqueue.packed import PackedBatch
@@ -87,7 +88,7 @@ class Exchange:
         dtypes = list(_by_dtype(manifest, self._parent.columns))
         sizes = [[_numel(manifest.columns[name]) for name in names] for names in dtypes]
         incoming = [
-            self._start_receiving(manifest.columns[names[0]].layout.dtype, sum(numels))
+            self._start_receiving(DTYPES[manifest.columns[names[0]].layout.dtype], sum(numels))
             for names, numels in zip(dtypes, sizes, strict=True)
         ]
         buffers: dict[str, Tensor] = {}
@@ -177,13 +178,13 @@ def this_machine() -> str:
 
 def _by_dtype(manifest: Put, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """Group columns into messages, in an order that is the same on both ends of an edge."""
-    columns = sorted((str(manifest.columns[name].layout.dtype), name) for name in names)
+    columns = sorted((manifest.columns[name].layout.dtype, name) for name in names)
     for _, group in groupby(columns, key=lambda column: column[0]):
         yield tuple(name for _, name in group)
 
 
 def _numel(info: ColumnInfo) -> int:
-    return info.nbytes // info.layout.dtype.itemsize
+    return info.nbytes // info.layout.item_bytes
 
 
 def _to_tensor(data: bytes) -> Tensor:

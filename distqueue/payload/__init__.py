@@ -7,6 +7,7 @@ A put is one segment; a batch is runs of rows of many segments, and each of its 
                             │ shard.py    one per node: serves readers and writers of other nodes, moves files
     get    columns ◄── gather.py          many segments into one buffer (buffers.py), on several threads (copying.py)
 
+    columns.py  a client's columns viewed as bytes, and gathered bytes as columns; shards do without it and torch
     access.py   a client's reads and writes: files of its own node directly, others through their shards
     wire.py     columns between machines: a small header and bare bytes
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,8 @@ import ray
 from distqueue.actor_calls import ActorGone, Calls
 from distqueue.column import Column
 from distqueue.messages import Delivery, File, Part, Place
-from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather_columns
+from distqueue.payload.columns import gather_columns
 from distqueue.payload.mapped import Mapped
 from distqueue.payload.segment_file import Contents, SegmentGone, Stretch
 from distqueue.payload.wire import from_wire, to_wire
@@ -36,16 +35,16 @@ class PayloadAccess:
             self._node = ray.get_runtime_context().get_node_id()
         return self._node
 
-    def write(self, file: File, batch: PackedBatch, contents: Contents) -> Calls[None]:
-        """Write a batch to a reserved or granted file; if that is durable, until it is on disk. SegmentGone: the shard
-        was removed or is lost."""
+    def write(self, file: File, columns: Mapping[str, Stretch], contents: Contents) -> Calls[None]:
+        """Write a put to a reserved or granted file; if that is durable, until it is on disk. `contents`: its columns
+        laid out. SegmentGone: the shard was removed or is lost."""
         if file.node == self.here():
             mapped = self._mapped.writable(file.path, file.size)
             mapped.write(file.number, contents)
             if file.durable:
                 mapped.sync()
             return
-        header, frames = to_wire(batch.columns)
+        header, frames = to_wire(columns)
         actor = yield from self._shard(file.shard)
         try:
             yield partial(actor.write.remote, file, header, *frames)

@@ -12,8 +12,8 @@ import weakref
 from collections import deque
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from distqueue.payload.segment_file import ALIGN
 
 MAX_BUFFERS = 2
 """Buffers kept, each at most as large as the largest of the last few batches needs"""
@@ -30,11 +30,11 @@ class BufferPool:
         self._free: list[np.ndarray] = []
         self._wanted: deque[int] = deque(maxlen=8)
 
-    def take(self, nbytes: int) -> Tensor:
-        """Allocate a writable uint8 tensor, aligned to 64 bytes, whose memory returns to the pool by itself once no
-        tensor or array references it."""
+    def take(self, nbytes: int) -> np.ndarray:
+        """Allocate a writable uint8 array, aligned to 64 bytes, whose memory returns to the pool by itself once no
+        array or tensor references it."""
         if nbytes < MIN_POOLED_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return _aligned(nbytes)
         with self._lock:
             self._wanted.append(nbytes)
             fitting = [buffer for buffer in self._free if nbytes <= buffer.size <= 2 * _room(nbytes)]
@@ -43,15 +43,23 @@ class BufferPool:
                 self._free = [other for other in self._free if other is not buffer]
         if buffer is None:
             buffer = _map(_room(nbytes))
-        lent = buffer[:nbytes]  # an array of its own, referenced by the storage of the tensors and by nothing else
+        # All views of `lent` reference it: numpy lets views of an array reference that array's own base instead, if
+        # the base is an array, too; here it is a memoryview.
+        lent = np.frombuffer(buffer.data[:nbytes], np.uint8)
         weakref.finalize(lent, self._give_back, buffer).atexit = False
-        return torch.from_numpy(lent)
+        return lent
 
     def _give_back(self, buffer: np.ndarray) -> None:
         with self._lock:
             self._free.append(buffer)
             max_bytes = 2 * _room(max(self._wanted, default=0))
             self._free = [kept for kept in self._free if kept.size <= max_bytes][-MAX_BUFFERS:]
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    memory = np.empty(nbytes + ALIGN, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGN
+    return memory[start : start + nbytes]
 
 
 def _room(nbytes: int) -> int:

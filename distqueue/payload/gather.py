@@ -1,4 +1,5 @@
 """Gathers samples from many segments into one batch: every byte is copied once, directly into the reader's buffer.
+A client views the gathered bytes as tensors (`columns.py`); a shard sends them to a reader of another node (`wire.py`).
 
 Long runs of neighbouring samples are copied run by run. If samples are short and in another order, runs of one sample
 would cost more in Python than in bytes; then elements are gathered by index, which columns of equal lengths share.
@@ -10,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from distqueue.column import Column
 from distqueue.messages import Part
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.copying import copy_all
@@ -25,9 +24,7 @@ LONG_RUN_BYTES = 1 << 14
 """Mean bytes of the runs from which their copies are shared among threads"""
 
 
-def gather_columns(
-    parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
-) -> dict[str, Column]:
+def gather(parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool) -> dict[str, Stretch]:
     """Gather all columns of all parts into one buffer; the runs of a part index `sources`."""
     plans = {}
     for part in parts:
@@ -38,16 +35,15 @@ def gather_columns(
     for name, plan in plans.items():
         starts[name] = size
         size += plan.nbytes + -plan.nbytes % ALIGN
-    whole = buffers.take(size)
-    memory = whole.numpy()
-    columns = {}
+    memory = buffers.take(size)
+    gathered = {}
     long: list[tuple[np.ndarray, np.ndarray]] = []
     for name, plan in plans.items():
-        target = slice(starts[name], starts[name] + plan.nbytes)
-        long += plan.copy_into(memory[target])
-        columns[name] = plan.column(whole[target])
+        target = memory[starts[name] : starts[name] + plan.nbytes]
+        long += plan.copy_into(target)
+        gathered[name] = Stretch(plan.first.layout, target, plan.offsets)
     copy_all(long)
-    return columns
+    return gathered
 
 
 @dataclass(eq=False)
@@ -80,7 +76,7 @@ class ColumnPlan:
         key = tuple(id(stretch.offsets) for stretch in stretches.values() if stretch is not None)
         indices = shared.setdefault(key, Indices())
         if first.offsets is None:
-            elements = int((part.runs[:, 2] - part.runs[:, 1]).sum())
+            elements = part.num_samples
             offsets: np.ndarray | None = None
         else:
             lengths = _lengths(sources, part.runs)
@@ -90,7 +86,7 @@ class ColumnPlan:
 
     @property
     def nbytes(self) -> int:
-        return self.elements * self.first.element_bytes
+        return self.elements * self.first.layout.element_bytes
 
     def copy_into(self, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Fill the target, except for copies worth sharing among threads, which are returned."""
@@ -103,13 +99,6 @@ class ColumnPlan:
         else:
             self._copy_elements(target)
         return []
-
-    def column(self, memory: torch.Tensor) -> Column:
-        layout = self.first.layout
-        shape = (self.elements, *layout.trailing)
-        buffer = memory.view(layout.dtype).reshape(shape) if self.nbytes else torch.empty(shape, dtype=layout.dtype)
-        offsets = None if self.offsets is None else torch.from_numpy(self.offsets)
-        return Column(buffer, offsets, layout.kind)
 
     def _long_runs(self, target: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         pairs, at = [], 0
@@ -137,10 +126,10 @@ class ColumnPlan:
             if source.offsets is not None:
                 here = segments == segment
                 bounds[here] = source.offsets[bounds[here]]
-        return np.column_stack([segments, bounds * self.first.element_bytes]).tolist()
+        return np.column_stack([segments, bounds * self.first.layout.element_bytes]).tolist()
 
     def _copy_elements(self, target: np.ndarray) -> None:
-        width = self.first.element_bytes
+        width = self.first.layout.element_bytes
         element = f"u{width}" if width in (1, 2, 4, 8) else f"V{width}"
         into = target.view(element)
         if not self.indices.by_segment:

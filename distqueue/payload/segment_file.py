@@ -14,17 +14,14 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from distqueue.column import Column, Layout
 from distqueue.durable import sync
-from distqueue.messages import index_of_lengths, layout_fields, layout_of, smallest
-from distqueue.packed import PackedBatch
+from distqueue.layout import Layout
+from distqueue.messages import index_of_lengths, smallest
 from distqueue.payload.copying import copy_all
 
 ALIGN = 64
@@ -41,26 +38,9 @@ class Stretch:
 
     layout: Layout
     data: np.ndarray
-    """(elements * element_bytes,) uint8"""
+    """(elements * layout.element_bytes,) uint8"""
     offsets: np.ndarray | None
     """(B + 1,) int64, in elements; None: dense"""
-
-    @property
-    def element_bytes(self) -> int:
-        return self.layout.dtype.itemsize * prod(self.layout.trailing)
-
-    @classmethod
-    def of(cls, column: Column) -> Stretch:
-        """View a column."""
-        offsets = None if column.offsets is None else column.offsets.numpy()
-        return cls(column.layout, bare_bytes(column), offsets)
-
-
-def bare_bytes(column: Column) -> np.ndarray:
-    """View a column's buffer as (bytes,) uint8."""
-    if not column.buffer.numel():
-        return np.empty(0, np.uint8)
-    return column.buffer.reshape(-1).view(torch.uint8).numpy()
 
 
 class SegmentFile:
@@ -134,7 +114,7 @@ class SegmentFile:
                 lengths_B = self.bytes[start : start + np.dtype(width).itemsize * count].view(width)
                 offsets_at[start] = np.concatenate([[0], np.cumsum(lengths_B, dtype=np.int64)])
             offsets = None if lengths is None else offsets_at[lengths[0]]
-            stretches[name] = Stretch(layout_of(name, layout), self.bytes[at : at + nbytes], offsets)
+            stretches[name] = Stretch(Layout.from_fields(name, layout), self.bytes[at : at + nbytes], offsets)
         return stretches
 
 
@@ -176,13 +156,8 @@ def lay_out(columns: Mapping[str, Stretch]) -> Contents:
             if name in lengths_of:
                 lengths = distinct[lengths_of[name]]
                 where = (pieces[lengths_of[name]][0], lengths.dtype.str, len(lengths))
-            entries.append((name, *layout_fields(column.layout), (start, piece.nbytes), where))
+            entries.append((name, *column.layout.fields, (start, piece.nbytes), where))
         encoded = json.dumps(entries, separators=(",", ":")).encode()
         if len(encoded) <= len(table):
             return Contents(encoded.ljust(len(table)), pieces, at)
         table = encoded.ljust(len(encoded) + 16)
-
-
-def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
-    """View the batch's columns."""
-    return {name: Stretch.of(column) for name, column in batch.columns.items()}

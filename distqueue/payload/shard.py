@@ -21,7 +21,7 @@ import numpy as np
 from distqueue.durable import make_folder, sync
 from distqueue.messages import File, Part, Place
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather_columns
+from distqueue.payload.gather import gather
 from distqueue.payload.mapped import Mapped
 from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
 from distqueue.payload.wire import Frames, from_wire, to_wire
@@ -65,7 +65,7 @@ class Shard:
     def read(self, places: Sequence[Place], parts: Sequence[Part]) -> list[tuple[bytes, Frames]]:
         """Gather the columns of each part. SegmentGone: a segment has moved or ended."""
         sources = [self._mapped.columns(place) for place in places]
-        gathered = [gather_columns([part], sources, self._buffers) for part in parts]
+        gathered = [gather([part], sources, self._buffers) for part in parts]
         self._mapped.check(places)
         return [to_wire(columns) for columns in gathered]
 

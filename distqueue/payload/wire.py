@@ -6,24 +6,24 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from distqueue.column import Column
-from distqueue.messages import index_of_lengths, layout_fields, layout_of, pack, smallest, unpack
-from distqueue.payload.segment_file import Stretch, bare_bytes
+from distqueue.layout import Layout
+from distqueue.messages import index_of_lengths, pack, smallest, unpack
+from distqueue.payload.segment_file import Stretch
 
 Frames = list[np.ndarray]
 """One uint8 array per column, in the order of the header"""
 
 
-def to_wire(columns: Mapping[str, Column]) -> tuple[bytes, Frames]:
-    """Serialize columns as (header, frames). Frames are views of the columns' buffers; equal lengths are sent once."""
+def to_wire(columns: Mapping[str, Stretch]) -> tuple[bytes, Frames]:
+    """Serialize columns as (header, frames). Frames are the columns' bytes, not copies; equal lengths are sent once."""
     distinct: list[np.ndarray] = []
     entries = []
     for name, column in columns.items():
-        lengths = None if column.offsets is None else column.lengths().numpy()
+        lengths = None if column.offsets is None else np.diff(column.offsets)
         shared = index_of_lengths(lengths, distinct)
-        entries.append((name, *layout_fields(column.layout), shared))
+        entries.append((name, *column.layout.fields, shared))
     header = pack({"columns": entries}, {f"lengths{i}": smallest(lengths) for i, lengths in enumerate(distinct)})
-    return header, [bare_bytes(column) for column in columns.values()]
+    return header, [column.data for column in columns.values()]
 
 
 def from_wire(header: bytes, frames: Frames) -> dict[str, Stretch]:
@@ -32,7 +32,6 @@ def from_wire(header: bytes, frames: Frames) -> dict[str, Stretch]:
     offsets = {name: np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) for name, lengths in arrays.items()}
     stretches = {}
     for (name, *layout, shared), frame in zip(fields["columns"], frames, strict=True):
-        stretches[name] = Stretch(
-            layout_of(name, layout), frame, None if shared is None else offsets[f"lengths{shared}"]
-        )
+        offsets_B = None if shared is None else offsets[f"lengths{shared}"]
+        stretches[name] = Stretch(Layout.from_fields(name, layout), frame, offsets_B)
     return stretches

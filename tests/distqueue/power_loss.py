@@ -31,8 +31,8 @@ from distqueue.core import QueueCore
 from distqueue.fleet import ShardHandle
 from distqueue.messages import Delivery, Put
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather_columns
-from distqueue.payload.segment_file import SegmentFile, lay_out, stretches_of
+from distqueue.payload.columns import gather_columns, stretches_of
+from distqueue.payload.segment_file import SegmentFile, lay_out
 from distqueue.payload.shard import Shard
 from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Shard as ShardEntry

@@ -21,7 +21,7 @@ from distqueue.core import QueueCore
 from distqueue.fleet import ShardHandle
 from distqueue.inspection import journal_state
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather_columns
+from distqueue.payload.columns import gather_columns
 from distqueue.payload.segment_file import SegmentFile
 from distqueue.samples import Selection
 from tests.distqueue.faults import make_batch, same

@@ -1,4 +1,5 @@
-"""The examples in the docstrings of the public interface run and print what they say; `--help` answers at once."""
+"""The examples in the docstrings of the public interface run and print what they say; `--help` answers at once, and
+the queue's own processes import what they need."""
 
 from __future__ import annotations
 
@@ -28,3 +29,10 @@ def test_help_loads_neither_torch_nor_ray() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert "name of a live queue" in printed and printed.endswith("[]\n")
+
+
+@pytest.mark.parametrize("module", ["distqueue.actor", "distqueue.payload.shard", "distqueue.core.queue"])
+def test_the_actor_and_the_shards_do_without_torch(module: str) -> None:
+    program = f"import {module}, sys; print(sorted({{'torch', 'lightning', 'transformers'}} & set(sys.modules)))"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert printed == "[]\n"

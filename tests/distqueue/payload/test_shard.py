@@ -12,8 +12,9 @@ import torch
 from distqueue import PackedBatch
 from distqueue.messages import File, Part, Place, runs_of
 from distqueue.payload import mapped as mapping
+from distqueue.payload.columns import stretches_of
 from distqueue.payload.mapped import Mapped
-from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
+from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
 from distqueue.payload.shard import PREFIX, Shard
 from distqueue.payload.wire import from_wire, to_wire
 
@@ -40,7 +41,7 @@ def test_rows_of_several_segments_are_gathered_for_a_reader_elsewhere(tmp_path: 
 
 def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
     home, other = Shard(str(tmp_path / "s" / "a"), str(tmp_path / "disk")), Shard(str(tmp_path / "s" / "b"), None)
-    header, frames = to_wire(PackedBatch.from_samples(["x"], {"n": torch.tensor([7])}).columns)
+    header, frames = to_wire(stretches_of(PackedBatch.from_samples(["x"], {"n": torch.tensor([7])})))
     path = str(home.folder / "3")
     file = File(number=3, path=path, size=4096, shard="a", node="", durable=True, lease_s=1.0)
     home.write(file, header, *frames)

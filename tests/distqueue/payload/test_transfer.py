@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from distqueue import PackedBatch
 from distqueue.messages import Delivery, Part, Place, Put, array_to_names, names_to_array, pack, runs_of, unpack
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather_columns
-from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out, stretches_of
+from distqueue.payload.columns import gather_columns, stretches_of
+from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
 from distqueue.payload.wire import from_wire, to_wire
 from tests.distqueue.test_packed import same_batch, samples
 
@@ -41,7 +41,7 @@ def test_any_rows_in_any_order_are_gathered_from_where_they_lie(made, data: st.D
 def _elsewhere(batch: PackedBatch, way: str, path: Path) -> dict:
     columns = stretches_of(batch)
     if way == "wire":
-        header, frames = to_wire(batch.columns)
+        header, frames = to_wire(columns)
         assert sum(frame.nbytes for frame in frames) == sum(column.buffer.nbytes for column in batch.columns.values())
         return from_wire(header, [frame.copy() for frame in frames])
     if way == "file":
@@ -55,7 +55,7 @@ def _elsewhere(batch: PackedBatch, way: str, path: Path) -> dict:
 @pytest.mark.parametrize("dtype", ["load", "float9"])
 def test_a_column_of_an_unknown_dtype_is_refused_by_name(dtype: str) -> None:
     """Also the name of something else that torch has."""
-    header, frames = to_wire(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}).columns)
+    header, frames = to_wire(stretches_of(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)})))
     fields, arrays = unpack(header)
     ((name, kind, _, *others),) = fields["columns"]
     fields["columns"] = [(name, kind, dtype, *others)]
@@ -111,17 +111,33 @@ def test_a_reader_notices_a_file_that_was_written_again(tmp_path) -> None:
         SegmentFile(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("look", [lambda memory: memory[5:9], lambda memory: memory.numpy()[5:9]])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda memory: memory[5:9],
+        lambda memory: memory[64:].view("int64")[1:].reshape(1, -1)[:, 5:9],
+        lambda memory: torch.from_numpy(memory[64:128]).view(torch.int64)[5:9],
+        lambda memory: torch.from_numpy(memory).numpy()[5:9],
+        lambda memory: memory.data[5:9],
+    ],
+)
 def test_memory_that_nobody_looks_at_any_more_serves_the_next_batch(look) -> None:
     buffers = BufferPool()
     first = buffers.take(1 << 20)
-    at, view = first.data_ptr(), look(first)
+    at, view = first.ctypes.data, look(first)
     second = buffers.take(1 << 20)
-    assert second.data_ptr() != at, "what is looked at is not handed out again"
+    assert second.ctypes.data != at, "what is looked at is not handed out again"
     del first
     gc.collect()
     third = buffers.take(1 << 20)
-    assert third.data_ptr() != at, "a view keeps it, too"
+    assert third.ctypes.data != at, "a view keeps it, too"
     del view
     gc.collect()
-    assert buffers.take(1 << 20).data_ptr() == at
+    assert buffers.take(1 << 20).ctypes.data == at
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 1 << 20])
+def test_memory_is_writable_and_aligned(nbytes: int) -> None:
+    memory = BufferPool().take(nbytes)
+    assert memory.shape == (nbytes,) and memory.ctypes.data % 64 == 0
+    memory[:] = 7

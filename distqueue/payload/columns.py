@@ -1,0 +1,50 @@
+"""The client's side of payload: columns of tensors viewed as stretches of bytes, and gathered stretches as columns.
+
+Nothing is copied but by `gather_columns`, once. The queue's actor and its shards do not import this file: it loads
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from distqueue.column import DTYPES, Column
+from distqueue.messages import Part
+from distqueue.packed import PackedBatch
+from distqueue.payload.buffers import BufferPool
+from distqueue.payload.gather import gather
+from distqueue.payload.segment_file import Stretch
+
+
+def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
+    """View the batch's columns."""
+    return {name: _stretch_of(column) for name, column in batch.columns.items()}
+
+
+def gather_columns(
+    parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
+) -> dict[str, Column]:
+    """Gather all columns of all parts into one buffer; the runs of a part index `sources`."""
+    gathered = gather(parts, sources, buffers)
+    return {name: _column_of(gathered[name], part.num_samples) for part in parts for name in part.columns}
+
+
+def _stretch_of(column: Column) -> Stretch:
+    buffer, offsets = column.buffer, column.offsets
+    data = buffer.reshape(-1).view(torch.uint8).numpy() if buffer.numel() else np.empty(0, np.uint8)
+    return Stretch(column.layout, data, None if offsets is None else offsets.numpy())
+
+
+def _column_of(stretch: Stretch, num_samples: int) -> Column:
+    """View a stretch, whose arrays are writable."""
+    layout, offsets = stretch.layout, stretch.offsets
+    shape = (num_samples if offsets is None else int(offsets[-1]), *layout.trailing)
+    dtype = DTYPES[layout.dtype]
+    if stretch.data.nbytes:
+        buffer = torch.from_numpy(stretch.data).view(dtype).reshape(shape)
+    else:
+        buffer = torch.empty(shape, dtype=dtype)
+    return Column(buffer, None if offsets is None else torch.from_numpy(offsets), layout.kind)
