@@ -71,6 +71,12 @@ def test_a_rank_that_died_is_named_before_all_others():
     assert str(error) == "rank 2 died in stage 'train' (killed, out of host memory, or crashed)"
 
 
+def test_of_failures_of_one_kind_the_lowest_ranks_is_named():
+    error = reported(*(shipped(rank, ValueError(f"of rank {rank}")) for rank in (2, 1, 3)))
+    assert str(error).startswith("rank 1 failed in stage 'train': ValueError: of rank 1\n")
+    assert str(reported(died(2), died(1))).startswith("rank 1 died in stage 'train'")
+
+
 @pytest.mark.parametrize("type_", [AbortedOnAllRanks, SwitchError])
 def test_of_ranks_that_abort_together_the_one_that_failed_is_named(type_):
     failure = SwitchFailure(**OWN.to_json(), round=2) if type_ is SwitchError else OWN
