@@ -70,7 +70,7 @@ def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
     config = RolloutConfig(
         max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
     )
-    engine = EmbeddedEngine(model, mesh, device, config)
+    engine = EmbeddedEngine(model, mesh, device, config=config)
     engine.allocate_kv()
     return hf, engine
 

@@ -32,11 +32,13 @@ class QueueConfig:
         ValueError: a value that is not accepted, by key; ``prefix`` is put before the key.
         """
         durable = self.durability in DURABILITIES
-        _expect(durable, f"{prefix}durability", self.durability, f"one of {', '.join(DURABILITIES)}")
+        _expect(durable, f"{prefix}durability", self.durability, expected=f"one of {', '.join(DURABILITIES)}")
         _expect_count(f"{prefix}max_bytes", self.max_bytes)
         if self.spill is not None:
             memory = self.durability == "memory"
-            _expect(memory, f"{prefix}spill", self.spill, "null, as the samples of a journal are on disk already")
+            _expect(
+                memory, f"{prefix}spill", self.spill, expected="null, as the samples of a journal are on disk already"
+            )
             check_absolute(f"{prefix}spill", self.spill)
 
 
@@ -62,10 +64,10 @@ class QueueOptions(QueueConfig):
         _expect_count(f"{prefix}group_size", self.group_size)
         _expect_count(f"{prefix}max_rows", self.max_rows)
         seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
-        _expect(seconds, f"{prefix}lease_s", self.lease_s, "a number above 0")
+        _expect(seconds, f"{prefix}lease_s", self.lease_s, expected="a number above 0")
         journals = self.durability == "journal"
         expected = "a folder" if journals else "None; only durability='journal' has one"
-        _expect(journals == (self.journal is not None), f"{prefix}journal", self.journal, expected)
+        _expect(journals == (self.journal is not None), f"{prefix}journal", self.journal, expected=expected)
         if self.journal is not None:
             check_absolute(f"{prefix}journal", self.journal)
 
@@ -75,12 +77,12 @@ def check_absolute(key: str, folder: str) -> None:
     ValueError: ``folder`` is a relative path.
     """
     expected = "an absolute path, as the queue's processes have other working folders"
-    _expect(Path(folder).is_absolute(), key, folder, expected)
+    _expect(Path(folder).is_absolute(), key, folder, expected=expected)
 
 
 def _expect_count(key: str, value: Any) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _expect(value is None or (whole and value >= 1), key, value, "a whole number of at least 1, or null")
+    _expect(value is None or (whole and value >= 1), key, value, expected="a whole number of at least 1, or null")
 
 
 def _expect(holds: bool, key: str, value: Any, expected: str) -> None:

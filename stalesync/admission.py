@@ -346,4 +346,4 @@ class Admission:
 
 
 def _request(entry: Entry) -> DispatchedRequest:
-    return DispatchedRequest(entry.id, entry.group, entry.earlier, entry.kv[1] if entry.kv else None)
+    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank=entry.kv[1] if entry.kv else None)

@@ -137,7 +137,7 @@ class Generation:
         in the queue, in rows that no task receives. Called while no engine runs."""
         assert not self._running, "engines must be suspended before they answer"
         load_by_prompt = {prompt.id: len(prompt.ids) for prompt in prompts}
-        requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, prompt.id) for prompt in prompts}
+        requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, group=prompt.id) for prompt in prompts}
         rows = f"eval/{uuid4().hex}/" if self._spec.reward_model else ""
         calls: dict[int, StageCall[StageReport]] = {}
         for engine, ids in zip(engines, assign_groups(load_by_prompt, [0] * len(engines)), strict=True):

@@ -74,7 +74,7 @@ def load(state: State, snapshot: Snapshot) -> None:
     slots = state.create(state.ids.names(_unpacked(array["id"], len(array["row"]))), array["row"], array["born_s"])
     state.next_row = about["next_row"]
     state.versions.values[slots] = array["version"]
-    _load_columns(state, slots, array, about["columns"])
+    _load_columns(state, slots, array, names=about["columns"])
     _load_segments(state, slots, array)
     _load_groups(state, slots, array)
     state.groups.next = about["next_group"]

@@ -46,7 +46,7 @@ _SCORE = {Phase.REFERENCE: frozenset({Role.REFERENCE}), Phase.REWARD: frozenset(
 
 TRANSITIONS = (
     Transition(Phase.EMPTY, Phase.TRAIN, _TRAIN),
-    Transition(Phase.EMPTY, Phase.STANDBY, frozenset(), _TRAIN),
+    Transition(Phase.EMPTY, Phase.STANDBY, frozenset(), lacks=_TRAIN),
     # In place: the card changes its layout, or stands by while engines elsewhere generate.
     Transition(Phase.TRAIN, Phase.INFER, _BOTH),
     Transition(Phase.INFER, Phase.TRAIN, _BOTH),
@@ -54,14 +54,14 @@ TRANSITIONS = (
     Transition(Phase.STANDBY, Phase.TRAIN, _BOTH),
     # To other cards: the trainer sends and keeps its weights, the engine takes them.
     Transition(Phase.TRAIN, Phase.TRAIN, _TRAIN),
-    Transition(Phase.STANDBY, Phase.INFER, _GENERATE, _TRAIN),
-    Transition(Phase.INFER, Phase.INFER, _GENERATE, _TRAIN),
-    Transition(Phase.INFER, Phase.STANDBY, _GENERATE, _TRAIN),
-    Transition(Phase.STANDBY, Phase.STANDBY, _GENERATE, _TRAIN),
+    Transition(Phase.STANDBY, Phase.INFER, _GENERATE, lacks=_TRAIN),
+    Transition(Phase.INFER, Phase.INFER, _GENERATE, lacks=_TRAIN),
+    Transition(Phase.INFER, Phase.STANDBY, _GENERATE, lacks=_TRAIN),
+    Transition(Phase.STANDBY, Phase.STANDBY, _GENERATE, lacks=_TRAIN),
     *(Transition(Phase.TRAIN, phase, _TRAIN | role) for phase, role in _SCORE.items()),
     *(Transition(phase, Phase.TRAIN, _TRAIN | role) for phase, role in _SCORE.items()),
-    *(Transition(Phase.STANDBY, phase, role, _TRAIN) for phase, role in _SCORE.items()),
-    *(Transition(phase, Phase.STANDBY, role, _TRAIN) for phase, role in _SCORE.items()),
+    *(Transition(Phase.STANDBY, phase, role, lacks=_TRAIN) for phase, role in _SCORE.items()),
+    *(Transition(phase, Phase.STANDBY, role, lacks=_TRAIN) for phase, role in _SCORE.items()),
 )
 
 SERVES = {

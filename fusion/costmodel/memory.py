@@ -138,7 +138,7 @@ def _train_stage(setup: Setup, stage: int) -> dict[str, float]:
 def _infer_stage(setup: Setup, stage: int) -> dict[str, float]:
     shape, infer, rollout = setup.shape, setup.infer, setup.rollout
     layers = [shape.layers[i] for i in infer.layers(len(shape.layers), stage)]
-    working = max(layer_bytes(shape, layer, infer, rollout.max_batch_tokens) for layer in layers)
+    working = max(layer_bytes(shape, layer, infer, tokens=rollout.max_batch_tokens) for layer in layers)
     logits = rollout.max_seqs * shape.vocab_size // infer.tp * 8 if stage == infer.pp - 1 else 0
     return {"weights": WEIGHT_BYTES * stage_weights(shape, infer, stage).numel, "activations": working + logits}
 
@@ -148,7 +148,7 @@ def _training_activations(setup: Setup, stage: int) -> float:
     of layers."""
     shape, train, tokens = setup.shape, setup.train, setup.training.token_budget
     layers = [shape.layers[i] for i in train.layers(len(shape.layers), stage)]
-    working = [layer_bytes(shape, layer, train, tokens) for layer in layers]
+    working = [layer_bytes(shape, layer, train, tokens=tokens) for layer in layers]
     in_flight = train.pp - stage
     inputs = 2 * tokens // train.tp * shape.hidden_size * len(layers)
     kept = inputs + max(working) / in_flight if setup.training.recompute else inputs + sum(working)

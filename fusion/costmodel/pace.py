@@ -217,8 +217,8 @@ class SwitchCost:
         setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)
         here, there = setup.sides
         sizes, topology = estimate_memory(setup), pace.hardware.topology
-        away = to_infer(setup, switch_traffic(pace.shape, here, there, topology), sizes)
-        back = to_train(setup, switch_traffic(pace.shape, there, here, topology), sizes)
+        away = to_infer(setup, switch_traffic(pace.shape, here, there, topology=topology), sizes)
+        back = to_train(setup, switch_traffic(pace.shape, there, here, topology=topology), sizes)
         return cls(
             infer_s=pace.run_seconds(away.seconds),
             train_s=pace.run_seconds(back.seconds),

@@ -41,14 +41,19 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.seconds + other.seconds,
-            self.flops + other.flops,
-            self.hbm_bytes + other.hbm_bytes,
-            self.link_bytes + other.link_bytes,
+            seconds=self.seconds + other.seconds,
+            flops=self.flops + other.flops,
+            hbm_bytes=self.hbm_bytes + other.hbm_bytes,
+            link_bytes=self.link_bytes + other.link_bytes,
         )
 
     def __mul__(self, times: float) -> Work:
-        return Work(self.seconds * times, self.flops * times, self.hbm_bytes * times, self.link_bytes * times)
+        return Work(
+            seconds=self.seconds * times,
+            flops=self.flops * times,
+            hbm_bytes=self.hbm_bytes * times,
+            link_bytes=self.link_bytes * times,
+        )
 
 
 def attention_pairs(count: float, before: float = 0.0) -> float:
@@ -89,7 +94,7 @@ class Roofline:
     def prefill(self, tokens: float, attended: float) -> Work:
         """Costs tokens of prompts, computed in chunks; ``attended``: their `attention_pairs`."""
         chunks = ceil(tokens / CHUNK_TOKENS)
-        return self.engine_step(0, 0, tokens / chunks, attended / chunks) * chunks if chunks else Work(0.0)
+        return self.engine_step(0, 0, tokens / chunks, attended=attended / chunks) * chunks if chunks else Work(0.0)
 
     def engine_step(
         self, sequences: float, kv_tokens: float, prefill_tokens: float = 0.0, attended: float = 0.0
@@ -115,11 +120,13 @@ class Roofline:
 
     def forward(self, tokens: float, attended: float, token_budget: int) -> Work:
         """Costs a pass without gradients, as for logprobs, in micro-batches."""
-        return self._batch(tokens, attended, token_budget, 1, self.hardware.forward_reached.value)
+        return self._batch(tokens, attended, token_budget, passes=1, reached=self.hardware.forward_reached.value)
 
     def train_step(self, tokens: float, attended: float, token_budget: int, recompute: bool = True) -> Work:
         """Costs forward and backward passes with recomputation, in micro-batches."""
-        return self._batch(tokens, attended, token_budget, 4 if recompute else 3, self.hardware.train_reached.value)
+        return self._batch(
+            tokens, attended, token_budget, passes=4 if recompute else 3, reached=self.hardware.train_reached.value
+        )
 
     def optimizer_step(self) -> Work:
         """Costs the reduction of gradients over replicas, reading and writing states, and gathering weights."""
@@ -161,12 +168,19 @@ class Roofline:
         expert_load = expert_load_factor(self.shape, self.parallel)
         stages = []
         for stage in self._stages:
-            flops = passes * self._flops(stage, tokens, attended, expert_load)
+            flops = passes * self._flops(stage, tokens, attended, expert_load=expert_load)
             read = passes * micro_batches * WEIGHT_BYTES * (stage.dense + stage.experts)
-            stages.append(self._bound(flops, read, reached) + self._links(stage, tokens, passes, expert_load))
+            stages.append(
+                self._bound(flops, read, reached) + self._links(stage, tokens, passes, expert_load=expert_load)
+            )
         longest = max(stages, key=lambda work: work.seconds)
         bubble = 1 + (self.parallel.pp - 1) / micro_batches
-        return Work(longest.seconds * bubble, longest.flops, longest.hbm_bytes, longest.link_bytes)
+        return Work(
+            seconds=longest.seconds * bubble,
+            flops=longest.flops,
+            hbm_bytes=longest.hbm_bytes,
+            link_bytes=longest.link_bytes,
+        )
 
     def _flops(self, stage: _Stage, tokens: float, attended: float, expert_load: float = 1.0) -> float:
         routed = 0.0
@@ -199,4 +213,4 @@ class Roofline:
         here = stage_weights(shape, parallel, number)
         looked_up = number == 0 and (parallel.pp > 1 or not shape.tied)
         dense = here.dense - (shape.embed.numel // parallel.tp if looked_up else 0)
-        return _Stage(len(layers), sum(layer.experts > 0 for layer in layers), dense, here.expert)
+        return _Stage(len(layers), sum(layer.experts > 0 for layer in layers), dense, experts=here.expert)

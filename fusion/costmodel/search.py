@@ -79,8 +79,8 @@ def estimate(setup: Setup) -> Estimate:
     """Estimates memory, switches and step of one pair of layouts."""
     topology, sizes = setup.hardware.topology, estimate_memory(setup)
     train, infer = setup.sides
-    there = switch_traffic(setup.shape, train, infer, topology)
-    back = switch_traffic(setup.shape, infer, train, topology)
+    there = switch_traffic(setup.shape, train, infer, topology=topology)
+    back = switch_traffic(setup.shape, infer, train, topology=topology)
     return Estimate(
         setup=setup,
         memory=sizes,

@@ -171,14 +171,14 @@ def _grouped(name: str, config: ModelConfig) -> Shape:
         Tensor("self_attn.v_proj.weight", (kv, d), "kv"),
         Tensor("self_attn.q_norm.weight", (c,)),
         Tensor("self_attn.k_norm.weight", (c,)),
-        Tensor("self_attn.o_proj.weight", (d, q), "tp", 1),
+        Tensor("self_attn.o_proj.weight", (d, q), "tp", dim=1),
         Tensor("post_attention_layernorm.weight", (d,)),
     )
     if config.num_experts:
-        experts = _mlp("mlp.experts.{}", d, config.moe_intermediate_size, "expert")
+        experts = _mlp("mlp.experts.{}", d, config.moe_intermediate_size, cut="expert")
         layer = Layer((*attention, Tensor("mlp.gate.weight", (config.num_experts, d)), *experts), config.num_experts)
     else:
-        layer = Layer((*attention, *_mlp("mlp", d, config.intermediate_size, "tp")))
+        layer = Layer((*attention, *_mlp("mlp", d, config.intermediate_size, cut="tp")))
     return Shape(
         name=name,
         layers=(layer,) * config.num_layers,
@@ -211,15 +211,15 @@ def _latent(name: str, hf: Mapping[str, Any]) -> Shape:
         Tensor("self_attn.kv_a_proj_with_mqa.weight", (kv_rank + rope, d)),
         Tensor("self_attn.kv_a_layernorm.weight", (kv_rank,)),
         Tensor("self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank), "tp"),
-        Tensor("self_attn.o_proj.weight", (d, heads * value), "tp", 1),
+        Tensor("self_attn.o_proj.weight", (d, heads * value), "tp", dim=1),
     )
     experts, dense = hf["n_routed_experts"], hf["first_k_dense_replace"]
     router = [Tensor("mlp.gate.weight", (experts, d))]
     if hf["model_type"] == "deepseek_v3":
         router.append(Tensor("mlp.gate.e_score_correction_bias", (experts,)))
-    shared = _mlp("mlp.shared_experts", d, f * hf["n_shared_experts"], "tp")
-    sparse = Layer((*attention, *router, *shared, *_mlp("mlp.experts.{}", d, f, "expert")), experts)
-    first = Layer((*attention, *_mlp("mlp", d, hf["intermediate_size"], "tp")))
+    shared = _mlp("mlp.shared_experts", d, f * hf["n_shared_experts"], cut="tp")
+    sparse = Layer((*attention, *router, *shared, *_mlp("mlp.experts.{}", d, f, cut="expert")), experts)
+    first = Layer((*attention, *_mlp("mlp", d, hf["intermediate_size"], cut="tp")))
     return Shape(
         name=name,
         layers=(first,) * dense + (sparse,) * (hf["num_hidden_layers"] - dense),
@@ -239,7 +239,7 @@ def _mlp(name: str, hidden: int, width: int, cut: Cut) -> tuple[Tensor, ...]:
     return (
         Tensor(f"{name}.gate_proj.weight", (width, hidden), cut),
         Tensor(f"{name}.up_proj.weight", (width, hidden), cut),
-        Tensor(f"{name}.down_proj.weight", (hidden, width), cut, 1),
+        Tensor(f"{name}.down_proj.weight", (hidden, width), cut, dim=1),
     )
 
 
@@ -257,17 +257,17 @@ def boxes(shape: Shape, parallel: Parallel, rank: int) -> Iterator[tuple[str, Bo
     """Yields every box of a global tensor that a rank holds: (checkpoint name, one (start, stop) per dimension)."""
     stage = parallel.coordinate("pp", rank)
     if stage == 0 or (shape.tied and stage == parallel.pp - 1):
-        yield shape.embed.name, _box(shape.embed, shape, parallel, rank)
+        yield shape.embed.name, _box(shape.embed, shape, parallel, rank=rank)
     for index in parallel.layers(len(shape.layers), stage):
         layer = shape.layers[index]
         here = layer.experts // parallel.ep
         first = parallel.coordinate("ep", rank) * here
         for tensor in layer.tensors:
             for expert in range(first, first + here) if tensor.cut == "expert" else (0,):
-                yield f"model.layers.{index}.{tensor.name.format(expert)}", _box(tensor, shape, parallel, rank)
+                yield f"model.layers.{index}.{tensor.name.format(expert)}", _box(tensor, shape, parallel, rank=rank)
     if stage == parallel.pp - 1:
         for tensor in shape.head:
-            yield tensor.name, _box(tensor, shape, parallel, rank)
+            yield tensor.name, _box(tensor, shape, parallel, rank=rank)
 
 
 def _box(tensor: Tensor, shape: Shape, parallel: Parallel, rank: int) -> Box:

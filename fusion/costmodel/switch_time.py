@@ -75,7 +75,7 @@ def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
     rounds = ceil(most / (bucket_bytes / 2))
     by_level = np.maximum(ends["sending"], ends["receiving"]).max(1)
     total = float(taken[busiest].max()) + rounds * hardware.collective_s.value
-    return Wire(tuple(float(s) for s in by_level), total, rounds, busiest)
+    return Wire(by_level=tuple(float(s) for s in by_level), seconds=total, rounds=rounds, busiest=busiest)
 
 
 def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:

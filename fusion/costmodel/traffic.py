@@ -72,8 +72,8 @@ def switch_traffic(shape: Shape, source: Side, target: Side, topology: Topology,
     """Computes the bytes of a switch from one layout to another; ``itemsize``: bytes of an element on the wire."""
     dies = max(source.end, target.end)
     ledger = _Ledger(dies, topology)
-    for group in _groups(shape, source.parallel, target.parallel, itemsize):
-        width, hold, need = _segments(shape, group, source, target, dies)
+    for group in _groups(shape, source.parallel, target.parallel, itemsize=itemsize):
+        width, hold, need = _segments(shape, group, source, target=target, dies=dies)
         ledger.add(group.nbytes * width, hold, need, _same_storage(group.cut, source.parallel, target.parallel))
     return ledger.close()
 
@@ -89,18 +89,18 @@ def _groups(shape: Shape, source: Parallel, target: Parallel, itemsize: int) -> 
             nbytes[stage_of[0][index], stage_of[1][index], cut] += numel * itemsize
     for (s, t, cut), size in nbytes.items():
         if size:
-            yield _Group(cut, size, (s,), (t,))
+            yield _Group(cut, size, (s,), target_stages=(t,))
     last = source.pp - 1, target.pp - 1
     ends = [(0, last[i]) if shape.tied else (0,) for i in range(2)]
     yield _Group(shape.embed.cut, shape.embed.numel * itemsize, *(tuple(sorted(set(end))) for end in ends))
     for tensor in shape.head:
-        yield _Group(tensor.cut, tensor.numel * itemsize, (last[0],), (last[1],))
+        yield _Group(tensor.cut, tensor.numel * itemsize, (last[0],), target_stages=(last[1],))
 
 
 def _segments(shape: Shape, group: _Group, source: Side, target: Side, dies: int) -> tuple[Array, Array, Array]:
     """(share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
     grids = (source.parallel, target.parallel)
-    pieces = [_Axis(*_slicing(shape, group.cut, axis, grids)) for axis in _axes(group.cut)]
+    pieces = [_Axis(*_slicing(shape, group.cut, axis, grids=grids)) for axis in _axes(group.cut)]
     width = np.ones(1)
     for piece in pieces:
         width = np.outer(width, piece.width).ravel()
@@ -192,7 +192,7 @@ class _Ledger:
         assert bool(hold.any(1).all()), "no die holds a segment that is needed"
         if len(hold):
             h, n = np.flatnonzero(hold.any(0)), np.flatnonzero(lacking.any(0))
-            self._spread(nbytes[rows, None], hold[:, h].astype(float), h, lacking[:, n].astype(float), n)
+            self._spread(nbytes[rows, None], hold[:, h].astype(float), h, lacking=lacking[:, n].astype(float), n=n)
 
     def _spread(self, nbytes: Array, hold: Array, h: Array, lacking: Array, n: Array) -> None:
         """Distributes segments from the fastest links outwards; ``h`` and ``n``: the dies of the columns of ``hold``
@@ -220,7 +220,7 @@ class _Ledger:
                 got = within
             if alone.any():
                 self._forward(levels, entry * nbytes, outside, n)
-            self._offer(levels, np.where(holders > 0, arriving, 0.0), n, hold, h)
+            self._offer(levels, np.where(holders > 0, arriving, 0.0), n, hold=hold, h=h)
             if not alone.any():
                 return
             outside, inner = entry, needers
@@ -243,7 +243,7 @@ class _Ledger:
             near = self.domain[level]
             total = _sum_at(due, near[n], near[h])
             due_by_level[level], before = total - before, total
-        self.choices.append(_Choice(h, self.domain[levels[-1]][h], hold, due_by_level))
+        self.choices.append(_Choice(h, self.domain[levels[-1]][h], hold, due=due_by_level))
 
     def close(self) -> Traffic:
         weight = np.ones(self.received.shape[1])
@@ -258,7 +258,7 @@ class _Ledger:
             if other.sum(0).max() > 0.995 * load.max():
                 break
             sent = other
-        return Traffic(sent, self.received, self.kept, self.copied)
+        return Traffic(sent=sent, received=self.received, kept=self.kept, copied=self.copied)
 
     def _sent(self, weight: Array) -> Array:
         sent = self.forwarded.copy()

@@ -90,7 +90,7 @@ class _Packer:
         lanes = (write,) if hop.local else (write, self.send[hop.source_rank])
         start, stop, fragment, placed = hop.start, hop.stop, hop.fragment, []
         while start < stop:
-            at, amount = _first_room(lanes, at, min(stop - start, write.least), stop - start)
+            at, amount = _first_room(lanes, at, min(stop - start, write.least), most=stop - start)
             end = start + amount
             if start or end < fragment.numel:
                 end = legal_stop(fragment, start, end)

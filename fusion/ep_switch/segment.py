@@ -194,8 +194,8 @@ def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Ru
 
 def _run(move: Move, place: Place, flats: Flats) -> Run:
     if len(move.shape) > 1 and _dense(move.shape, place.strides):
-        return Run(flats, place._replace(strides=(1,)), (move.numel,), move.name)
-    return Run(flats, place, move.shape, move.name)
+        return Run(flats, place._replace(strides=(1,)), (move.numel,), name=move.name)
+    return Run(flats, place, move.shape, name=move.name)
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:

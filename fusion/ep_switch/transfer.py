@@ -179,10 +179,10 @@ class Switcher:
             self._source = buckets_of(source, self.plan.source, rank)
             self._target = buckets_of(target, self.plan.target, rank)
             self._shared = self.plan.shared_units(rank)
-            check_sharing(self._source, self._target, self._shared, rank)
-            self._program = compile_program(self.plan, rank, self._source, self._target)
+            check_sharing(self._source, self._target, self._shared, rank=rank)
+            self._program = compile_program(self.plan, rank, self._source, target=self._target)
             self._unread = tuple(index for owner, index in self.plan.unread if owner == rank)
-        held = check_resident(self._source, self._target, self._shared, rank)
+        held = check_resident(self._source, self._target, self._shared, rank=rank)
         self._other_bytes = self.device.memory().allocated - held
         self._peak_bytes = self._peak_reserved = 0
         return self._program

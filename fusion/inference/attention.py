@@ -33,7 +33,9 @@ class PagedAttention:
         ]
         start, stop, lengths = batch.packed
         if lengths:
-            out.append(varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths))
+            out.append(
+                varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths=lengths)
+            )
         out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], pool, chunk) for chunk in batch.long]
         if not out:
             return q_NHC

@@ -118,7 +118,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     packed_stop = row_count + sum(count for _, count in whole)
     chunks, at = [], packed_stop
     for seq, count in long:
-        chunks.append(_long_chunk(seq, at, count, cache, put))
+        chunks.append(_long_chunk(seq, at, count, cache=cache, put=put))
         at += count
     return Batch(
         ids=put(ids),
@@ -126,10 +126,12 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
         slots=put(slots.ravel()),
         blocks=block,
         offsets=offset,
-        rows=tuple(_slice_rows(positions[:row_count], first[:row_count], table, cache, put, invariant)),
+        rows=tuple(
+            _slice_rows(positions[:row_count], first[:row_count], table, cache=cache, put=put, invariant=invariant)
+        ),
         packed=(row_count, packed_stop, [count for _, count in whole]),
         long=tuple(chunks),
-        sampled=_sampled_rows(step, pieces, ends, put),
+        sampled=_sampled_rows(step, pieces, ends, put=put),
     )
 
 
@@ -170,19 +172,28 @@ def _slice_rows(positions, first, table, cache: KVCache, put, invariant: bool):
     owner = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(owner)) - (ends - counts)[owner]
     valid = np.minimum(positions[owner] + 1 - index * cache.block_size, cache.block_size)
-    pairs = _Pairs(table[first[owner] + index], owner, index, valid)
+    pairs = _Pairs(table[first[owner] + index], owner, index, valid=valid)
     limit = cache.workspace.shape[0] // 2
     if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.block_size:
         low, high, order = _stretch(pairs.blocks)
         wanted = int(np.count_nonzero(order[: high - low] >= 0))
         if high - low <= STRETCH_WASTE * wanted and len(order) - (high - low) <= limit:
-            yield _row_slice(0, len(counts), (low, high), order, pairs, counts, cache, put)
+            yield _row_slice(0, len(counts), (low, high), order=order, pairs=pairs, counts=counts, cache=cache, put=put)
             return
     start = 0
     while start < len(counts):
         before = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
-        yield _row_slice(start, stop, (0, 0), np.arange(before, int(ends[stop - 1])), pairs, counts, cache, put)
+        yield _row_slice(
+            start,
+            stop,
+            (0, 0),
+            order=np.arange(before, int(ends[stop - 1])),
+            pairs=pairs,
+            counts=counts,
+            cache=cache,
+            put=put,
+        )
         start = stop
 
 
@@ -210,11 +221,11 @@ def _row_slice(start, stop, stretch, order, pairs: _Pairs, counts, cache: KVCach
         start,
         stop,
         stretch,
-        put(_pieces(pairs.blocks[gathered], cache)),
-        put(owner),
-        cache.masks.index_select(0, put(valid)),
-        width,
-        put(place),
+        pieces=put(_pieces(pairs.blocks[gathered], cache)),
+        owner=put(owner),
+        bias=cache.masks.index_select(0, put(valid)),
+        width=width,
+        place=put(place),
     )
 
 
@@ -226,7 +237,7 @@ def _long_chunk(seq: Sequence, at: int, count: int, cache: KVCache, put) -> Long
     length = seq.computed + count
     blocks = np.array(seq.blocks[: -(-length // cache.block_size)], np.int64)
     mask = np.arange(length) <= np.arange(seq.computed, length)[:, None]
-    return LongChunk(at, at + count, put(_pieces(blocks, cache)), length, put(mask))
+    return LongChunk(at, at + count, put(_pieces(blocks, cache)), length=length, mask=put(mask))
 
 
 def _sampled_rows(step: Step, pieces: list[Piece], ends: np.ndarray, put) -> torch.Tensor | None:

@@ -107,7 +107,10 @@ def gather_tensors(
     mesh = model.mesh
     views = model.weights.views if views is None else views
     group = group if group is not None else mesh.world_group
-    tables = [local_params(model.config, mesh.parallel, rank, model.max_numel) for rank in range(mesh.parallel.world)]
+    tables = [
+        local_params(model.config, mesh.parallel, rank, max_numel=model.max_numel)
+        for rank in range(mesh.parallel.world)
+    ]
     for name, holders in _owners(tables).items():
         whole = None
         if mesh.rank == 0:

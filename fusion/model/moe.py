@@ -82,10 +82,10 @@ class MoE(nn.Module):
         by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
         sizes = [sum(map(sum, table)) for table in tables]
         grouping, back = _regroup(by_source, x.device)
-        x = gather_uneven(exchange_rows(x, send, receive, mesh), sizes, mesh.etp_group)[grouping]
+        x = gather_uneven(exchange_rows(x, send, receive, mesh=mesh), sizes, mesh.etp_group)[grouping]
         y = self._swiglu(x, [sum(column) for column in zip(*by_source, strict=True)], row_multiple)
         y = reduce_scatter_uneven(y[back], sizes, mesh.etp_group)
-        return exchange_rows(y, receive, send, mesh)
+        return exchange_rows(y, receive, send, mesh=mesh)
 
     def _exchange_counts(self, counts_E: torch.Tensor) -> tuple[list[int], list[list[list[int]]]]:
         """Return the number of rows sent to each EP rank, and received as [etp rank][source rank][local expert]."""
@@ -110,9 +110,9 @@ class MoE(nn.Module):
 def _grouped(x: torch.Tensor, matrices: list[Matrix], counts: list[int], row_multiple: int) -> torch.Tensor:
     """Apply `grouped_linear` to matrices that may be cut into blocks of rows, all cut alike."""
     if isinstance(matrices[0], nn.Parameter):
-        return grouped_linear(x, matrices, counts, row_multiple)  # type: ignore[arg-type]
+        return grouped_linear(x, matrices, counts, row_multiple=row_multiple)  # type: ignore[arg-type]
     blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
-    return torch.cat([grouped_linear(x, weights, counts, row_multiple) for weights in blocks], dim=-1)
+    return torch.cat([grouped_linear(x, weights, counts, row_multiple=row_multiple) for weights in blocks], dim=-1)
 
 
 def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

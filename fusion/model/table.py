@@ -173,12 +173,12 @@ class _TableRows:
             end = offset + stop - start
             parts.append(Part(hf_name, ((start, stop), (0, width)), ((offset, end), (0, width))))
             offset = end
-        return LocalParam(name, (offset, width), tuple(parts), expert, tp_sharded=not expert)
+        return LocalParam(name, (offset, width), tuple(parts), expert=expert, tp_sharded=not expert)
 
     def columns(self, name: str, hf_name: str, share: tuple[int, int], expert: bool = False) -> LocalParam:
         (start, stop), height = share, self.config.hidden_size
         part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
-        return LocalParam(name, (height, stop - start), (part,), expert, tp_sharded=not expert)
+        return LocalParam(name, (height, stop - start), (part,), expert=expert, tp_sharded=not expert)
 
     def layer(self, layer: int) -> list[LocalParam]:
         config, hf, local = self.config, f"model.layers.{layer}", f"layers.{layer}"

@@ -45,7 +45,7 @@ class PackedAttention:
         self.lengths = lengths
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen_causal_attention(q, k, v, self.lengths)
+        return varlen_causal_attention(q, k, v, lengths=self.lengths)
 
 
 class Transformer(nn.Module):
@@ -76,9 +76,9 @@ class Transformer(nn.Module):
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
         self.bucket_bytes, self.max_numel = bucket_bytes, unit_bytes(bucket_bytes) // dtype.itemsize
-        self.table = local_params(config, mesh.parallel, mesh.rank, self.max_numel)
+        self.table = local_params(config, mesh.parallel, mesh.rank, max_numel=self.max_numel)
         plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
-        self.weights = Buckets(plans, device, dtype, "weights", share, resident)
+        self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident)
         views = self.weights.views
         self.layers = nn.ModuleDict(
             {str(i): Layer(config, mesh, n, _below(f"layers.{i}.", views))
@@ -180,7 +180,7 @@ class Layer(nn.Module):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.input_norm = nn.Parameter(weights["input_norm"])
-        self.attention = Attention(config, mesh, index, _below("attention.", weights))
+        self.attention = Attention(config, mesh, index, weights=_below("attention.", weights))
         self.post_norm = nn.Parameter(weights["post_norm"])
         if config.num_experts:
             self.moe = MoE(config, mesh, _below("moe.", weights))

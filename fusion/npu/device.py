@@ -131,11 +131,11 @@ def open_device(
     if segments not in ("expandable", "fixed"):
         raise ValueError(f"device segments {segments!r}: expected one of expandable, fixed")
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
-        return _accelerator("npu", npu, index, capacity_bytes)
+        return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device.kind=cuda: this machine or this build of torch has no CUDA card; try device.kind=auto")
     if kind in ("auto", "cuda") and torch.cuda.is_available():
-        return _accelerator("cuda", torch.cuda, index, capacity_bytes)
+        return _accelerator("cuda", torch.cuda, index, capacity_bytes=capacity_bytes)
     late, expandable = streams == "adversarial", segments == "expandable"
     return _emulated(index, capacity_bytes, session=session, late=late, expandable=expandable)
 
@@ -144,7 +144,7 @@ def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None)
     from fusion.npu.accelerator import RealDevice
 
     os.environ.setdefault(f"PYTORCH_{kind.upper()}_ALLOC_CONF", "expandable_segments:True")  # read at the first tensor
-    return RealDevice(kind, module, index, capacity_bytes)
+    return RealDevice(kind, module, index, capacity_bytes=capacity_bytes)
 
 
 def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, late: bool, expandable: bool) -> Device:

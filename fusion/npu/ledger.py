@@ -165,7 +165,16 @@ class LedgerDevice(Device):
     def memory(self) -> Memory:
         self.ledger.refresh()
         now, peak, capacity = self.ledger.allocated, self.ledger.peak, self.ledger.capacity_bytes
-        return Memory(now, now, peak, peak, capacity, max(0, capacity - now), requested=now, fragmented=0)
+        return Memory(
+            allocated=now,
+            reserved=now,
+            peak_allocated=peak,
+            peak_reserved=peak,
+            capacity=capacity,
+            free=max(0, capacity - now),
+            requested=now,
+            fragmented=0,
+        )
 
     def reset_peak(self) -> None:
         self.ledger.refresh()

@@ -140,7 +140,7 @@ class RewardPool:
             assert expected == index, f"a child returned sample {index}, expected {expected}"
             child.deadline = time.monotonic() + self._config.time_limit_s
             reward, error, detail, distinct, seconds = value
-            self._settle(batch, index, RewardOutcome(reward, error, detail, seconds), distinct)
+            self._settle(batch, index, RewardOutcome(reward, error, detail, seconds=seconds), distinct)
         if not alive:
             self._handle_exit(child, batch)
 
@@ -176,7 +176,7 @@ class RewardPool:
         batch.waiting.extendleft(reversed(child.pending))
         child.pending.clear()
         seconds = time.monotonic() - child.deadline + self._config.time_limit_s
-        self._settle(batch, index, RewardOutcome(None, error, detail, seconds), distinct)
+        self._settle(batch, index, RewardOutcome(None, error, detail, seconds=seconds), distinct)
 
     def _settle(self, batch: _Batch, index: int, outcome: RewardOutcome, distinct: str) -> None:
         """Store a sample's outcome; log its error unless one of the same kind and ``distinct`` key was logged."""

@@ -144,4 +144,4 @@ def start_child(config: RewardConfig) -> Child:
         child_end.close()
         os.close(life_read)
     parent_end.setblocking(False)
-    return Child(process, parent_end, life_write, trace)
+    return Child(process, parent_end, life_write, trace=trace)

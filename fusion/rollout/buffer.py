@@ -82,7 +82,7 @@ class RequestBuffer:
         """Adds a group of requests, which wait from now on."""
         assert group not in self._groups, f"group {group!r} was added before"
         for id in ids:
-            self._insert(Entry(id, group, prompt_tokens, max_tokens))
+            self._insert(Entry(id, group, prompt_tokens=prompt_tokens, max_tokens=max_tokens))
 
     def of(self, state: State) -> list[Entry]:
         """Returns all requests in this state, oldest group first."""

@@ -47,18 +47,18 @@ def small(value: float) -> str:
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl")
 
 COLUMNS = (
-    Column("step", ("step",), lambda value: f"{value:.0f}", 4),
-    Column("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", 6),
-    Column("length", ("response_length/mean",), lambda value: f"{value:.1f}", 6),
-    Column("KL", REFERENCE_KL, small, 7),
-    Column("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", 7),
-    Column("gen\ns", ("timing_s/gen",), seconds, 5),
-    Column("reward\ns", ("timing_s/reward",), seconds, 6),
-    Column("ref\ns", ("timing_s/ref",), seconds, 5),
-    Column("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, 5),
-    Column("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, 6),
-    Column("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), 5),
-    Column("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), 5),
+    Column("step", ("step",), lambda value: f"{value:.0f}", width=4),
+    Column("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", width=6),
+    Column("length", ("response_length/mean",), lambda value: f"{value:.1f}", width=6),
+    Column("KL", REFERENCE_KL, small, width=7),
+    Column("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", width=7),
+    Column("gen\ns", ("timing_s/gen",), seconds, width=5),
+    Column("reward\ns", ("timing_s/reward",), seconds, width=6),
+    Column("ref\ns", ("timing_s/ref",), seconds, width=5),
+    Column("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, width=5),
+    Column("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, width=6),
+    Column("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
+    Column("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
 )
 
 

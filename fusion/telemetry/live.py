@@ -200,7 +200,7 @@ def progress(
     title: str, total: int | None = None, unit: str = "", console: Console | None = None, every_s: float = 5.0
 ) -> Iterator[Bar]:
     """Show a bar for long work; without a terminal, a line at the start, every `every_s` seconds, and at the end."""
-    bar = Bar(title, total, unit, console or get_console(), every_s)
+    bar = Bar(title, total, unit, console=console or get_console(), every_s=every_s)
     try:
         yield bar
     except BaseException:

@@ -157,7 +157,9 @@ class EmbeddedTrainEngine:
             routed: list[Routed] | None = None if record is None else []
             out = self._hidden(batches[i], hidden, routed)
             if record is not None and routed and i < len(plan):
-                record[places[i]] = routing_of(routed, batches[i].rows, self.mesh, self.model.config.num_experts)
+                record[places[i]] = routing_of(
+                    routed, batches[i].rows, self.mesh, num_experts=self.model.config.num_experts
+                )
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)
@@ -285,7 +287,9 @@ class EmbeddedTrainEngine:
         rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
         logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)))
         targets_n = batch.tokens[rows].to(device)
-        return TrainedTokens(*vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, self.temperature), rows)
+        return TrainedTokens(
+            *vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, temperature=self.temperature), rows
+        )
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
         """Counts the tokens of the global batch that each expert receives, summed over layers: float32 [E]."""

@@ -77,7 +77,7 @@ class ShardedAdamW:
         plans, tied = gradient_buckets(config, parallel, model.table, bucket_bytes=model.bucket_bytes)
         self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
         tp_ranks = next(group for group in parallel.groups("tp") if self.mesh.rank in group)
-        tables = [local_params(config, parallel, rank, model.max_numel) for rank in tp_ranks]
+        tables = [local_params(config, parallel, rank, max_numel=model.max_numel) for rank in tp_ranks]
         shared = SharedElements(tables, self.mesh.tp_rank)
         self.shards = [self._shard(index, shared, index >= len(plans) - tied) for index in range(len(plans))]
         masters = [] if self.weights.dtype == torch.float32 else ["master"]

@@ -43,7 +43,7 @@ class ForcedLengths:
         return max(1, min(self.cap, round(self.median * exp(spread))))
 
     def _uniform(self, purpose: str, key: int, member: int) -> float:
-        return float(uniforms(self.seed, np.array([key], np.uint64), np.array([member]), STREAMS[purpose])[0])
+        return float(uniforms(self.seed, np.array([key], np.uint64), np.array([member]), stream=STREAMS[purpose])[0])
 
     def _normal(self, purpose: str, key: int, member: int) -> float:
         return NormalDist().inv_cdf(self._uniform(purpose, key, member) * (1 - 2.0**-52) + 2.0**-54)

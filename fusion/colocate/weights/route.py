@@ -53,14 +53,14 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
     shared = tuple(rank for rank in generating if rank in deployment.train)
 
     def inference(ranks: tuple[int, ...]) -> Layout:
-        return Layout(config, spec.infer_of_one_engine, ranks, dtype, bucket_bytes)
+        return Layout(config, spec.infer_of_one_engine, ranks, dtype=dtype, bucket_bytes=bucket_bytes)
 
-    train = Layout(config, spec.train, deployment.train, dtype, bucket_bytes)
-    to_infer = plan_switch(train, inference(generating), bucket_bytes, spec.topology, keep=not shared)
+    train = Layout(config, spec.train, deployment.train, dtype=dtype, bucket_bytes=bucket_bytes)
+    to_infer = plan_switch(train, inference(generating), bucket_bytes, topology=spec.topology, keep=not shared)
     to_train = None
     if shared:
         topology, both = spec.topology or Topology.single_node(), {rank for ranks in spec.engines for rank in ranks}
         away = spec.masters_on_host and [rank for rank in deployment.train if rank in both]
-        hosted = choose_hosted(inference(shared), train, away, topology) if away else ()
-        to_train = plan_switch(inference(shared), train, bucket_bytes, topology, hosted=hosted)
-    return Route(deployment, generating, to_infer, to_train)
+        hosted = choose_hosted(inference(shared), train, away, topology=topology) if away else ()
+        to_train = plan_switch(inference(shared), train, bucket_bytes, topology=topology, hosted=hosted)
+    return Route(deployment, generating, to_infer, to_train=to_train)
