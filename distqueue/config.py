@@ -16,16 +16,17 @@ DURABILITIES = ("memory", "journal")
 
 @dataclass
 class QueueConfig:
-    """Where samples are stored, and how much room they have."""
+    """Configures where samples are stored, and how much space they may use."""
 
     durability: str = "memory"
     """`memory`: samples are in shared memory and end with the queue's actor. `journal`: acknowledged samples are on
     disk and survive the crash of any process of the queue."""
     max_bytes: int | None = None
-    """Most bytes of samples on a node; a put of new samples waits for room. null: half of what is free where they are
-    stored."""
+    """Maximum bytes of samples on a node; a put of new samples waits until there is space. null: half of the free
+    space where they are stored."""
     spill: str | None = None
-    """With durability=memory, folder on disk for samples that a full node has no room for; null: puts wait."""
+    """With durability=memory, folder on disk for samples that do not fit into a full node's memory; null: puts
+    wait."""
 
     def validate(self, prefix: str = "queue.") -> None:
         """Raises:
@@ -54,7 +55,7 @@ class QueueOptions(QueueConfig):
     journal: str | None = None
     """Folder of the journal and its segments, the same path on every node; with durability="journal" only."""
     max_rows: int | None = None
-    """Most samples in the queue; a put of new samples waits for room. None: no limit."""
+    """Maximum number of samples in the queue; a put of new samples waits until there is space. None: no limit."""
 
     def validate(self, prefix: str = "") -> None:
         """Raises:

@@ -183,13 +183,13 @@ class Config:
         return layout
 
     def resolved(self) -> Config:
-        """Returns a copy in which the nulls that depend on other groups are resolved: what a run uses and saves."""
+        """Returns a copy in which the nulls that depend on other groups are resolved, as a run uses and saves it."""
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
         return dataclasses.replace(self, algorithm=dataclasses.replace(self.algorithm, correction=correction))
 
     @property
     def longest_sample(self) -> int:
-        """Most tokens of a sample, prompt and response together."""
+        """Maximum number of tokens of a sample, prompt and response in total."""
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     def validate(self) -> ModelConfig:
@@ -213,8 +213,8 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
-        alone = {*self.deployment.generate} - {*self.deployment.train}
-        if self.fusion.double_buffer and not (alone and self.stalesync.max_staleness):
+        only_generate = {*self.deployment.generate} - {*self.deployment.train}
+        if self.fusion.double_buffer and not (only_generate and self.stalesync.max_staleness):
             raise ValueError(
                 "fusion.double_buffer=true: expected fusion.deployment=separate or hybrid, not "
                 f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
@@ -231,9 +231,9 @@ class Config:
         model = ModelConfig.from_hf(path, key="reward.model")
         check_folder(path, model, key="reward.model")
         if model.num_labels != 1:
-            found = f"a head of {model.num_labels} labels" if model.num_labels else "no such head"
+            head = f"a head of {model.num_labels} labels" if model.num_labels else "no such head"
             raise ValueError(
-                f"reward.model: {path} has {found}; expected a Qwen3ForSequenceClassification folder with num_labels=1"
+                f"reward.model: {path} has {head}; expected a Qwen3ForSequenceClassification folder with num_labels=1"
             )
         self.score_layout(model, self.deployment.reward_model)
 
@@ -242,8 +242,8 @@ class Config:
         try:
             return Parallel(world, shape.tp, shape.ep, pp=shape.pp, etp=shape.etp)
         except ValueError as error:
-            some = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
-            raise ValueError(f"{key}: {error} (cluster.npus={npus}{some})") from None
+            subset = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
+            raise ValueError(f"{key}: {error} (cluster.npus={npus}{subset})") from None
 
     def _check_batches(self, model: ModelConfig) -> None:
         prompts, minibatches, group = self.data.prompts_per_step, self.algorithm.minibatches, self.algorithm.group_size

@@ -60,7 +60,7 @@ NOTICEABLE = 0.02
 
 
 def fill_order(jobs: Iterable[Job], storage: Storage, itemsize: int, bucket_bytes: int) -> tuple[list[int], int]:
-    """Return the indices of the jobs in order, and the most bytes by which a rank exceeds its limit (0: none does).
+    """Return the indices of the jobs in order, and the maximum bytes by which a rank exceeds its limit (0: none does).
 
     Args:
         itemsize: bytes of an element of the target.
@@ -148,7 +148,7 @@ class _Search:
         return over + opens * self.bucket_bytes, (real + fluid) / self.scale
 
     def _excess(self, indices: tuple[int, ...]) -> int:
-        """Return the most bytes by which a rank would exceed its limit at any time if these slabs were next."""
+        """Return the maximum bytes by which a rank would exceed its limit at any time if these slabs were next."""
         over, grown = 0, dict(self.resident)
         read: dict[UnitId, int] = defaultdict(int)
         for index in indices:

@@ -41,7 +41,8 @@ class TrainingConfig:
     """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
 
     token_budget: int = 16384
-    """Most tokens of one micro-batch on one data-parallel rank: bounds activation memory, changes no result."""
+    """Maximum number of tokens of one micro-batch on one data-parallel rank: bounds activation memory; does not change
+    results."""
 
     recompute: bool = False
     """Activation checkpointing: keep only the input of each layer and recompute the rest in the backward pass; less
