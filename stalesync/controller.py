@@ -1,14 +1,14 @@
-"""The loop. It handles metadata only: ids, lengths, rewards; tensors pass from card to card through the queue.
+"""Run the training loop. It handles only metadata: ids, lengths, rewards; tensors pass between cards in the queue.
 
     prompts ─admit─► [switch] ─► generate ─► [switch] ─► score ─► advantages ─► reference ─► train ─► next version ─► …
                                  │  ▲ suspended           ▲                        │           │
                                  │  └──────┐              │                        │           │
                                  └──────── queue ─────────┘──────── queue ────────►└── queue ──┘
 
-One loop for every staleness and every deployment. What is done next is decided in `admission.py`, as commands; here
-they are obeyed, and what comes of them is observed. At staleness 0 a step is: the weights to the engines, this
-version's batch admitted and generated to its end, the cards back, scored, trained. Above it a step begins when enough
-groups are ready; engines on cards that train are suspended for it, the others continue.
+The same loop runs every staleness and every deployment. `admission.py` decides the next command; the controller
+executes it and reports the results to `Admission`. At staleness 0 a step publishes the weights to the engines, admits
+this version's batch, generates all of it, switches the cards back, scores and trains. Above 0 a training step begins
+when enough groups are ready; engines on cards that train are suspended, the others continue.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from stalesync.step_metrics import StepMetrics
 from stalesync.update import Updater
 
 TAIL = 0.1
-"""Generation's tail (`timing_s/gen_tail`): the seconds in which at most this part of a step's samples is generated"""
+"""Generation's tail (`timing_s/gen_tail`): the time in which at most this fraction of a step's samples is generated"""
 
 POLL_S = 0.5
-"""While it waits for samples the controller checks this often whether a card has failed."""
+"""Interval at which the controller checks the health of the cards while it waits for samples."""
 
 
 @dataclass(kw_only=True)
 class Controller:
-    """Obeys `admission`, step by step. Every part is handed in. The cards that train are in the training phase before
-    and after each step."""
+    """Executes the commands of `admission`, step by step. The cards that train are in the training phase before and
+    after each step."""
 
     config: Config
     admission: Admission

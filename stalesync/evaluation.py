@@ -1,4 +1,4 @@
-"""Answers held-out prompts before the first step and after the last, to compare."""
+"""Evaluate held-out prompts before the first step and after the last one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from stalesync.scoring import Scorer
 
 @dataclass
 class Evaluation:
-    """``rewards``: mean reward by when (`before`, `after`); ``rows``: prompt, response and reward of each answer."""
+    """Holds the evaluations. ``rewards``: mean reward by time (`before`, `after`); ``rows``: prompt, response and
+    reward of each answer."""
 
     prompts: Sequence[Prompt]
     rewards: dict[str, float] = field(default_factory=dict)
@@ -32,14 +33,14 @@ class Evaluation:
             self.rewards[when] = sum(rewards) / len(rewards)
 
     def metrics(self, when: str) -> dict[str, float]:
-        """`val/rewards/<when>`, if any answer could be scored."""
+        """Returns `val/rewards/<when>`, if any answer could be scored."""
         return {f"val/rewards/{when}": self.rewards[when]} if when in self.rewards else {}
 
     def answers(self) -> list[Answer]:
-        """Answers before and after, side by side."""
+        """Returns pairs of answers before and after training."""
         return compare(self.rows.get("before", []), self.rows.get("after", []))
 
     def notes(self) -> list[str]:
-        """The rewards before and after in a line, if there are any."""
+        """Returns the rewards before and after in one line, if there are any."""
         rewards = ", ".join(f"{reward:.3f} {when}" for when, reward in self.rewards.items())
         return [f"reward on held-out prompts: {rewards} (val/rewards)"] if rewards else []

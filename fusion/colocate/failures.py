@@ -1,7 +1,8 @@
-"""Ships the failure of a stage from a worker to the controller as typed plain data.
+"""Send the failure of a stage from a worker to the controller as typed plain data.
 
-A worker's exception may be of any type, pickle or not, and name no rank. At the boundary of a stage it becomes a
-`StageFailed`: rank, stage, kind, message, trace. The controller separates root causes from consequences by the kind.
+A worker's exception may have any type, may not be picklable, and may not name a rank. At the end of a stage it is
+converted to a `StageFailed`: rank, stage, kind, message, trace. The controller separates root causes from consequences
+by the kind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ C = TypeVar("C", bound=type)
 
 
 class StageFailed(RuntimeError):
-    """A stage failed on a worker; ``trace`` is the traceback there."""
+    """Raised in place of a stage's exception; ``trace`` is the worker's traceback."""
 
     def __init__(self, failure: RankFailure, trace: str):
         super().__init__(failure, trace)
@@ -41,8 +42,8 @@ class StageFailed(RuntimeError):
 
 
 def stage_kind(error: Exception, rank: int) -> FailureKind:
-    """Classifies what a stage raised on a rank: an abort on all ranks is this rank's failure if it is among those that
-    failed, else the consequence of a peer's."""
+    """Classifies the exception of a stage on a rank: an abort on all ranks is this rank's failure if it is among those
+    that failed, else a consequence of another rank's failure."""
     if isinstance(error, QueueClosed):
         return FailureKind.QUEUE_CLOSED
     if isinstance(error, AbortedOnAllRanks):
@@ -52,7 +53,7 @@ def stage_kind(error: Exception, rank: int) -> FailureKind:
 
 
 def ships_failures(*stages: str) -> Callable[[C], C]:
-    """Class decorator: these methods of a worker raise `StageFailed` in place of what they raise."""
+    """Class decorator: makes these methods of a worker raise `StageFailed` instead of their exceptions."""
 
     def decorate(worker: C) -> C:
         for stage in stages:

@@ -1,4 +1,4 @@
-"""The process groups of a card: one mesh for each role, and the groups that switch, read and save together."""
+"""Create the process groups of a card: one mesh for each role, and the groups that switch, read and save together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusion.model import Mesh, Parallel
 
 @dataclass(frozen=True)
 class Meshes:
-    """A mesh is None where the card has no part in it; a group is None where it has one member.
+    """The process groups of a card. A mesh is None if the card is not in it; a group is None if it has one member.
 
     Attributes:
         actor: the cards that take part in a switch to INFER.

@@ -1,8 +1,8 @@
-"""Trainer, engine, switcher and frozen roles of an emulated card that takes modelled time: each computes as the plain
-one does, then sleeps until its modelled end. A worker without a pace never imports this module or the cost model.
+"""Run trainer, engine, switcher and frozen roles of an emulated card in modelled time: each computes like the default
+one, then sleeps until its modelled end. A worker without a pace never imports this module or the cost model.
 
-The participants of a training step, of a switch, and of a step of an engine whose ranks exchange experts agree on the
-longest duration and end together; ranks with the same schedule (TP, PP) compute the same seconds by themselves.
+The ranks of a training step, of a switch, and of a step of an engine whose ranks exchange tokens between experts agree
+on the longest duration and end together; ranks with the same schedule (TP, PP) compute the same duration.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def paced_parts(spec: WorkerSpec) -> WorkerParts:
 
 
 def observe_load(step: Step) -> EngineLoad:
-    """Reads from an engine's step what its cost depends on."""
+    """Returns the properties of an engine's step that its cost depends on."""
     first_tokens = step.sampled[len(step.decodes) :]
     return EngineLoad(
         decode_contexts=tuple(seq.computed + 1 for seq in step.decodes),
@@ -57,7 +57,8 @@ def observe_load(step: Step) -> EngineLoad:
 
 
 class PacedEngine(EmbeddedEngine):
-    """KV goes to the host before what follows, but at a chunk's end beside it; its way back is part of a step."""
+    """Adds the time of KV copies: to the host as a separate step, except at the end of a chunk, where the copy overlaps
+    with the next steps; from the host as part of a step."""
 
     def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float = 0.0, **options: Any):
         super().__init__(*args, **options)
@@ -112,7 +113,8 @@ class PacedTrainEngine(EmbeddedTrainEngine):
 
 
 class PacedSwitcher(PhaseSwitcher):
-    """Copying the optimizer back overlaps training; work that needs it earlier waits for it (kind ``onload``)."""
+    """Adds the time of switches. Loading the optimizer overlaps with training; work that needs it earlier waits for it
+    (kind ``onload``)."""
 
     def __init__(self, *, pacer: Pacer, cost: SwitchCost, **options: Any):
         super().__init__(**options)

@@ -1,5 +1,5 @@
-"""What a worker is built of, as factories. Another trainer or engine is another factory; a worker that is not paced has
-the plain ones, and loads no cost model."""
+"""Define the factories of a worker's components. To use another trainer or engine, pass another factory. A worker that
+is not paced uses the default ones and does not load the cost model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WorkerParts:
 
 
 def worker_parts(spec: WorkerSpec) -> WorkerParts:
-    """Returns the parts of a card of this run."""
+    """Returns the factories for a card of this run."""
     if spec.pace is None:
         return WorkerParts()
     from fusion.colocate.paced import paced_parts

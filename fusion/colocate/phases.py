@@ -8,9 +8,9 @@
         reward model▼ │     engines generate         reward model  ▼ │
               REFERENCE, REWARD                          REFERENCE, REWARD
 
-Invariants: a card is in exactly one phase; a transition that is not in the table, or not for a card of its roles, and a
-request that the phase does not serve, is refused with the phase and the request; a card whose switch failed is in
-BROKEN and serves nothing.
+Invariants: a card is in exactly one phase; a transition that is not in the table, or not allowed for the card's roles,
+and a request that the phase does not serve, raise an error with the phase and the request; a card whose switch failed
+is in BROKEN and serves nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Phase(str, Enum):
 
 
 class Transition(NamedTuple):
-    """Allowed on cards that host all roles in ``hosts`` and none in ``lacks``."""
+    """A transition that is allowed on cards with all roles in ``hosts`` and none in ``lacks``."""
 
     source: Phase
     target: Phase
@@ -47,12 +47,12 @@ _SCORE = {Phase.REFERENCE: frozenset({Role.REFERENCE}), Phase.REWARD: frozenset(
 TRANSITIONS = (
     Transition(Phase.EMPTY, Phase.TRAIN, _TRAIN),
     Transition(Phase.EMPTY, Phase.STANDBY, frozenset(), lacks=_TRAIN),
-    # In place: the card changes its layout, or stands by while engines elsewhere generate.
+    # In place: the card changes its layout, or goes to STANDBY while other engines generate.
     Transition(Phase.TRAIN, Phase.INFER, _BOTH),
     Transition(Phase.INFER, Phase.TRAIN, _BOTH),
     Transition(Phase.TRAIN, Phase.STANDBY, _BOTH),
     Transition(Phase.STANDBY, Phase.TRAIN, _BOTH),
-    # To other cards: the trainer sends and keeps its weights, the engine takes them.
+    # To other cards: the trainer sends and keeps its weights, the engine receives them.
     Transition(Phase.TRAIN, Phase.TRAIN, _TRAIN),
     Transition(Phase.STANDBY, Phase.INFER, _GENERATE, lacks=_TRAIN),
     Transition(Phase.INFER, Phase.INFER, _GENERATE, lacks=_TRAIN),
@@ -75,7 +75,7 @@ SERVES = {
 
 
 class PhaseError(RuntimeError):
-    """The phase of the card does not allow a transition or a request."""
+    """Raised if the phase of the card does not allow a transition or a request."""
 
 
 class PhaseMachine:
@@ -84,7 +84,7 @@ class PhaseMachine:
 
     @property
     def reachable(self) -> set[Phase]:
-        """Phases that this card can switch to from its present one."""
+        """Returns the phases that this card can switch to from its current one."""
         return {
             step.target
             for step in TRANSITIONS
@@ -101,7 +101,7 @@ class PhaseMachine:
             )
 
     def begin(self, target: Phase) -> None:
-        """Leaves the present phase; until `arrive` the card is BROKEN, so a switch that raises leaves it so."""
+        """Leaves the current phase; the card is BROKEN until `arrive`, and stays so if the switch raises."""
         self.check(target)
         self.phase = Phase.BROKEN
 
@@ -110,7 +110,7 @@ class PhaseMachine:
         self.phase = target
 
     def require(self, request: str) -> None:
-        """Raises a PhaseError if the present phase does not serve ``request``, a key of SERVES."""
+        """Raises a PhaseError if the current phase does not serve ``request``, a key of SERVES."""
         if self.phase not in SERVES[request]:
             serving = sorted(phase.value for phase in SERVES[request])
             raise PhaseError(

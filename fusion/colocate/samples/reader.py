@@ -1,4 +1,4 @@
-"""Reads a stage's samples from the queue by id: on each rank of a replica the columns that it computes with."""
+"""Read a stage's samples from the queue by id: on each rank of a replica, the columns that it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageReader:
     def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, timeline: Timeline):
         self.spec, self._meshes, self._queue, self._timeline = spec, meshes, queue, timeline
         self.readers: dict[str, GroupReader] = {}
-        """By stage; made at its first batch"""
+        """Group readers by stage, created at its first batch"""
 
     def __call__(
         self,

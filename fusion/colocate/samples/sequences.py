@@ -1,4 +1,4 @@
-"""The queue's columns as the trainer's sequences, and back.
+"""Convert the queue's columns to the trainer's sequences, and back.
 
 queue columns ─► StageReader ─► Received ─to_sequences─► trainer Sequences ─► logprobs ─split_responses─► queue column
 
@@ -25,7 +25,7 @@ LABELS = ("response",)
 """Tokens whose log-probabilities are computed."""
 
 LOSS = ("behaviour_logprobs", "advantage", "versions")
-"""Inputs of a loss beside the log-probabilities; `REFERENCE` too where it has a KL term."""
+"""Inputs of a loss in addition to the log-probabilities; also `REFERENCE` if it has a KL term."""
 
 REFERENCE = "ref_logprobs"
 
@@ -95,7 +95,7 @@ def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> lis
 
 
 def split_responses(values_N: torch.Tensor, received: Received) -> list[torch.Tensor]:
-    """Splits a per-token column of `to_sequences(received)` into one tensor a sample, of its response tokens."""
+    """Splits a per-token column of `to_sequences(received)` into one tensor per sample, of its response tokens."""
     prompts, responses = (received.lengths[name].tolist() for name in TOKENS)
     lengths = [length for pair in zip(prompts, responses, strict=True) for length in pair]
     return list(values_N.split(lengths)[1::2])

@@ -1,4 +1,4 @@
-"""Which ranks send and receive the actor's weights when the phase changes, for the engines that generate. Pure.
+"""Plan which ranks send and receive the actor's weights when the phase changes, for the engines that generate. Pure.
 
     cards that train and generate   training layout ──► inference layout ──► training layout, in place
     cards that only generate        receive, and keep them while others train
@@ -28,7 +28,7 @@ class Route:
 
     Attributes:
         generating: ranks of the engines that run.
-        to_train: None: the trainer keeps its weights meanwhile.
+        to_train: None: the trainer keeps its weights while the engines generate.
     """
 
     deployment: Deployment
@@ -60,7 +60,7 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
     to_train = None
     if shared:
         topology, both = spec.topology or Topology.single_node(), {rank for ranks in spec.engines for rank in ranks}
-        away = spec.masters_on_host and [rank for rank in deployment.train if rank in both]
-        hosted = choose_hosted(inference(shared), train, away, topology=topology) if away else ()
+        with_masters = [rank for rank in deployment.train if rank in both] if spec.masters_on_host else []
+        hosted = choose_hosted(inference(shared), train, with_masters, topology=topology) if with_masters else ()
         to_train = plan_switch(inference(shared), train, bucket_bytes, topology=topology, hosted=hosted)
     return Route(deployment, generating, to_infer, to_train=to_train)

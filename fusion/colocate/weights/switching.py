@@ -1,18 +1,18 @@
-"""Switches a card's phase: the order in which memory is released, moved and allocated, and who waits for whom.
+"""Switch a card's phase: release, move and allocate memory in order, synchronised with the other cards.
 
     to INFER   release gradients ─ start offloading the optimizer ─ reshard weights ─ wait for the offload ─ allocate KV
-               (if the optimizer leaves no room to reshard, the offload is waited for first; accumulated gradients that
-               no step has used are offloaded, and loaded back, with the optimizer)
+               (if there is not enough memory to reshard, it waits for the offload first; accumulated gradients that no
+               step has used are offloaded and loaded with the optimizer)
     to TRAIN   release KV ─ reshard weights ─ start loading the optimizer; the optimizer step waits for it
 
-With float32 masters on the host, some of the weights are taken from there on the way to TRAIN (`masters`). A card that
-only generates releases KV and old weights, receives the new ones and allocates KV; one that only trains sends its
-weights and keeps them. Every part ends on all cards before the next begins on any, and is aborted on all if it fails on
-one: the card is then BROKEN (`PhaseMachine.begin`), so no half-switched model ever serves.
+With float32 masters on the host, the switch to TRAIN rounds some of the weights from them (`masters`). A card that only
+generates releases KV and old weights, receives the new weights and allocates KV; one that only trains sends its weights
+and keeps them. Every part ends on all cards before the next begins on any, and is aborted on all if it fails on one:
+the card is then BROKEN (`PhaseMachine.begin`), so that a partly switched model is never used.
 
-Copies to and from the host overlap the rest: `timing_s/switch/offload` and `…/onload` count the time that the host, or
-training, waited for them. On the timeline a part is this card's own work; its wait for other cards, which begin the
-switch or end a part later, is `wait_weights`.
+Copies to and from the host overlap with the other parts: `timing_s/switch/offload` and `…/onload` count the time that
+the host, or training, waited for them. On the timeline a part is this card's own work; time spent waiting for other
+cards is `wait_weights`.
 """
 
 from __future__ import annotations
