@@ -1,7 +1,8 @@
 """Load and save Hugging Face folders in any parallel layout, without assembling the whole model on one rank.
 
 Loading: every rank opens the safetensors files and reads only the boxes of its own parts. Saving: ranks send the parts
-that they own (each element has one owner) to rank 0, tensor by tensor; rank 0 writes shards of bounded size meanwhile.
+that they own (each element has one owner) to rank 0, tensor by tensor; at the same time rank 0 writes shards of
+bounded size.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def gather_tensors(
 
     Args:
         views: tensors to gather instead of the model's own, for example a copy: this rank's parameters by local name.
-        group: process group over the ranks of the mesh, in their order, unused by anything else meanwhile. None: the
+        group: process group over the ranks of the mesh, in their order, not in use elsewhere during the call. None: the
             mesh's own.
     """
     mesh = model.mesh

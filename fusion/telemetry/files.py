@@ -1,8 +1,8 @@
 """Write files that stay readable if the writing process is killed.
 
-A line is handed to the operating system in one write, so a killed process leaves whole lines and at most one torn one
-at the end; `read_jsonl` leaves that one out, and `JsonLines` cuts it off before it appends to it. Any other line that
-does not parse is damage, and is an error.
+Each line is written by one system call, so a killed process leaves complete lines and at most one incomplete line at
+the end; `read_jsonl` ignores it, and `JsonLines` removes it before it appends. Any other line that cannot be parsed is
+an error.
 """
 
 from __future__ import annotations

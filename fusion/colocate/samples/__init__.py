@@ -1,4 +1,4 @@
-"""Samples on a card that trains or scores: read from the queue, handed to the trainer.
+"""Read samples from the queue on a card that trains or scores, and convert them for the trainer.
 
 reader       reads what a stage needs from the queue, once for all ranks that need the same
 sequences    the queue's columns as the trainer's sequences
