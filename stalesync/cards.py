@@ -258,7 +258,7 @@ class Cards:
         rank_by_ref = {self._actors[rank].status.remote(): rank for rank in ranks}
         _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
         names = " and ".join(f"rank {rank}" for rank in sorted(rank_by_ref[ref] for ref in unanswered))
-        return f"; {names} did not report its status: it hangs" if names else ""
+        return f"; {names} did not answer a status call: it hangs" if names else ""
 
     def close(self) -> None:
         """Ends all workers."""
