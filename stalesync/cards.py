@@ -7,8 +7,9 @@
 
 A stage is passed as the method of `Worker` itself, so that a type checker checks its arguments and results. Every hang
 and every failure is reported: a card that raises or dies ends the stage, and the error names its rank and the stage;
-the other cards, which may wait for it in a collective, are ended with it. Of cards that exceed the stage timeout, those
-that do not answer a control call are named. A failing health check (`health_checks`) also ends the wait.
+the other cards, which may wait for it in a collective, are ended with it. If a stage exceeds its timeout, the cards
+that do not answer a control call are named, whichever stage they run. A failing health check (`health_checks`) also
+ends the wait.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class Cards:
             if late and now - start > self.timeout_s:
                 raise CardFailed(
                     f"stage {running.stage!r}: ranks {late} were not done after {self.timeout_s:.0f} s "
-                    f"(cluster.stage_timeout_s){self.describe_unresponsive(late)}"
+                    f"(cluster.stage_timeout_s){self.describe_unresponsive()}"
                 )
             if late and now - warned > WARN_EVERY_S:
                 warned = now
@@ -253,9 +254,9 @@ class Cards:
                 raise FailedStage.of(error, rank=rank, stage=name).error() from None
         return answers
 
-    def describe_unresponsive(self, ranks: Sequence[int]) -> str:
+    def describe_unresponsive(self) -> str:
         """Returns the part of an error message that names the ranks that do not answer a control call; "" if all do."""
-        rank_by_ref = {self._actors[rank].status.remote(): rank for rank in ranks}
+        rank_by_ref = {actor.status.remote(): rank for rank, actor in enumerate(self._actors)}
         _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
         names = " and ".join(f"rank {rank}" for rank in sorted(rank_by_ref[ref] for ref in unanswered))
         return f"; {names} did not answer a status call: it hangs" if names else ""

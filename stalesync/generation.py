@@ -127,8 +127,7 @@ class Generation:
             for engine in self._running
         )
         if silent_s > self._cards.timeout_s:
-            ranks = [rank for engine in self._running for rank in self._spec.engines[engine]]
-            hangs = self._cards.describe_unresponsive(ranks)
+            hangs = self._cards.describe_unresponsive()
             raise CardFailed(f"no sample has arrived for {silent_s:.0f} s (cluster.stage_timeout_s): {engines}{hangs}")
         log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
 
