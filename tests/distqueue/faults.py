@@ -12,7 +12,6 @@ id. So a process can be killed at any moment, and still:
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
 import signal
@@ -29,6 +28,7 @@ import torch
 from distqueue import DistQueue, PackedBatch, QueueClosed, QueueDrained
 from distqueue.actor_calls import run
 from tests.machine import Deadline, patience
+from tests.warm import use_ray
 
 TASKS = ("reward", "train")
 LEASE_S = 3.0
@@ -99,7 +99,8 @@ def told(folder: Path, what: str) -> set[str]:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.shutdown()
+    use_ray()
     try:
         yield
     finally:

@@ -27,15 +27,14 @@ from distqueue.samples import Selection
 from tests.distqueue.faults import make_batch, same
 from tests.distqueue.power_loss import HERE, Direct, PlainActor, put
 from tests.machine import patience
+from tests.warm import use_ray
 
 COLUMNS = ["tokens", "score", "text"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+def cluster() -> None:
+    use_ray()
 
 
 def ids_of(first: int, stop: int) -> list[str]:

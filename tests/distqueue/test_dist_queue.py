@@ -6,7 +6,6 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Iterator
 
 import pytest
 import ray
@@ -14,13 +13,12 @@ import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed
 from tests.machine import patience, wait_for
+from tests.warm import use_ray
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+def cluster() -> None:
+    use_ray()
 
 
 @ray.remote(num_cpus=0)

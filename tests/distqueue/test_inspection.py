@@ -22,6 +22,7 @@ from distqueue.samples import SampleTable
 from tests import machine
 from tests.distqueue.core.cores import ask, new_core, put_of, select, store
 from tests.distqueue.faults import make_batch
+from tests.warm import use_ray
 
 Shown = Callable[..., tuple[int, str, str]]
 
@@ -77,12 +78,11 @@ def test_a_journal_that_a_queue_has_open_is_shown(tmp_path: Path, shown: Shown) 
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[DistQueue]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    use_ray()
     queue = DistQueue.create(["reward", "train"], name="samples")
     queue.put(make_batch(["a", "b"]))
     yield queue
     queue.close()
-    ray.shutdown()
 
 
 def test_a_live_queue_is_shown_by_its_name(queue: DistQueue, shown: Shown) -> None:

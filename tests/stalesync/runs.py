@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests import machine
-from tests.stalesync.warm import ROOT, launcher
+from tests.warm import ROOT, launcher
 
 SMALL = [
     "device=emulated",

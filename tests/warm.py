@@ -1,9 +1,11 @@
 """Processes that have imported what a run needs before it begins: importing costs more than most of these runs.
 
-    launcher()             one process per test process; has imported torch, transformers, Ray and the product
+    launcher()             one process per test process; has imported torch, transformers and the product, but not Ray
       .start(command)      forks a run of its own: own Ray, own exit status, may be signalled and killed
       .session()           forks a process with a Ray of its own that stays, for runs that go to their end one by one
         .run(command)      a run in it
+      .forked_workers()    Ray that is started in this block, in the test process, forks its workers
+    use_ray()              the Ray that tests of a process share, in it
 
 What a run does is what `python scripts/train.py …` does, from that file's first line on; its standard output and error
 go to files. The processes are told what to do by lines of JSON and answer so. They end with the test process.
@@ -14,21 +16,22 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tests.machine import Deadline, wait_for
+from tests.ray_forks import ForkServer, end_process, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 UNEXPECTED = 2
 """The exit status of a run that ends with an exception which its script does not know."""
@@ -44,7 +47,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.stalesync.warm"],
+            [sys.executable, "-m", "tests.warm"],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -79,6 +82,15 @@ class Launcher:
             self.end_session()
             self._session = Session(self, self.fork("session"))
         return self._session
+
+    @contextmanager
+    def forked_workers(self) -> Iterator[None]:
+        """Inside the block, a Ray that this process starts forks its workers, too."""
+        executable, sys.executable = sys.executable, self.ask(do="serve")
+        try:
+            yield
+        finally:
+            sys.executable = executable
 
     def end_session(self) -> None:
         session, self._session = self._session, None
@@ -183,6 +195,15 @@ def launcher() -> Launcher:
     return made
 
 
+def use_ray() -> None:
+    """Starts Ray in this process, unless it runs; whoever needs another one shuts this one down first."""
+    import ray
+
+    if not ray.is_initialized():
+        with launcher().forked_workers():
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+
 # Below: what the processes do.
 
 
@@ -191,10 +212,14 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _preload()
     statuses: dict[int, int | None] = {}
+    server: ForkServer | None = None
     for line in sys.stdin:
         request = json.loads(line)
+        answer: Any
         if request["do"] == "poll":
             answer = _poll(request["pid"], statuses)
+        elif request["do"] == "serve":
+            answer = (server := server or ForkServer()).executable
         elif pid := os.fork():
             statuses[pid] = None
             answer = pid
@@ -207,12 +232,12 @@ def serve() -> None:
 
 def _preload() -> None:
     import hydra  # noqa: F401
-    import ray  # noqa: F401
     import transformers.models.auto.tokenization_auto  # noqa: F401
 
-    import stalesync.controller  # noqa: F401
-    import stalesync.launch  # noqa: F401
-    import stalesync.scoring  # noqa: F401
+    import distqueue.core.queue  # noqa: F401
+    import distqueue.payload.shard  # noqa: F401
+    import fusion.colocate.worker  # noqa: F401
+    import fusion.rollout.detokenize  # noqa: F401
 
 
 def _poll(pid: int, statuses: dict[int, int | None]) -> int | None:
@@ -230,8 +255,8 @@ def _become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _write_to(request["out"], request["err"])
-    status = _train(request["command"]) if request["do"] == "run" else _session(request["in"], request["answers"])
-    _end(status)
+    sys.executable = ForkServer().executable
+    end_process(_train(request["command"]) if request["do"] == "run" else _session(request["in"], request["answers"]))
 
 
 def _session(requests: str, answers: str) -> int:
@@ -247,22 +272,14 @@ def _session(requests: str, answers: str) -> int:
 
 def _train(command: list[str]) -> int:
     """The exit status of a script, which is run as the interpreter would."""
-    sys.argv = command
-    sys.path[0] = str(Path(command[0]).resolve().parent)
     try:
-        runpy.run_path(command[0], run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
+        return run_script(command)
     except BaseException:
         traceback.print_exc()
         return UNEXPECTED
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    return 0
 
 
 def _write_to(out: str, err: str) -> None:
@@ -270,15 +287,6 @@ def _write_to(out: str, err: str) -> None:
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, number)
         os.close(opened)
-
-
-def _end(status: int) -> None:
-    """As the interpreter ends: threads are joined, what was registered is called, what was printed is written."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":
