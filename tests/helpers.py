@@ -1,7 +1,7 @@
 """Small models, and ranks to run them on.
 
-The processes that play ranks are started once and reused by every test of a run: importing torch costs more than most
-tests.
+The processes that play ranks are forked from one that has imported torch, and reused by every test of a run: importing
+it costs more than most tests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,14 @@ def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
     return ModelConfig.from_hf(TINY | (TINY_EXPERTS if experts else {}) | kind | changes)
 
 
+@lru_cache(maxsize=1)
+def processes() -> Any:
+    """A multiprocessing context whose processes are forked from one that has imported torch, and nothing else yet."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.colocate.cards"])
+    return context
+
+
 def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", timeout_s: float = 120) -> list[Any]:
     """Calls ``fn(rank, device, *args)`` in ``world`` joined processes; returns the results by rank.
 
@@ -91,10 +100,9 @@ class _RankPool:
         self.pipes: dict[int, Connection] = {}
 
     def grow(self, world: int) -> None:
-        context = mp.get_context("spawn")
         for rank in set(range(world)) - self.processes.keys():
-            self.pipes[rank], there = context.Pipe()
-            self.processes[rank] = context.Process(target=_serve, args=(there,), daemon=True)
+            self.pipes[rank], there = processes().Pipe()
+            self.processes[rank] = processes().Process(target=_serve, args=(there,), daemon=True)
             self.processes[rank].start()
             there.close()
 

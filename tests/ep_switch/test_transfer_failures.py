@@ -4,7 +4,6 @@ stays."""
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import pickle
 import re
@@ -23,7 +22,7 @@ from fusion.ep_switch.exchange_shared import SharedExchange
 from fusion.ep_switch.segment import Segment
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, own_bytes
-from tests.helpers import run_ranks, tiny_config
+from tests.helpers import processes, run_ranks, tiny_config
 from tests.machine import patience, within
 
 MOE = tiny_config(num_key_value_heads=2)
@@ -231,11 +230,10 @@ def build_trio(device, ranks):
 
 @pytest.mark.parametrize("late_s", (0.0, 2.0))
 def test_the_end_of_a_process_is_noticed_and_named(tmp_path, late_s):
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=mortal, args=(rank, str(tmp_path), late_s)) for rank in range(4)]
-    for process in processes:
+    ranks = [processes().Process(target=mortal, args=(rank, str(tmp_path), late_s)) for rank in range(4)]
+    for process in ranks:
         process.start()
-    for process in processes:
+    for process in ranks:
         process.join(patience(100))
         assert not process.is_alive(), "a rank hangs"
     for exchange, survivors, dead in (("shared", (0, 1), 2), ("collective", (0, 1), 3)):

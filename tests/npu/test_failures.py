@@ -24,7 +24,8 @@ from fusion.npu.failures import (
     kind_of,
     wait_for,
 )
-from tests.helpers import run_ranks
+from tests.helpers import processes, run_ranks
+from tests.machine import patience
 
 HELD = {"weights": 3 << 20, "kv": 1 << 19}
 
@@ -171,13 +172,10 @@ REST = [(where, name) for where in ("gloo", "hccl") for name in COLLECTIVES if (
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST if each not in QUICK)],
 )
 def test_a_collective_whose_peer_was_killed_is_no_failure_of_its_own(tmp_path, where, name):
-    import multiprocessing as mp
-
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=bereaved, args=(rank, str(tmp_path), where, name)) for rank in range(3)]
-    for process in processes:
+    ranks = [processes().Process(target=bereaved, args=(rank, str(tmp_path), where, name)) for rank in range(3)]
+    for process in ranks:
         process.start()
-    for process in processes:
-        process.join(100)
+    for process in ranks:
+        process.join(patience(100))
         assert not process.is_alive(), "a rank hangs"
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["peer_lost"] * 2

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.telemetry import Span, Timeline, TimelineFile, read_timeline, summarize, summarize_run, wall_ns
+from tests.helpers import processes
 
 spans = st.lists(
     st.builds(
@@ -81,7 +82,7 @@ def test_processes_record_on_one_clock():
     before, recorded = wall_ns(), []
     for card in ("card 0", "card 1"):
         ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("spawn").Process(target=record, args=(card, theirs))
+        child = processes().Process(target=record, args=(card, theirs))
         child.start()
         recorded += ours.recv()
         child.join()
