@@ -1,6 +1,7 @@
 """What every process that runs tests has for itself, so that several may run side by side."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -29,6 +30,10 @@ atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 # How long an example takes is not what property tests ask, and no machine is too slow to draw one.
 settings.register_profile("suite", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported is no garbage: looking for some in it takes longer than many tests
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -143,6 +143,7 @@ def _serve(pipe: Connection) -> None:
     from fusion.npu import open_device
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage: looking for some took longer than most tests
     devices: dict[str, Any] = {}
     while True:
         try:

@@ -31,9 +31,20 @@ def hosted_switches(draw: st.DrawFn):
     return source, target, bucket_bytes, topology, False, tuple(units[::every])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(hosted_switches())
 def test_hosted_units_are_allocated_and_do_not_travel_and_the_rest_is_planned_as_ever(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(hosted_switches())
+def test_hosted_units_of_many_plans(case):
+    check(case)
+
+
+def check(case):
     plan = plan_switch(*case)
     most = check_contents(plan)
     for rank in plan.ranks:

@@ -27,9 +27,20 @@ def switches(draw: st.DrawFn):
     return random_switch(lambda options: draw(st.sampled_from(list(options))), draw(st.sampled_from((2, 4, 6, 8))))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(switches())
 def test_invariants(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(switches())
+def test_invariants_of_many(case):
+    check(case)
+
+
+def check(case):
     plan = plan_switch(*case)
     most = check_contents(plan)
     for rank in plan.ranks:

@@ -34,9 +34,20 @@ def returns(draw: st.DrawFn):
     return ends[0], train, bucket_bytes, Topology(host_bytes_per_s=host)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(returns())
 def test_what_is_hosted_lies_in_own_masters_once_and_never_makes_the_return_longer(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(returns())
+def test_what_is_hosted_on_many_returns(case):
+    check(case)
+
+
+def check(case):
     source, train, bucket_bytes, topology = case
     hosted = choose_hosted(source, train, train.ranks, topology)
     assert hosted == choose_hosted(source, train, train.ranks, topology)
