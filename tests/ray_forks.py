@@ -20,7 +20,6 @@ import json
 import os
 import runpy
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -59,10 +58,10 @@ class ForkServer:
 
     def __init__(self) -> None:
         assert "ray" not in sys.modules
-        self._folder = Path(tempfile.mkdtemp(prefix="rl-f", dir="/tmp"))
-        path, client = self._folder / "socket", self._folder / "client.py"
+        folder = Path(tempfile.mkdtemp(prefix="f", dir=os.environ["RAY_TMPDIR"]))  # removed by the process that set it
+        path, client = folder / "socket", folder / "client.py"
         client.write_text(CLIENT)
-        script = self._folder / "python"
+        script = folder / "python"
         script.write_text(EXECUTABLE.format(python=sys.executable, client=client, socket=path))
         script.chmod(0o700)
         self.executable = str(script)
@@ -75,7 +74,6 @@ class ForkServer:
             _Server(listener, parent=here).run()
         os.close(here)
         listener.close()
-        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
 
 class _Server:

@@ -17,7 +17,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distqueue import DistQueue, PackedBatch
 from distqueue.actor_calls import run
 from tests.machine import patience, wait_for
-from tests.warm import launcher
 
 
 class Nodes:
@@ -29,17 +28,15 @@ class Nodes:
         often["health_check_timeout_ms"] = round(1000 * patience(10))
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": often}
         ray.shutdown()
-        with launcher().forked_workers():
-            self.cluster = Cluster(initialize_head=True, head_node_args=head)
-            ray.init(address=self.cluster.address, log_to_driver=False)
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=self.cluster.address, log_to_driver=False)
         self.head = ray.get_runtime_context().get_node_id()
         self.beside: Any = None
 
     def other(self) -> Any:
         """A node beside the head: the one of earlier tests, or a new one."""
         if self.beside is None:
-            with launcher().forked_workers():
-                self.beside = self.cluster.add_node(num_cpus=1)
+            self.beside = self.cluster.add_node(num_cpus=1)
         return self.beside
 
     def kill_other(self) -> None:

@@ -8,7 +8,7 @@ from stalesync.launch import _ray
 
 
 def test_a_ray_that_does_not_start_in_time_says_what_to_do(monkeypatch):
-    assert not ray.is_initialized()
+    ray.shutdown()  # that of other tests
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
     with (
         pytest.raises(RayNotStarted, match="machine is busy.* RAY_raylet_start_wait_time_s=300 .* Timed out"),
