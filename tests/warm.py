@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,19 @@ UNEXPECTED = 2
 
 
 def environment() -> dict[str, str]:
-    """That of this process, without what only an interpreter heeds that is started."""
+    """That of this process, without what takes effect only when an interpreter is started."""
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
 class Launcher:
-    """The process that forks, and what is asked of it."""
+    """The process that forks, and what is asked of it. ``library``: is loaded before all others by it, its runs and
+    their workers (LD_PRELOAD)."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm"],
             cwd=ROOT,
-            env=environment(),
+            env=environment() | ({"LD_PRELOAD": library} if library else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -188,9 +189,9 @@ class Session:
             kill(run)
 
 
-@lru_cache(maxsize=1)
-def launcher() -> Launcher:
-    made = Launcher()
+@cache
+def launcher(library: str | None = None) -> Launcher:
+    made = Launcher(library)
     atexit.register(made.end)
     return made
 

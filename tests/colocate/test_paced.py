@@ -24,7 +24,7 @@ from fusion.telemetry import summarize
 from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
 from tests.inference.engines import generate, requests, tokens
-from tests.machine import within
+from tests.machine import patience, within
 
 CAPACITY = 64 << 20
 DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")
@@ -163,7 +163,9 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
         report = getattr(worker, name)(*args)
         took = time.perf_counter() - start
         parts = {n: p.value for n, p in report.metrics.items() if n.startswith("pace/") and p.rule == "sum"}
-        assert took == pytest.approx(sum(v for n, v in parts.items() if "/ideal_s/" not in n), rel=0.05, abs=0.05)
+        assert took == pytest.approx(
+            sum(v for n, v in parts.items() if "/ideal_s/" not in n), rel=0.05, abs=patience(0.05)
+        )
         stages[name] = {n.removeprefix("pace/modelled_s/") for n in parts if n.startswith("pace/modelled_s/")}
         kinds.update(parts)
         for card in summarize(report.spans):
@@ -186,7 +188,9 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
     assert kinds["pace/ideal_s/decode"] < kinds["pace/modelled_s/decode"]
     modelled = {n.removeprefix("pace/modelled_s/"): v for n, v in kinds.items() if "/modelled_s/" in n}
     generating = modelled["decode"] + modelled["prefill"]
-    assert shown["decode"] + shown["prefill"] == pytest.approx(generating, rel=0.05, abs=0.05), "sleep is of its step"
+    overrun_s = sum(v for n, v in kinds.items() if n.startswith("pace/overrun_s/"))
+    shown_s = shown["decode"] + shown["prefill"]
+    assert 0.95 * generating - 0.05 <= shown_s <= 1.05 * generating + overrun_s + patience(0.05), "with its sleep"
     assert shown["train"] + shown["optimizer"] >= 0.95 * (modelled["train"] + modelled["optimizer"])
 
 

@@ -1,6 +1,6 @@
 """A run as `scripts/train.py` starts it, whose controller counts what it receives.
 
-    python -m tests.stalesync.counted_run COUNTS.json overrides …
+    python tests/stalesync/counted_run.py COUNTS.json overrides …
 
 `queue_bytes` by column: payload that the controller's handle on the queue returned; `queue_total_bytes`: with metadata;
 `samples`: that it returned a text of; `reports`: of every stage report or control answer, the bytes of what it holds

@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from tests import machine
-from tests.warm import ROOT, launcher
+from tests.warm import launcher
 
 SMALL = [
     "device=emulated",
@@ -47,13 +45,8 @@ def train(base, folder, *overrides, timeout_s=180):
 
 
 def begin(base, folder, *overrides):
-    """A run that may be signalled and killed. One with a preloaded library starts as a user starts it: with an
-    interpreter of its own."""
-    command = command_of(base, folder, *overrides)
-    if "LD_PRELOAD" not in os.environ:
-        return launcher().start(command)
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, preexec_fn=heed_interrupts, **pipes)
+    """A run that may be signalled and killed."""
+    return launcher(os.environ.get("LD_PRELOAD")).start(command_of(base, folder, *overrides))
 
 
 def rows_of(run):
@@ -85,11 +78,6 @@ def descendants(pid):
             except OSError:
                 continue
     return below
-
-
-def heed_interrupts():
-    """Also where the tests run in the background, whose children ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(run, seconds, reached):

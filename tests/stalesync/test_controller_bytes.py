@@ -1,13 +1,13 @@
 """What enters the controller: text, and a small constant of metadata a sample; no token, in any deployment."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.colocate.cards import tiny_reward_model
-from tests.stalesync.runs import ROOT, command_of, rows_of
+from tests.machine import communicate
+from tests.stalesync.runs import command_of, rows_of
+from tests.warm import launcher
 
 RESPONSE = 48
 """Tokens of the longest response: its int64 tokens alone are more than the metadata that a sample may cost."""
@@ -37,10 +37,10 @@ def test_the_controller_receives_text_and_lengths_and_no_token(base, judge, tmp_
     options += [f"rollout.max_response_length={RESPONSE}", f"rollout.forced_median={RESPONSE}", "run.eval_prompts=4"]
     options += ["stalesync.max_staleness=1", "algorithm.kl_coef=0.01"]
     options += [f"reward.model={judge}"] if reward == "model" else []
-    command, counts = command_of(base, tmp_path, *options), tmp_path / "counts.json"
-    command = [sys.executable, "-m", "tests.stalesync.counted_run", str(counts), *command[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    (_, *overrides), counts = command_of(base, tmp_path, *options), tmp_path / "counts.json"
+    run = launcher().start(["tests/stalesync/counted_run.py", str(counts), *overrides])
+    out, err = communicate(run, 180)
+    assert run.returncode == 0, out + err
     found = json.loads(counts.read_text())
     assert sum(row["response_length/mean"] for row in rows_of(tmp_path / "run")) / 2 > RESPONSE / 2
 

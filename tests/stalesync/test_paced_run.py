@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.machine import patience
 from tests.warm import launcher
 
 PACED = """device=paced cluster.hardware=ascend_910c cluster.npus=2 data=addition data.max_prompt_length=8
@@ -25,8 +26,9 @@ def test_two_cards_generate_in_the_modelled_time_and_tell_their_overrun(base, tm
         assert min(modelled.values()) > 0
         # Of two cards, one to the end and the other until its requests have ended: the longer one is what gen takes.
         generating = modelled["decode"] + modelled["prefill"]
-        assert generating / 2 < row["timing_s/gen"] < 1.1 * generating
-        assert row["timing_s/gen"] == pytest.approx(row["pace/stage_s_max/gen"], rel=0.1)
+        overrun_s = sum(value for name, value in row.items() if name.startswith("pace/overrun_s/"))
+        assert generating / 2 < row["timing_s/gen"] < 1.1 * generating + overrun_s + patience(0.1)
+        assert row["timing_s/gen"] == pytest.approx(row["pace/stage_s_max/gen"], rel=0.1, abs=patience(0.1))
         assert row["pace/ideal_s/decode"] < modelled["decode"]
     assert "cards took the time of qwen3_30b_a3b on ascend_910c" in out
     again, out = _rows(base, tmp_path / "fast", "device.pace_speed=10000")

@@ -21,7 +21,6 @@ from tests.stalesync import straight_line
 from tests.stalesync.runs import (
     FOUR,
     JUDGE,
-    ROOT,
     assert_gone,
     descendants,
     rows_of,
@@ -29,6 +28,7 @@ from tests.stalesync.runs import (
     wait_until,
     weights_of,
 )
+from tests.warm import ROOT
 
 PROMISED = """critic/rewards/mean actor/pg_loss actor/kl_loss actor/grad_norm response_length/mean timing_s/gen
 timing_s/switch timing_s/card/decode perf/throughput perf/utilisation memory/infer/kv_mib

@@ -17,15 +17,21 @@ from tests.stalesync.runs import kill, rows_of, train, wait_until
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0"]
 
 
-@pytest.fixture
-def gate(tmp_path, tmp_path_factory, monkeypatch):
-    """While this file exists, nothing of a trainer's checkpoint gets to disk; see disk.c."""
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """disk.c, compiled."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler: the disk is played by a library that is preloaded")
     disk = tmp_path_factory.mktemp("disk") / "disk.so"
     source = str(Path(__file__).with_name("disk.c"))
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(disk), source, "-ldl"], check=True)
+    return disk
+
+
+@pytest.fixture
+def gate(disk, tmp_path, monkeypatch):
+    """While this file exists, nothing of a trainer's checkpoint gets to disk; see disk.c."""
     monkeypatch.setenv("LD_PRELOAD", str(disk))
     monkeypatch.setenv("DISK_GATE", str(tmp_path / "gate"))
     return tmp_path / "gate"
