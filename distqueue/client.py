@@ -63,6 +63,7 @@ class DistQueue(SampleQueue):
         self._grants: deque[tuple[float, File]] = deque()
         """Files granted for later puts, each usable until a time of this process's clock"""
         self.traffic = Traffic()
+        self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DistQueue, (self._actor,)
@@ -177,6 +178,7 @@ class DistQueue(SampleQueue):
             run(self._call("close"))
         except QueueClosed:
             return
+        self._closed = True  # the actor may answer a little longer
         ray.kill(self._actor)
 
     # ---- calls of the actor
@@ -197,6 +199,8 @@ class DistQueue(SampleQueue):
         return self._call("change", change.__name__, *args)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Calls[Any]:
+        if self._closed:
+            raise QueueClosed("the queue is closed")
         self.traffic.requests += 1
         return (yield partial(getattr(self._actor, method).remote, *args, **options))
 

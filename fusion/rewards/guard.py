@@ -163,7 +163,9 @@ class RewardPool:
             self._start_error = f"{self._source()}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip()
             return
         limit = self._config.time_limit_s
-        distinct = next((line.rpartition(" in ")[2] for line in trace.splitlines() if " in " in line), "")
+        distinct = next((line.rpartition(" in ")[2] for line in trace.splitlines() if " in " in line), None)
+        if distinct is None:  # no stack could be read, which says nothing that an earlier timeout did not say
+            distinct = next((key for error, key in self._logged_errors if error == "timeout"), "")
         detail = f"exceeded reward.time_limit_s={limit}; its stack was\n{trace}".rstrip()
         self._fail_current(child, batch, error="timeout", detail=detail, distinct=distinct)
         self._fill()

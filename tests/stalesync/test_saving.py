@@ -11,7 +11,7 @@ import pytest
 
 from stalesync.failures import CardFailed
 from stalesync.saving import SaveFailed, Saver
-from tests.machine import communicate, within
+from tests.machine import communicate, patience, within
 from tests.stalesync.runs import kill, rows_of, train, wait_until
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0"]
@@ -52,7 +52,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_the_next_waits_and_a_killed_o
     run = start(*options, "run.steps=1000")
     wait_until(run, 60, lambda: len(rows_of(folder)) == 5)
     assert (folder / "checkpoints" / "step-3" / "trainer.partial").is_dir() and not _whole(folder)
-    time.sleep(1)
+    time.sleep(patience(1.5))
     assert len(rows_of(folder)) == 5, "the cut after step 6 waits"
     gate.unlink()
     wait_until(run, 60, lambda: _whole(folder))
