@@ -75,7 +75,8 @@ on_all() { # COMMAND... -- HOST...: run the command on all hosts at once; name t
 ray_start=(ray start --disable-usage-stats --resources="{\"NPU\": $dies}")
 
 [ -n "$dry" ] || trap 'rm -f "$plan"; on_all ray stop -- "${hosts[@]}"' EXIT
-on "$head" "${ray_start[@]}" --head --port="$port"
+# Ray's default niceness of 15 leaves the cards' host threads almost nothing beside any other process that wants a core.
+on "$head" "${ray_start[@]}" --head --port="$port" --system-config='{"worker_niceness": 0}'
 on_all "${ray_start[@]}" --address="$head:$port" -- "${hosts[@]:1}"
 on "$head" "${job[@]}"
 if [ -n "$dry" ]; then

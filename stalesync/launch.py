@@ -203,6 +203,8 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
 def _ray(address: str | None) -> Iterator[None]:
     """Joins a cluster, or starts Ray on this machine; at the block's end leaves the cluster, or stops Ray."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's default, 15, leaves the cards' host threads a thirtieth of a core beside any other process that wants it.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     from stalesync.failures import RayNotStarted

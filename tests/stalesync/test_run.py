@@ -193,6 +193,7 @@ def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, t
     below = descendants(run.pid)
     workers = [pid for pid, command in below.items() if "ray::Card" in command]
     assert len(workers) == 2
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in workers] == [os.getpriority(os.PRIO_PROCESS, run.pid)] * 2
     killed = time.monotonic()
     os.kill(workers[1], signal.SIGKILL)
     out, err = communicate(run, 60)
