@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.machine import Deadline, wait_for
 from tests.ray_forks import ForkServer, end_process, run_script
@@ -202,7 +201,7 @@ def use_ray() -> None:
     import ray
 
     if not ray.is_initialized():
-        with launcher().forked_workers(), patch.dict(os.environ, RAY_worker_niceness="0"):
+        with launcher().forked_workers():
             ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 
 

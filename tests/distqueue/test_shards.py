@@ -144,6 +144,7 @@ def test_what_a_lost_node_held_ends_by_name_and_the_rest_goes_on(nodes: Nodes) -
 
 
 def test_a_full_shard_spills_to_disk_and_reads_it_back(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.kill_other()
     queue = DistQueue.create(["train"], max_bytes=40_000, spill=str(tmp_path / "spill"))
     for k in range(6):
         queue.put(batch_of(f"{k}a", f"{k}b"))
@@ -161,6 +162,7 @@ def test_a_full_shard_spills_to_disk_and_reads_it_back(nodes: Nodes, tmp_path: P
 
 
 def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    nodes.kill_other()
     queue = DistQueue.create(["train"], max_rows=3)
     queue.put(batch_of("a", "b"))
     writer = nodes.at(nodes.head, queue)
@@ -179,6 +181,7 @@ def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: py
 
 
 def test_a_file_that_vanished_ends_its_samples_by_name_instead_of_a_hang(nodes: Nodes) -> None:
+    nodes.kill_other()
     queue = DistQueue.create(["train"])
     folder = Path(queue.state()["shards"][0]["folder"])
     queue.put(batch_of("a", "b"))
