@@ -3,6 +3,9 @@ from .column import Column as Column
 from .config import QueueOptions as QueueOptions
 from .core import QueueClosed as QueueClosed
 from .core import QueueDrained as QueueDrained
+from .errors import LostSample as LostSample
+from .errors import SamplesLost as SamplesLost
+from .errors import StorageFull as StorageFull
 from .interface import SampleQueue as SampleQueue
 from .local import LocalQueue as LocalQueue
 from .packed import PackedBatch as PackedBatch

@@ -26,6 +26,7 @@ from distqueue import checkpoint
 from distqueue.actor_calls import GONE
 from distqueue.config import QueueOptions
 from distqueue.core import QueueClosed, QueueCore, Share
+from distqueue.errors import Damage, LostSample, StorageFull
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
 from distqueue.messages import File, Put, pack, smallest
@@ -87,7 +88,7 @@ class QueueActor:
             await self.fleet.adopt()
         elif self.checkpoint_folder is not None:
             await self.fleet.copy_in(Path(self.checkpoint_folder))
-        if self.journal is not None and not recovered:
+        if self.journal is not None:  # what was recovered, too: a file that is whole, and short to read
             self.journal.begin(self.core.snapshot())
             self.core.record = self.journal.append
 
@@ -107,14 +108,18 @@ class QueueActor:
         new = QueueCore(SampleTable(tasks, options.lease_s, options.group_size), **bounds)
         if options.journal is not None:
             self.journal = Journal(options.journal, lambda: self.core.snapshot())
-            snapshot, events = self.journal.read()
-            if snapshot is not None:
-                core = QueueCore.recover(snapshot, events, options.lease_s, **bounds)
+            stored = self.journal.read()
+            for line in stored.damage:
+                log.error("%s", line)
+            if stored.missing and _was_restarted():
+                raise QueueClosed(f"{stored.damage[-1]}; its clients may wait for samples that nobody knows any more")
+            if stored.snapshot is not None:
+                has_gaps = bool(stored.missing)
+                core = QueueCore.recover(stored.snapshot, stored.events, options.lease_s, has_gaps=has_gaps, **bounds)
                 for key in ("tasks", "group_size"):
-                    stored, requested = getattr(core.table, key), getattr(new.table, key)
-                    if stored != requested:
-                        raise ValueError(f"{key}={requested}: journal {options.journal} has {key}={stored}")
-                core.record = self.journal.append
+                    has, requested = getattr(core.table, key), getattr(new.table, key)
+                    if has != requested:
+                        raise ValueError(f"{key}={requested}: journal {options.journal} has {key}={has}")
                 return core, True
         if self.checkpoint_folder is not None:
             return QueueCore.recover(checkpoint.load(self.checkpoint_folder), (), options.lease_s, **bounds), False
@@ -125,7 +130,10 @@ class QueueActor:
         await self.start()
         self.core.close()
         if self.journal is not None:
-            await self.journal.flushed()
+            try:
+                await self.journal.flushed()
+            except StorageFull as error:  # what could not be written was never acknowledged
+                log.error("the last changes are not in the journal: %s", error)
             self.journal.close()
         else:
             await self.fleet.end()
@@ -147,6 +155,14 @@ class QueueActor:
     async def find_lost(self, numbers: Sequence[int]) -> None:
         async with self._call():
             await self.fleet.find_lost(numbers)
+
+    async def find_damaged(self, number: int) -> list[Damage]:
+        async with self._call():
+            return await self.fleet.find_damaged(number, self.name)
+
+    async def lost(self, first: int) -> list[LostSample]:
+        async with self._call():
+            return self.core.lost[first:]
 
     # ---- checkpoints
 
@@ -227,16 +243,18 @@ class QueueActor:
                 if not answer.done():
                     return Turn(waiter.number, waiter.since_s, self.core.explain(selection))
                 return answer.result().to_bytes()
-            except asyncio.CancelledError:  # the client is gone or has cancelled
+            except asyncio.CancelledError:  # the client has ended or has cancelled
                 if answer.done() and not answer.exception():
                     self.core.give_back(selection.task, answer.result().ids, time.time())
                 raise
             finally:
                 self.core.readers.leave(waiter)
 
-    async def locate(self, ids: Sequence[str], columns: Sequence[str], skip_ended: bool = False) -> bytes:
+    async def locate(
+        self, ids: Sequence[str], columns: Sequence[str], *, lengths: Sequence[str] = (), skip_ended: bool = False
+    ) -> bytes:
         async with self._call():
-            return self.core.locate(ids, columns, skip_ended).to_bytes()
+            return self.core.locate(ids, columns, lengths=lengths, skip_ended=skip_ended).to_bytes()
 
     async def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> bytes:
         """Return the array `lengths` (columns, B): see `SampleQueue.lengths`."""
@@ -322,6 +340,11 @@ def _new_answer() -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
             future.set_result(value)
 
     return future, resolve
+
+
+def _was_restarted() -> bool:
+    """Whether Ray has restarted this actor, whose clients go on."""
+    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def _alive_nodes() -> list[str]:

@@ -48,7 +48,8 @@ def run(calls: Calls[T]) -> T:
         ref = driver.call()
         with driver.answering(ref):
             driver.answer(ray.get(ref))
-        time.sleep(driver.wait_s)
+        if driver.wait_s:
+            time.sleep(driver.wait_s)
     return driver.result  # type: ignore[return-value]
 
 
@@ -59,7 +60,8 @@ async def run_async(calls: Calls[T]) -> T:
         ref = driver.call()
         with driver.answering(ref):
             driver.answer(await ref)
-        await asyncio.sleep(driver.wait_s)
+        if driver.wait_s:
+            await asyncio.sleep(driver.wait_s)
     return driver.result  # type: ignore[return-value]
 
 
@@ -88,7 +90,7 @@ class _Driver:
         except UNAVAILABLE as error:
             self._retry(error)
         except GONE:
-            self._throw(ActorGone("the queue's actor is gone: closed, killed, or its node lost"))
+            self._throw(ActorGone("the queue's actor has ended: closed, killed, or its node lost"))
         except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
             ray.cancel(ref)
             self.calls.close()

@@ -1,6 +1,6 @@
 """A checkpoint: a queue as of one instant, in a folder from which a new queue can resume.
 
-    FOLDER/index.db          a journal's database (journal.py) with one snapshot
+    FOLDER/journal           a journal (journal.py) with one snapshot
     FOLDER/segments/NUMBER   a copy of every segment that was live, synced by the shard that made it
     FOLDER/cut               the id of the call that wrote it
 
@@ -10,16 +10,18 @@ that of the snapshot; segments are immutable, so they may be copied later, as lo
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import sqlite3
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 
 from distqueue.core.recovery import outline
 from distqueue.durable import make_folder, sync
-from distqueue.journal import INDEX, Journal, read_folder
+from distqueue.errors import naming_full_storage
+from distqueue.journal import Journal, read_folder
+
+log = logging.getLogger(__name__)
 
 SEGMENTS = "segments"
 CUT = "cut"
@@ -51,9 +53,8 @@ class Unfinished:
         assert self._index is not None
         self._index.begin(snapshot)
         self._close()
-        with closing(sqlite3.connect(self.partial / INDEX)) as store:
-            store.execute("pragma journal_mode=delete")  # a single file, readable without a write-ahead log
-        (self.partial / CUT).write_text(self.cut)
+        with naming_full_storage(self.partial / CUT, len(self.cut)):
+            (self.partial / CUT).write_text(self.cut)
         for name in (CUT, SEGMENTS, "."):
             sync(self.partial / name)
         os.rename(self.partial, self.folder)
@@ -88,8 +89,10 @@ def check(folder: str, tasks: tuple[str, ...], group_size: int | None) -> None:
 
 
 def load(folder: str) -> bytes:
-    """Read the snapshot, whose segments are at `segment_path`. ValueError: not a checkpoint."""
-    snapshot = read_folder(folder)[0] if (Path(folder) / CUT).is_file() else None
-    if snapshot is None:
+    """Read the snapshot, whose segments are at `segment_path`. ValueError: not a checkpoint, or it is damaged."""
+    stored = read_folder(folder) if (Path(folder) / CUT).is_file() else None
+    if stored is None or stored.snapshot is None:
         raise ValueError(f"checkpoint={folder!r}: expected a folder written by DistQueue.checkpoint")
-    return snapshot
+    for line in stored.damage:
+        log.error("%s", line)
+    return stored.snapshot

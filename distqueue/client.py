@@ -3,7 +3,7 @@
 An actor decides (`actor.py`), shards of shared memory hold the payload, and the calls of this file connect both.
 
 put   write the payload into shared memory ─► commit, which also grants a file for the next put   one call
-      first put of a client, or another size: reserve a file before writing                       two calls
+      first put of a client, or of another size: reserve a file before writing                    two calls
 get   request ─► ids and where they lie ─► copy from there     one call; further ones for samples on other nodes
 """
 
@@ -13,7 +13,6 @@ import json
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +25,15 @@ from distqueue.actor_calls import Calls, run, run_async
 from distqueue.checkpoint import check as check_checkpoint
 from distqueue.config import QueueOptions, check_absolute
 from distqueue.core import QueueClosed, QueueCore
+from distqueue.errors import DAMAGED, LOST, Damage, LostSample, NoRoomForRows, SamplesLost
+from distqueue.grants import Grants
 from distqueue.interface import Change, SampleQueue
 from distqueue.journal import read_folder
 from distqueue.messages import Delivery, File, Put, unpack
 from distqueue.packed import PackedBatch
 from distqueue.payload.access import PayloadAccess
 from distqueue.payload.columns import stretches_of
-from distqueue.payload.segment_file import SegmentGone, lay_out
+from distqueue.payload.segment_file import SegmentDamaged, SegmentGone, lay_out
 from distqueue.request import GetRequest
 from distqueue.samples import SampleTable, Span
 
@@ -54,14 +55,13 @@ class Traffic:
 class DistQueue(SampleQueue):
     """A handle on a queue. Picklable: pass it to workers. Thread-safe.
 
-    Every method raises what `SampleQueue` states, and QueueClosed if the actor is gone.
+    Every method raises what `SampleQueue` states, and QueueClosed if the actor has ended.
     """
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._payload = PayloadAccess(self._call)
-        self._grants: deque[tuple[float, File]] = deque()
-        """Files granted for later puts, each usable until a time of this process's clock"""
+        self._grants = Grants(self._cancel)
         self.traffic = Traffic()
         self._closed = False
 
@@ -103,11 +103,11 @@ class DistQueue(SampleQueue):
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         if name is not None and name in live_queues():
-            raise ValueError(f"name={name!r}: a queue of this name lives in this Ray cluster")
+            raise ValueError(f"name={name!r}: a queue of this name exists in this Ray cluster")
         if checkpoint is not None:
             check_absolute("checkpoint", checkpoint)
             check_checkpoint(checkpoint, tasks, options.group_size)
-            if options.journal is not None and read_folder(options.journal)[0] is not None:
+            if options.journal is not None and read_folder(options.journal).snapshot is not None:
                 raise ValueError(f"journal={options.journal!r}: it holds a queue; expected a new one for {checkpoint=}")
         actor = actor_class.remote(name=name or "", tasks=tasks, options=options, node=node, checkpoint=checkpoint)
         queue = cls(actor)
@@ -145,6 +145,9 @@ class DistQueue(SampleQueue):
         self.traffic.received_bytes += len(message)
         _, arrays = unpack(message)
         return dict(zip(columns, arrays["lengths"].tolist(), strict=True))
+
+    def lost(self, first: int = 0) -> list[LostSample]:
+        return run(self._call("lost", first))
 
     async def ack_async(self, task: str, ids: Iterable[str]) -> None:
         """`ack` for a coroutine."""
@@ -209,7 +212,7 @@ class DistQueue(SampleQueue):
             return ()
         columns, message = stretches_of(batch), Put.of(batch).to_bytes()
         contents = lay_out(columns)
-        file = self._take_grant(contents.nbytes)
+        file = self._grants.take(contents.nbytes, time.monotonic())
         unannounced = None if file is None else message  # a reservation has announced the put already
         while True:
             if file is None:
@@ -221,6 +224,8 @@ class DistQueue(SampleQueue):
             except LookupError as error:
                 if unannounced is None:
                     log.warning("repeating a put of %d samples: %s", len(batch), error)
+                elif not isinstance(error, NoRoomForRows):
+                    self._grants.clear()
                 self._cancel(file)
                 file = None
                 continue
@@ -228,19 +233,8 @@ class DistQueue(SampleQueue):
                 self._cancel(file)
                 raise
             if granted is not None:
-                self._grants.append((time.monotonic() + granted.lease_s / 2, granted))
+                self._grants.keep(granted, time.monotonic())
             return late
-
-    def _take_grant(self, nbytes: int) -> File | None:
-        """Take the file that an earlier put was granted for this one, if it is still ours and fits."""
-        try:
-            until_s, file = self._grants.pop()
-        except IndexError:
-            return None
-        if time.monotonic() < until_s and file.fits(nbytes):
-            return file
-        self._cancel(file)
-        return None
 
     def _commit(self, file: File, nbytes: int, message: bytes | None) -> Calls[Any]:
         node = self._payload.here()
@@ -265,6 +259,13 @@ class DistQueue(SampleQueue):
             number = answer.number
             log.warning("a put of %s bytes is waiting: %s", f"{nbytes:,}", answer.why)
 
+    def _locate_again(self, delivery: Delivery, columns: Sequence[str]) -> Calls[Delivery]:
+        """Locate the samples of a delivery that have not ended."""
+        message = yield from self._call(
+            "locate", delivery.ids, tuple(columns), lengths=tuple(delivery.lengths), skip_ended=True
+        )
+        return Delivery.from_bytes(message)
+
     def _get_calls(self, request: GetRequest) -> Calls[PackedBatch]:
         selection, share = request.selection(), request.part()
         deadline_s = None if request.timeout_s is None else time.monotonic() + request.timeout_s
@@ -287,13 +288,21 @@ class DistQueue(SampleQueue):
     def _read_calls(self, ids: tuple[str, ...], columns: tuple[str, ...]) -> Calls[PackedBatch]:
         message = yield from self._call("locate", ids, columns)
         self.traffic.received_bytes += len(message)
-        batch = yield from self._fetch(Delivery.from_bytes(message), columns)
+        damage: list[Damage] = []
+        batch = yield from self._fetch(Delivery.from_bytes(message), columns, damage)
         if len(batch) < len(ids):
-            yield from self._call("locate", ids, columns)  # raises, naming the sample that has ended and how
+            try:
+                yield from self._call("locate", ids, columns)  # raises, naming the sample that has ended and how
+            except SamplesLost as error:
+                where = next((f"; {one}" for one in damage if error.ids[0] in one.ids), "")
+                raise SamplesLost(error.ids, f"{error}{where}") from None
         return batch
 
-    def _fetch(self, delivery: Delivery, columns: Sequence[str]) -> Calls[PackedBatch]:
-        """Copy the payload of a delivery; samples that end meanwhile are left out."""
+    def _fetch(
+        self, delivery: Delivery, columns: Sequence[str], damage: list[Damage] | None = None
+    ) -> Calls[PackedBatch]:
+        """Copy the payload of a delivery; samples that end meanwhile, also because they are damaged, are left out.
+        `damage`: receives what is damaged."""
         too_old, moves = delivery.too_old, 0
         while delivery.ids:
             try:
@@ -305,14 +314,25 @@ class DistQueue(SampleQueue):
                     groups=delivery.groups,
                     versions=delivery.versions,
                     too_old=too_old,
+                    lengths={name: lengths_B.tolist() for name, lengths_B in delivery.lengths.items()},
                 )
             except SegmentGone as error:  # moved, overwritten because its samples have ended, or lost
                 moves += 1
                 if moves > MAX_MOVES:
                     log.warning("samples are not where the queue expects them: %s", error)
                     yield from self._call("find_lost", [place.number for place in delivery.places])
-                message = yield from self._call("locate", delivery.ids, tuple(columns), skip_ended=True)
-                delivery = Delivery.from_bytes(message)
+                delivery = yield from self._locate_again(delivery, columns)
+            except SegmentDamaged as error:
+                before = len(delivery.ids)
+                for number in error.numbers:
+                    for one in (yield from self._call("find_damaged", number)):
+                        log.error("%s; these samples end as %s%s", one, LOST, DAMAGED)
+                        if damage is not None:
+                            damage.append(one)
+                delivery = yield from self._locate_again(delivery, columns)
+                moves = 0 if len(delivery.ids) < before else moves + 1
+                if moves > MAX_MOVES:  # as it is stored it is not damaged
+                    raise RuntimeError(f"{error}; in this process's memory, not where they are stored") from None
         return PackedBatch((), {}, too_old=too_old)
 
 

@@ -29,8 +29,10 @@ class QueueConfig:
     wait."""
 
     def validate(self, prefix: str = "queue.") -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key; ``prefix`` is put before the key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key; ``prefix`` is put before the key.
         """
         durable = self.durability in DURABILITIES
         _expect(durable, f"{prefix}durability", self.durability, expected=f"one of {', '.join(DURABILITIES)}")
@@ -58,8 +60,10 @@ class QueueOptions(QueueConfig):
     """Maximum number of samples in the queue; a put of new samples waits until there is space. None: no limit."""
 
     def validate(self, prefix: str = "") -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         super().validate(prefix)
         _expect_count(f"{prefix}group_size", self.group_size)
@@ -74,8 +78,10 @@ class QueueOptions(QueueConfig):
 
 
 def check_absolute(key: str, folder: str) -> None:
-    """Raises:
-    ValueError: ``folder`` is a relative path.
+    """Checks that a folder is an absolute path.
+
+    Raises:
+        ValueError: ``folder`` is a relative path.
     """
     expected = "an absolute path, as the queue's processes have other working folders"
     _expect(Path(folder).is_absolute(), key, folder, expected=expected)

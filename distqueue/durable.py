@@ -16,10 +16,11 @@ def sync(path: str | Path) -> None:
 
 
 def make_folder(folder: str | Path) -> Path:
-    """Create a folder and its parents; returns when the names of all of them are on disk."""
+    """Create a folder and its parents, for this user alone; returns when the names of all of them are on disk."""
     folder = Path(folder).absolute()
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(created):
+        path.mkdir(mode=0o700, exist_ok=True)
     for path in dict.fromkeys([*created, folder]):  # also if it existed: its creator may have died before the sync
         sync(path.parent)
     return folder

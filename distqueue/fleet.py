@@ -10,18 +10,25 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 
 from distqueue.actor_calls import GONE, RETRY_S, UNAVAILABLE
 from distqueue.config import QueueOptions
 from distqueue.core import QueueCore
-from distqueue.payload.shard import Shard, memory_folder
+from distqueue.errors import DAMAGED, LOST, Damage, StorageFull
+from distqueue.payload.shard import Shard, folder_in
+from distqueue.payload.sweep import memory
 from distqueue.segments import Segment
 from distqueue.segments import Shard as ShardEntry
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+MIN_FREE_BYTES = 1 << 20
+"""A shard does not start with less than this"""
 
 
 class ShardHandle(NamedTuple):
@@ -63,7 +70,7 @@ class Fleet:
                 name=name,
                 node=node,
                 folder=folder,
-                max_bytes=self.options.max_bytes or free_bytes // 2,
+                max_bytes=self.options.max_bytes or half_of(free_bytes, folder),
                 recycles=self.options.journal is None,
                 spill=spill,
             )
@@ -160,7 +167,7 @@ class Fleet:
             ray.kill(shard)
 
     async def find_dead(self, name: str) -> None:
-        """Check a shard that a client could not reach: if it is gone for good, its samples end as lost."""
+        """Check a shard that a client could not reach: if it has ended for good, its samples end as lost."""
         if name not in self.shards:
             return
         try:
@@ -174,7 +181,7 @@ class Fleet:
         self.core.ledger.shards[name].leaving = True
         self.shards.pop(name, None)
         lost = self.core.lose(numbers, name, time.time())
-        log.error("%s is gone with its node; %d samples are lost with it: %s", name, len(lost), lost[:3])
+        log.error("%s has ended with its node; %d samples are lost with it: %s", name, len(lost), lost[:3])
 
     async def find_lost(self, numbers: Sequence[int]) -> None:
         """Check segments that a client did not find where they should lie: samples whose files are gone end as lost."""
@@ -182,10 +189,44 @@ class Fleet:
         for number in [number for number in numbers if number in known]:
             segment = known[number]
             handle = self.shards.get(segment.shard)
-            if handle is None or await handle.actor.holds.remote(number, segment.path) or number not in known:
+            if handle is None:
+                continue
+            held = await self._ask(segment.shard, handle.actor.holds.remote(number, segment.path))
+            if held is None or held or number not in known:
                 continue
             lost = self.core.lose([number], "not found", time.time())
             log.error("%s is missing or was overwritten; %d samples are lost", segment.path, len(lost))
+
+    async def find_damaged(self, number: int, queue: str) -> list[Damage]:
+        """Verify a segment in which a client found damage: samples whose bytes differ from their checksums end as lost.
+        Returns what is damaged. `queue`: its name, for messages."""
+        segment = self.core.ledger.segments.get(number)
+        handle = None if segment is None else self.shards.get(segment.shard)
+        if segment is None or handle is None:
+            return []
+        path = segment.path
+        rows = await self._ask(segment.shard, handle.actor.damaged.remote(number, path))
+        if not rows or number not in self.core.ledger.segments:
+            return []
+        found = []
+        for column, first, last in rows:
+            ids = self.core.table.at(number, first, last if column else None)
+            if ids:
+                found.append(Damage(queue, ids, column, path))
+        for one in found:
+            log.error("%s; these samples end as %s%s", one, LOST, DAMAGED)
+        self.core.lose_samples(list(dict.fromkeys(id for one in found for id in one.ids)), DAMAGED, time.time())
+        return found
+
+    async def _ask(self, shard: str, answer: Awaitable[Answer]) -> Answer | None:
+        """Return a shard's answer; None: it is restarting, or has ended, which is then settled."""
+        try:
+            return await answer
+        except UNAVAILABLE:
+            return None
+        except GONE:
+            await self.find_dead(shard)
+            return None
 
     async def spill(self, node: str, nbytes: int) -> bool:
         """Spill segments of a full shard to disk, enough for a put of `nbytes`. Returns whether that was possible."""
@@ -242,10 +283,18 @@ class Fleet:
             self.core.moved(segment.number, target.name, path)
 
     def _folders(self, name: str) -> tuple[str, str | None]:
-        spill = None if self.options.spill is None else str(Path(self.options.spill) / self.epoch / name)
+        spill = None if self.options.spill is None else str(folder_in(Path(self.options.spill), self.epoch, name))
         if self.options.journal is not None:
             return str(Path(self.options.journal) / "segments" / name), spill
-        return str(memory_folder(self.epoch, name)), spill
+        return str(folder_in(memory(), self.epoch, name)), spill
+
+
+def half_of(free_bytes: int, folder: str) -> int:
+    """The bytes that a shard may hold in its folder, of the free ones. StorageFull: there is hardly any."""
+    if free_bytes < MIN_FREE_BYTES:
+        where = "shared memory" if folder.startswith("/dev/shm/") else "the disk"
+        raise StorageFull(f"{where} is full: {folder}: {free_bytes:,} bytes are free; free space there")
+    return free_bytes // 2
 
 
 def _start(node: str, folder: str, spill: str | None) -> Any:

@@ -1,6 +1,6 @@
 """Inspect a queue: which readers and writers are waiting, for what, and for how long.
 
-python -m distqueue                      # list the queues of the Ray cluster on this machine
+python -m distqueue                      # list the queues of the Ray clusters that you run on this machine
 python -m distqueue samples              # show a live queue; --watch 2: every two seconds
 python -m distqueue runs/run/queue       # show the queue in the folder of a journal or checkpoint
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from distqueue.core.errors import QueueClosed
-from distqueue.journal import INDEX, read_folder
+from distqueue.journal import is_journal, read_folder
+
+LOOPBACK = "127.0.0.1"
+
+ANSWER_S = 60.0
+"""Seconds after which a Ray that does not answer is left out."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "queue", nargs="?", help="name of a live queue, or folder of a journal or checkpoint; default: list live queues"
     )
     parser.add_argument(
-        "--address", default="auto", help="address of the Ray cluster (default: the one on this machine)"
+        "--address", default="auto", help="address of the Ray cluster (default: all that you run on this machine)"
     )
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat at this interval")
     args = parser.parse_args(arguments)
@@ -44,8 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(queue: str | None, address: str) -> str:
-    if queue is not None and (Path(queue) / INDEX).is_file():
+    if queue is not None and is_journal(queue):
         return state_text(journal_state(Path(queue)))
+    heads = ray_heads() if address == "auto" and not _connected() else [address]
+    if len(heads) > 1:
+        return "\n\n".join(_reports_of(heads, queue))
+    address = heads[0] if heads else address
+    if address.startswith(f"{LOOPBACK}:"):
+        # Ray would replace it by the machine's address in its network; a run starts its Ray with the user's token.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     from distqueue.client import DistQueue, live_queues
@@ -62,15 +77,62 @@ def _report(queue: str | None, address: str) -> str:
     return "\n".join(["live queues:", *(f"  {name}" for name in names)]) if names else "no live queue"
 
 
+def _connected() -> bool:
+    """Whether this process has connected to a Ray; without importing Ray, which takes a second."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _reports_of(heads: Sequence[str], queue: str | None) -> list[str]:
+    """Returns the report of each Ray, of a queue only those that have it. Each is made by a process of its own, as a
+    process connects to one Ray only.
+
+    Raises:
+        ValueError: no Ray has the queue.
+    """
+    reports, errors = [], []
+    for head in heads:
+        command = [sys.executable, "-m", "distqueue", *([] if queue is None else [queue]), "--address", head]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            errors.append(f"Ray at {head}: no answer for {ANSWER_S:.0f} s")
+            continue
+        if done.returncode == 0:
+            reports.append(f"Ray at {head}: {done.stdout.strip()}")
+        else:
+            errors.append(f"Ray at {head}: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}")
+    if not reports:
+        raise ValueError("\n".join(errors))
+    return reports
+
+
+def ray_heads(processes: Path = Path("/proc")) -> list[str]:
+    """Return the addresses (`host:port`) of the Ray heads that this user runs on this machine."""
+    heads = []
+    for process in processes.glob("[0-9]*"):
+        try:
+            program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if not program.endswith("/gcs_server") or process.stat().st_uid != os.getuid():
+                continue
+            options = dict(one.removeprefix("--").split("=", 1) for one in arguments if "=" in one)
+            # The port is chosen by the server, which writes it here.
+            port = Path(options["session-dir"], f"gcs_server_port_{options['node-id']}").read_text().strip()
+            heads.append(f"{options['node-ip-address']}:{port}")
+        except (OSError, KeyError):  # it has ended, has just begun, or is hidden
+            continue
+    return sorted(heads)
+
+
 def journal_state(folder: Path) -> dict[str, Any]:
     """Read the state of a journal, in the form of `QueueCore.state`, without changing it. No sample in it is leased."""
     from distqueue.core import QueueCore  # loads numpy, which --help does not need
 
-    snapshot, events = read_folder(folder)
-    if snapshot is None:
+    stored = read_folder(folder)
+    if stored.snapshot is None:
         raise ValueError(f"journal {folder}: it holds no state yet")
-    core = QueueCore.recover(snapshot, events)
-    return core.state(time.time()) | {"name": "", "journal": str(folder)}
+    core = QueueCore.recover(stored.snapshot, stored.events, has_gaps=bool(stored.missing))
+    return core.state(time.time()) | {"name": "", "journal": str(folder), "damage": stored.damage}
 
 
 def state_text(state: dict[str, Any]) -> str:
@@ -97,6 +159,7 @@ def state_text(state: dict[str, Any]) -> str:
     lines += [f"a writer is waiting: {why}" for why in state["waiting_writers"]]
     if state["writing"]:
         lines.append(f"{state['writing']} puts are being written")
+    lines += state.get("damage", [])
     lines += ["", "shard                        segments       bytes          of"]
     for shard in state["shards"]:
         held, max_bytes = _bytes(shard["bytes"]), _bytes(shard["max_bytes"])

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from distqueue.core.queue import QueueCore
+from distqueue.errors import LostSample
 from distqueue.packed import PackedBatch
 from distqueue.request import GetRequest, takes
 from distqueue.samples import Span
 
 Params = ParamSpec("Params")
 
-Change = Callable[Concatenate[QueueCore, Params], None]
+Change = Callable[Concatenate[QueueCore, Params], Any]
 """A method of `QueueCore` that changes the state without a payload; its last parameter is the time, `now_s`."""
 
 
@@ -35,6 +36,7 @@ class SampleQueue(ABC):
 
         ValueError, with nothing changed: a column put twice or in another layout, a sample that is already done, a
         group that changes or outgrows group_size, a new sample after `seal`, more than max_rows or max_bytes at once.
+        StorageFull, with nothing changed: there is no space for the payload.
         """
         return self._put(batch.labelled(groups, versions))
 
@@ -43,7 +45,7 @@ class SampleQueue(ABC):
         """Wait for a batch of samples that hold all `columns`, oldest first, and lease them to the caller until `ack`.
 
         The arguments are the fields of `GetRequest`, which documents them: `count` or `token_budget` end the batch,
-        whichever is reached first.
+        whichever is reached first; `lengths` names further columns of which the batch has the tokens per sample only.
 
         TimeoutError names the missing columns and the number of samples that lack them. QueueDrained: the queue is
         sealed and the task has received everything. ValueError: a request that this queue can never serve.
@@ -58,7 +60,13 @@ class SampleQueue(ABC):
 
     @abstractmethod
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
-        """Copy columns of live samples, without a lease. ValueError names the sample and the column it lacks."""
+        """Copy columns of live samples, without a lease. ValueError names the sample and the column it lacks.
+        SamplesLost, a ValueError, names those that were lost if these are all that is wrong."""
+
+    @abstractmethod
+    def lost(self, first: int = 0) -> list[LostSample]:
+        """Return the samples that have ended because their payload is damaged or gone, in the order in which this was
+        noticed, from the one with index `first`."""
 
     @abstractmethod
     def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
@@ -79,6 +87,11 @@ class SampleQueue(ABC):
     def drop(self, ids: Iterable[str], reason: str) -> None:
         """End samples as `dropped:<reason>` and free them; their groups continue without them."""
         self._change(QueueCore.drop, tuple(ids), reason)
+
+    def lose(self, ids: Iterable[str], reason: str) -> None:
+        """End samples as `lost:<reason>`, because their payload is gone; those that were never put, or have ended, are
+        ignored."""
+        self._change(QueueCore.lose_samples, tuple(ids), reason)
 
     def renew(self, task: str, ids: Iterable[str]) -> None:
         """Extend the leases of samples that `task` holds by another `lease_s`, from now."""

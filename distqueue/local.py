@@ -17,6 +17,7 @@ from typing import Any
 
 from distqueue.config import LEASE_S
 from distqueue.core import QueueCore
+from distqueue.errors import LostSample
 from distqueue.interface import Change, SampleQueue
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
@@ -88,6 +89,10 @@ class LocalQueue(SampleQueue):
             lengths = self._core.lengths(ids, columns)
         return dict(zip(columns, lengths.tolist(), strict=True))
 
+    def lost(self, first: int = 0) -> list[LostSample]:
+        with self._lock:
+            return self._core.lost[first:]
+
     def stats(self) -> dict[str, float]:
         with self._lock:
             self._core.tick(time.time())
@@ -109,10 +114,11 @@ class LocalQueue(SampleQueue):
     def _put(self, batch: PackedBatch) -> tuple[str, ...]:
         if not batch.ids:
             return ()
+        columns = stretches_of(batch)
         while True:
             segment = self._reserve(batch)
             with self._lock:
-                self._payloads[segment.path] = stretches_of(batch)
+                self._payloads[segment.path] = columns
                 try:
                     return self._core.commit(segment.number, segment.path, time.time())
                 except LookupError:  # this thread ran again only after lease_s: its reservation has expired
@@ -215,6 +221,7 @@ class LocalQueue(SampleQueue):
             groups=delivery.groups,
             versions=delivery.versions,
             too_old=delivery.too_old,
+            lengths={name: lengths_B.tolist() for name, lengths_B in delivery.lengths.items()},
         )
 
 

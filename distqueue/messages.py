@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,11 +23,18 @@ if TYPE_CHECKING:  # these load torch, which the queue's own processes do withou
 
 ALIGN = 8
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
+def to_json(value: Any) -> bytes:
+    """Serialize as JSON without spaces."""
+    return _ENCODER.encode(value).encode()
+
 
 def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     """Serialize JSON-able fields and arrays of plain numpy dtypes."""
     described = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-    header = json.dumps({"fields": fields, "arrays": described}, separators=(",", ":")).encode()
+    header = to_json({"fields": fields, "arrays": described})
     pieces = [len(header).to_bytes(4, "little"), header]
     size = 4 + len(header)
     for array in arrays.values():
@@ -68,6 +76,11 @@ def smallest(values: np.ndarray) -> np.ndarray:
     return values.astype(np.min_scalar_type(largest), copy=False)
 
 
+def offsets_of(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Return the offsets of B samples that lie one after the other: (B + 1,) int64, from 0."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
 def runs_of(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Merge neighbours: (K, 3) int64 rows (segment, start, stop), in the order given."""
     if not len(segments):
@@ -101,9 +114,9 @@ class Put:
         """Describe a batch."""
         columns = {}
         for name, column in batch.columns.items():
-            lengths = None if column.offsets is None else column.lengths().numpy()
+            lengths = None if column.offsets is None else np.diff(column.offsets.numpy())
             columns[name] = ColumnInfo(column.layout, lengths, column.buffer.nbytes)
-        versions = np.array(batch.versions, np.int32).reshape(-1, 2) if batch.versions else None
+        versions = np.broadcast_to(versions_of(batch.versions), (len(batch), 2)) if batch.versions else None
         return cls(ids=batch.ids, groups=batch.groups, versions=versions, columns=columns)
 
     @property
@@ -190,6 +203,8 @@ class Delivery:
     parts: tuple[Part, ...] = ()
     too_old: tuple[str, ...] = ()
     """Samples passed over because they are older than `min_version`"""
+    lengths: dict[str, np.ndarray] = field(default_factory=dict)
+    """(B,) int64 by column: tokens of columns whose payload is not delivered"""
 
     def to_bytes(self) -> bytes:
         unique, group_of = labels(self.groups)
@@ -199,43 +214,56 @@ class Delivery:
             "places": self.places,
             "parts": [part.columns for part in self.parts],
             "too_old": self.too_old,
+            "lengths": list(self.lengths),
         }
         arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
         if self.versions:
-            versions = np.array(self.versions, np.int32)
-            arrays["versions"] = versions[:1] if (versions == versions[0]).all() else versions
+            arrays["versions"] = versions_of(self.versions)
         arrays |= {f"runs{i}": smallest(part.runs) for i, part in enumerate(self.parts)}
+        arrays |= {f"lengths{i}": smallest(lengths_B) for i, lengths_B in enumerate(self.lengths.values())}
         return pack(fields, arrays)
 
     @classmethod
     def from_bytes(cls, message: bytes) -> Delivery:
         fields, arrays = unpack(message)
         count = fields["count"]
-        versions: tuple[tuple[int, int], ...] = ()
-        if "versions" in arrays:
-            versions = tuple(map(tuple, np.broadcast_to(arrays["versions"], (count, 2)).tolist()))
         return cls(
             ids=array_to_names(arrays["ids"], count),
             groups=labelled(fields["groups"], arrays["group_of"]),
-            versions=versions,
+            versions=spans_of(np.broadcast_to(arrays["versions"], (count, 2))) if "versions" in arrays else (),
             places=tuple(Place(*place) for place in fields["places"]),
             parts=tuple(
                 Part(tuple(columns), arrays[f"runs{i}"].astype(np.int64)) for i, columns in enumerate(fields["parts"])
             ),
             too_old=tuple(fields["too_old"]),
+            lengths={name: arrays[f"lengths{i}"].astype(np.int64) for i, name in enumerate(fields["lengths"])},
         )
 
 
 def labels(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Deduplicate names: (distinct names in order of appearance, index of each name's)."""
-    index: dict[str, int] = {}
-    indices = np.fromiter((index.setdefault(name, len(index)) for name in names), np.int64, len(names))
-    return list(index), smallest(indices)
+    unique = list(dict.fromkeys(names))
+    index = {name: i for i, name in enumerate(unique)}
+    return unique, smallest(np.fromiter(map(index.__getitem__, names), np.int64, len(names)))
 
 
 def labelled(unique: Sequence[str], indices: np.ndarray) -> tuple[str, ...]:
     """Undo `labels`."""
-    return tuple(unique[i] for i in indices.tolist())
+    return tuple(map(unique.__getitem__, indices.tolist()))
+
+
+def versions_of(spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Convert (oldest, newest) policy versions of B > 0 samples: (B, 2) int32, or (1, 2) if all are equal."""
+    distinct = spans[:1] if spans.count(spans[0]) == len(spans) else spans
+    return np.fromiter(chain.from_iterable(distinct), np.int32, 2 * len(distinct)).reshape(-1, 2)
+
+
+def spans_of(versions: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Convert (B, 2) policy versions to (oldest, newest) of each sample."""
+    if len(versions) and (versions == versions[0]).all():
+        oldest, newest = versions[0].tolist()
+        return ((oldest, newest),) * len(versions)
+    return tuple(zip(versions[:, 0].tolist(), versions[:, 1].tolist(), strict=True))
 
 
 def index_of_lengths(lengths: np.ndarray | None, distinct: list[np.ndarray]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +24,18 @@ class PackedBatch:
     """policy versions of each sample's (oldest, newest) token; (): unknown"""
     too_old: tuple[str, ...] = ()
     """samples that a get with `min_version` passed over as too old and left in the queue; up to 1,000 ids"""
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    """tokens per sample of the columns that a get named in `lengths`, whose payload it does not return"""
 
     def __post_init__(self) -> None:
+        for what, names in (("id", self.ids), ("group", self.groups), ("column", self.columns)):
+            if not all(issubclass(kind, str) for kind in set(map(type, names))):
+                name = next(name for name in names if not isinstance(name, str))
+                raise ValueError(f"{what} {name!r}: {type(name).__name__}; expected a str")
         if len(set(self.ids)) != len(self.ids):
             raise ValueError("ids of a batch must be distinct; repeated: " + Counter(self.ids).most_common(1)[0][0])
         counts = {f"column {name!r}": len(column) for name, column in self.columns.items()}
+        counts |= {f"lengths of {name!r}": len(lengths) for name, lengths in self.lengths.items()}
         counts |= {"groups": len(self.groups) or len(self), "versions": len(self.versions) or len(self)}
         for what, count in counts.items():
             if count != len(self):
@@ -65,11 +72,13 @@ class PackedBatch:
                     raise ValueError(
                         f"column {name!r}: {batch[name].layout} cannot be concatenated to {first[name].layout}"
                     )
-        known = [field for field in ("groups", "versions") if all(getattr(b, field) or not b.ids for b in batches)]
+        known = [label for label in ("groups", "versions") if all(getattr(b, label) or not b.ids for b in batches)]
+        measured = [name for name in first.lengths if all(name in batch.lengths for batch in batches)]
         return PackedBatch(
             ids=sum((batch.ids for batch in batches), ()),
             columns={name: Column.concat([batch[name] for batch in batches]) for name in first.columns},
-            **{field: sum((getattr(batch, field) for batch in batches), ()) for field in known},
+            lengths={name: [n for batch in batches for n in batch.lengths[name]] for name in measured},
+            **{label: sum((getattr(batch, label) for batch in batches), ()) for label in known},
         )
 
     def select(self, rows: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> PackedBatch:
@@ -85,6 +94,7 @@ class PackedBatch:
             columns={name: self[name].take(rows) for name in names},
             groups=tuple(self.groups[row] for row in rows) if self.groups else (),
             versions=tuple(self.versions[row] for row in rows) if self.versions else (),
+            lengths={name: [lengths[row] for row in rows] for name, lengths in self.lengths.items()},
         )
 
     def to_padded(self, fill: float | bool = 0) -> dict[str, Any]:
@@ -110,6 +120,8 @@ class PackedBatch:
 
     def labelled(self, groups: Sequence[str] = (), versions: Sequence[int | tuple[int, int]] = ()) -> PackedBatch:
         """Replace group ids and policy versions (one per sample, or those of its oldest and newest token) if given."""
+        if not groups and not versions:
+            return self
         spans = tuple((version, version) if isinstance(version, int) else version for version in versions)
         for id, (oldest, newest) in zip(self.ids, spans, strict=False):
             if oldest > newest:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distqueue.messages import Delivery, Part, Place, runs_of
+from distqueue.messages import Delivery, Part, Place, runs_of, spans_of
 from distqueue.samples import SampleTable
 from distqueue.segments import SegmentLedger
 
@@ -20,11 +20,13 @@ def deliver(
     versions: np.ndarray,
     rows: np.ndarray,
     columns: Sequence[str],
+    lengths: Sequence[str] = (),
     too_old: tuple[str, ...] = (),
 ) -> Delivery:
     """Describe live samples that hold the columns.
 
-    `rows` (B,) int64 are their row numbers, `groups` "" where a sample has none, `versions` (B, 2) -1 where unknown.
+    `rows` (B,) int64 are their row numbers, `groups` "" where a sample has none, `versions` (B, 2) -1 where unknown;
+    `lengths` names columns of which only the tokens are delivered.
     """
     if not ids:
         return Delivery(too_old=too_old)
@@ -33,7 +35,7 @@ def deliver(
     return Delivery(
         ids=ids,
         groups=groups if any(groups) else (),
-        versions=() if (versions < 0).any() else tuple(map(tuple, versions.tolist())),
+        versions=() if (versions < 0).any() else spans_of(versions),
         places=tuple(
             Place(number, ledger.segments[number].shard, ledger.segments[number].path) for number in numbers.tolist()
         ),
@@ -42,4 +44,5 @@ def deliver(
             for names, segments, positions in parts
         ),
         too_old=too_old,
+        lengths=dict(zip(lengths, table.row_lengths(rows, lengths), strict=True)),
     )

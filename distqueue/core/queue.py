@@ -20,6 +20,7 @@ from distqueue.core.delivery import deliver
 from distqueue.core.errors import QueueClosed
 from distqueue.core.readers import Readers, Share, Waiter
 from distqueue.core.writers import Writer, Writers
+from distqueue.errors import LOST, LostSample
 from distqueue.layout import Layout
 from distqueue.messages import Delivery, Put, names_to_array, pack
 from distqueue.samples import Ended, SampleTable, Selection, Taken
@@ -53,6 +54,8 @@ class QueueCore:
         """Leases from before are unknown: an ack of a sample that was never handed out here is accepted"""
         self.late = 0
         """samples put to after they had been dropped"""
+        self.lost: list[LostSample] = []
+        """samples whose payload is gone, in the order in which they ended"""
         self._numbers = count()
         self.committed: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()
         """(segment, path) of the last puts: the ids that were late"""
@@ -79,7 +82,7 @@ class QueueCore:
         number: int | None = None,
     ) -> Writer:
         """Reserve a file for the payload of a put, now or once there is room. `number`: that of a writer that asks
-        again. The answer may be a ValueError: the put is invalid, or larger than a shard."""
+        again. The answer may be an exception: the put is invalid, or larger than a shard."""
         self._check_open()
         writer = Writer(
             put, node=node, nbytes=nbytes, number=next(self._numbers) if number is None else number, answer=answer
@@ -99,7 +102,7 @@ class QueueCore:
         put = reservation.put
         try:
             late = self.apply_put(put, number=number, path=path, now_s=now_s)
-        except ValueError:
+        except Exception:
             self.cancel(number, now_s)
             raise
         del self.writers.reserved[number]
@@ -154,18 +157,19 @@ class QueueCore:
         """Return the reason why `selection` is not served yet."""
         return self.table.explain(selection)
 
-    def locate(self, ids: Sequence[str], columns: Sequence[str], skip_ended: bool = False) -> Delivery:
-        """Locate columns of live samples, without a lease. `skip_ended`: leave out samples that have ended.
-        ValueError names the sample and the column it lacks."""
+    def locate(
+        self, ids: Sequence[str], columns: Sequence[str], *, lengths: Sequence[str] = (), skip_ended: bool = False
+    ) -> Delivery:
+        """Locate columns of live samples, without a lease. `lengths`: columns of which only the tokens are delivered;
+        `skip_ended`: leave out samples that have ended. ValueError names the sample and the column it lacks."""
         self._check_open()
         if not ids or not columns:
             raise ValueError(f"read of {len(ids)} ids and columns={columns}: expected at least one of each")
         if skip_ended:
             ids = [id for id, live in zip(ids, self.table.are_live(ids).tolist(), strict=True) if live]
-        self.table.check_columns(ids, columns)
+        rows = self.table.find(ids, (*columns, *lengths))
         if not ids:
             return Delivery()
-        rows = self.table.find(ids)
         groups, versions = self.table.describe(rows)
         return deliver(
             self.table,
@@ -175,6 +179,7 @@ class QueueCore:
             versions=versions,
             rows=rows,
             columns=columns,
+            lengths=lengths,
         )
 
     def tick(self, now_s: float) -> float | None:
@@ -208,6 +213,12 @@ class QueueCore:
             self.cancel(number, now_s)
         self._record("lose", {"numbers": list(numbers), "reason": reason})
         return self.apply_lose(numbers, reason, now_s)
+
+    def lose_samples(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
+        """End the live ones of these samples as `lost:<reason>`. Returns their ids."""
+        self._check_open()
+        self._record("lost", {"reason": reason, "count": len(ids)}, ids)
+        return self.apply_lose_samples(ids, reason, now_s)
 
     def claim(self, task: str, ids: Sequence[str], now_s: float) -> None:
         """Lease named samples to a task, with any columns. ValueError: see `SampleTable.claim`."""
@@ -271,13 +282,24 @@ class QueueCore:
 
     @classmethod
     def recover(
-        cls, snapshot: bytes, events: Iterable[tuple[str, bytes]], lease_s: float = LEASE_S, **options: Any
+        cls,
+        snapshot: bytes,
+        events: Iterable[tuple[str, bytes]],
+        lease_s: float = LEASE_S,
+        *,
+        has_gaps: bool = False,
+        **options: Any,
     ) -> QueueCore:
-        """Rebuild the core that made the snapshot and recorded the events since; `options` as for a new core."""
+        """Rebuild the core that made the snapshot and recorded the events since; `options` as for a new core.
+        `has_gaps`: events are missing, so that others may be about samples that do not exist; these are skipped."""
         core = recovery.restore(cls, snapshot, lease_s, options)
         record, core.record = core.record, None
         for kind, body in events:
-            recovery.replay(core, kind, body)
+            try:
+                recovery.replay(core, kind, body)
+            except (ValueError, LookupError, AssertionError):
+                if not has_gaps:
+                    raise
         core.ledger.discards.clear()
         core.record = record
         return core
@@ -301,7 +323,13 @@ class QueueCore:
         return late
 
     def apply_lose(self, numbers: Sequence[int], reason: str, now_s: float) -> tuple[str, ...]:
-        ended = self.table.lose(numbers, f"lost:{reason}")
+        return self._lost(self.table.lose(numbers, f"{LOST}{reason}"), reason, now_s)
+
+    def apply_lose_samples(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
+        return self._lost(self.table.lose_samples(ids, f"{LOST}{reason}"), reason, now_s)
+
+    def _lost(self, ended: Ended, reason: str, now_s: float) -> tuple[str, ...]:
+        self.lost += [LostSample(*one, f"{LOST}{reason}") for one in zip(ended.ids, ended.groups, strict=True)]
         self.end(ended, now_s)
         return ended.ids
 
@@ -311,7 +339,7 @@ class QueueCore:
         if self.writers.waiting:
             self.writers.serve(now_s)
 
-    def _deliver(self, taken: Taken, columns: Sequence[str]) -> Delivery:
+    def _deliver(self, taken: Taken, selection: Selection) -> Delivery:
         return deliver(
             self.table,
             self.ledger,
@@ -319,7 +347,8 @@ class QueueCore:
             groups=taken.groups,
             versions=taken.versions,
             rows=taken.rows,
-            columns=columns,
+            columns=selection.columns,
+            lengths=selection.lengths,
             too_old=taken.too_old,
         )
 
@@ -332,7 +361,7 @@ class QueueCore:
             raise self._closed(selection)
 
     def _closed(self, selection: Selection | None = None) -> QueueClosed:
-        waiting = f"; task {selection.task!r} cannot get {list(selection.columns)}" if selection else ""
+        waiting = f"; task {selection.task!r} cannot get {list(selection.required)}" if selection else ""
         return QueueClosed(f"the queue is closed{waiting}")
 
     def _check_put(self, put: Put) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
@@ -62,7 +62,7 @@ class Readers:
         self,
         table: SampleTable,
         *,
-        deliver: Callable[[Taken, Sequence[str]], Delivery],
+        deliver: Callable[[Taken, Selection], Delivery],
         is_complete: Callable[[], bool],
     ) -> None:
         self._table, self._deliver, self._is_complete = table, deliver, is_complete
@@ -88,15 +88,19 @@ class Readers:
         """Answer every waiter that can be answered."""
         for key in sorted(self.waiting, key=lambda key: self.waiting[key][0].number):
             serve = self._serve_first if key[1] is None else self._serve_shares
-            while key in self.waiting and (serve(key, now_s) or self._drain_first(key)):
-                pass
+            try:
+                while key in self.waiting and (serve(key, now_s) or self._drain_first(key)):
+                    pass
+            except Exception as error:  # whatever is wrong with a selection is its readers', and delays no other
+                for waiter in list(self.waiting.get(key, ())):
+                    self._answer(waiter, error)
 
     def _serve_first(self, key: Key, now_s: float) -> bool:
         """Answer the longest waiting reader of a selection. Returns whether it could be answered."""
         selection = key[0]
         if (taken := self._take(selection, now_s)) is None:
             return False
-        self._answer(self.waiting[key][0], self._deliver(taken, selection.columns))
+        self._answer(self.waiting[key][0], self._deliver(taken, selection))
         return True
 
     def _serve_shares(self, key: Key, now_s: float) -> bool:
@@ -110,7 +114,7 @@ class Readers:
             if own:
                 part = own.popleft()[1]
                 live = np.flatnonzero(self._table.are_live(part.ids))  # some may have been dropped meanwhile
-                self._answer(waiter, self._deliver(part.select(live), selection.columns))
+                self._answer(waiter, self._deliver(part.select(live), selection))
                 return True
         if (taken := self._take(selection, now_s)) is None:
             return False

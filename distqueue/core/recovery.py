@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distqueue.errors import LostSample
 from distqueue.layout import Layout
 from distqueue.messages import Put, array_to_names, pack, unpack
 from distqueue.samples import SampleTable
@@ -32,6 +33,7 @@ def snapshot(core: QueueCore, copied_to: Callable[[int], str] | None = None) -> 
         "sealed": core.sealed,
         "late": core.late,
         "committed": list(core.committed.items()),
+        "lost": core.lost,
     }
     arrays = {f"table.{name}": value for name, value in core.table.snapshot().items()}
     texts = {name: value for name, value in arrays.items() if isinstance(value, str)}
@@ -56,6 +58,7 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
     core.layouts = {name: Layout.from_fields(name, layout) for name, layout in fields["layouts"].items()}
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
     core.committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
+    core.lost = [LostSample(*one) for one in fields["lost"]]
     core.recovered = True
     return core
 
@@ -83,6 +86,8 @@ def replay(core: QueueCore, kind: str, body: bytes) -> None:
             core.ledger.moved(fields["number"], fields["shard"], fields["path"], spilled=fields["spilled"])
         case "lose":
             core.apply_lose(fields["numbers"], fields["reason"], 0.0)
+        case "lost":
+            core.apply_lose_samples(array_to_names(arrays["ids"], fields["count"]), fields["reason"], 0.0)
         case "seal":
             core.writers.sealed = True
         case _:

@@ -37,7 +37,7 @@ def state(core: QueueCore, now_s: float) -> dict[str, Any]:
     waiting = [
         {
             "task": selection.task,
-            "columns": selection.columns,
+            "columns": selection.required,
             "waiters": len(waiters),
             "longest_s": now_s - waiters[0].since_s,
             "why": core.explain(selection),

@@ -3,8 +3,8 @@
 First come, first served. A put that only adds columns to existing samples overtakes waiting writers and may exceed the
 bounds: it is what lets samples finish and free their room.
 
-After its first put a writer is granted a file for the next one, so that a put takes one call. A grant is a file without
-a put; it is revoked when its room is needed.
+With every put a writer is granted a file for a later one of this size, so that a put takes one call. A grant is a file
+without a put; it is revoked when its room is needed.
 
 Invariants (tests/distqueue/core/test_writers.py): a writer is answered once, or leaves; live rows and rows being
 written never exceed `max_rows`, nor a shard's bytes its bound, except by puts that only add columns; a reservation is
@@ -17,6 +17,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from distqueue.errors import NoRoomForRows
 from distqueue.messages import Put
 from distqueue.samples import SampleTable
 from distqueue.segments import Segment, SegmentLedger
@@ -75,7 +76,7 @@ class Writers:
         for writer in list(self.waiting):
             try:
                 reserved = self._reserve(writer, now_s, full)
-            except ValueError as error:
+            except Exception as error:  # whatever is wrong with a put is its writer's, and delays no other
                 self.leave(writer)
                 writer.answer(error)
                 continue
@@ -103,8 +104,8 @@ class Writers:
         return segment
 
     def declare(self, put: Put, *, nbytes: int, number: int, path: str, now_s: float) -> None:
-        """Turn a grant into the reservation of this put. LookupError: the grant was revoked, or there is no room for
-        the rows. ValueError: the put is invalid. In both cases the file is cancelled."""
+        """Turn a grant into the reservation of this put. LookupError: the grant was revoked; NoRoomForRows, a
+        subclass: there is no room for the rows. ValueError: the put is invalid. In both cases the file is cancelled."""
         segment = self._ledger.segments.get(number)
         if number not in self.granted or segment is None or segment.path != path:
             raise LookupError(f"segment {number} at {path}: not granted, or revoked")
@@ -113,8 +114,8 @@ class Writers:
             if self.waiting or self.sealed or self._max_rows is not None:  # otherwise the commit validates it
                 new = self._check_new(put)
                 if new and (self.waiting or self._full_of_rows(new, now_s)):
-                    raise LookupError(f"segment {number}: no room for {new} new samples yet")
-        except (LookupError, ValueError):
+                    raise NoRoomForRows(f"segment {number}: no room for {new} new samples yet")
+        except Exception:
             self.cancel(number)
             raise
         del self.granted[number]

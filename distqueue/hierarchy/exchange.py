@@ -4,7 +4,8 @@ The metadata describes the samples and the lengths of all columns, each distinct
 an edge is the columns that its subtree needs (`tree.py`). A rank forwards a dtype as soon as it has arrived, while the
 next is in flight.
 
-Invariants: payload is neither pickled nor padded; the sender counts every message.
+Invariants: payload is neither pickled nor padded; the sender counts every message; if another rank has ended or left
+the group, every method raises ConnectionError by the group's timeout at the latest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from distqueue.column import DTYPES
+from distqueue.column import torch_dtype
 from distqueue.hierarchy.tree import Member, plan_tree
 from distqueue.messages import ColumnInfo, Put
 from distqueue.packed import PackedBatch
@@ -58,6 +60,11 @@ class Exchange:
         self.union = tuple(sorted(frozenset[str]().union(*(member.columns for member in members))))
         self._parent, self._children = self.tree.incoming(self.rank), self.tree.outgoing(self.rank)
 
+    @property
+    def alone(self) -> bool:
+        """Whether the group has no other rank."""
+        return self._parent is None and not self._children
+
     def broadcast_metadata(self, message: bytes) -> bytes:
         """Return the leader's ``message`` on every rank."""
         room = self._room
@@ -88,7 +95,7 @@ class Exchange:
         dtypes = list(_by_dtype(manifest, self._parent.columns))
         sizes = [[_numel(manifest.columns[name]) for name in names] for names in dtypes]
         incoming = [
-            self._start_receiving(DTYPES[manifest.columns[names[0]].layout.dtype], sum(numels))
+            self._start_receiving(torch_dtype(names[0], manifest.columns[names[0]].layout), sum(numels))
             for names, numels in zip(dtypes, sizes, strict=True)
         ]
         buffers: dict[str, Tensor] = {}
@@ -119,7 +126,8 @@ class Exchange:
         """Gather every rank's row, on the CPU."""
         row = row.to(self._device)
         rows = row.new_empty(dist.get_world_size(self._group) * len(row))
-        dist.all_gather_into_tensor(rows, row, group=self._group)
+        with _communication():
+            dist.all_gather_into_tensor(rows, row, group=self._group)
         return rows.cpu().view(-1, len(row))
 
     def _forward(self, flat: dict[str, Tensor], whole: Tensor | None = None) -> None:
@@ -155,17 +163,28 @@ class Exchange:
 
     def _start(self, way: Callable, message: Tensor, peer: int) -> list[dist.Work]:
         # as bytes: not every backend knows every dtype
-        return dist.batch_isend_irecv([dist.P2POp(way, message.view(torch.uint8), group=self._group, group_peer=peer)])
+        post = dist.P2POp(way, message.view(torch.uint8), group=self._group, group_peer=peer)
+        with _communication():
+            return dist.batch_isend_irecv([post])
 
 
 def _wait(work: dist.Work) -> None:
-    """Wait for a message.
+    with _communication():
+        work.wait()
+
+
+@contextmanager
+def _communication() -> Iterator[None]:
+    """Convert the errors of posting a message, gathering, or waiting.
 
     Raises:
         ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then.
+        torch.OutOfMemoryError: the card has no memory for a message.
     """
     try:
-        work.wait()
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ConnectionError(f"a message between the ranks of a reading group failed: {error}") from error
 

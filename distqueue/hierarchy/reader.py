@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from distqueue.column import Column
 from distqueue.core import QueueClosed, QueueDrained
+from distqueue.errors import SamplesLost
 from distqueue.hierarchy.exchange import Exchange
-from distqueue.messages import ColumnInfo, Put, pack, unpack
+from distqueue.messages import ColumnInfo, Put, pack, spans_of, unpack
 from distqueue.packed import PackedBatch
 from distqueue.request import GetRequest
 
@@ -35,7 +36,8 @@ MAX_SILENCE_S = 60.0
 dead ranks, not slow samples."""
 
 RAISED = (QueueDrained, QueueClosed, TimeoutError, ValueError)
-"""Errors that all ranks raise as the leader does; any other error is a RuntimeError on the other ranks."""
+"""Errors that all ranks raise as the leader does, besides SamplesLost; any other error is a RuntimeError on the other
+ranks."""
 
 
 class Readable(Protocol):
@@ -164,13 +166,16 @@ class GroupReader:
 
     def _broadcast(self, request: Callable[[], PackedBatch], *, again: bool = False) -> Received | None:
         """Broadcast what the leader's ``request`` returns. ``again``: return None if it timed out, to repeat it."""
+        if self._exchange.alone:
+            return self._request(request, again)
         batch, failure, message = None, None, b""
         if self.rank == 0:
             self.requests += 1
             try:
                 batch = request()
                 samples = np.frombuffer(Put.of(batch).to_bytes(), np.uint8)
-                message = pack({"too_old": batch.too_old}, {"samples": samples})
+                fields = {"too_old": batch.too_old, "lengths": batch.lengths}
+                message = pack(fields, {"samples": samples})
             except Exception as error:
                 failure, waits = error, again and isinstance(error, TimeoutError)
                 message = pack({"waits": True} if waits else {"error": _describe(error)}, {})
@@ -179,41 +184,58 @@ class GroupReader:
         finally:
             self._exchange.finish()
 
+    def _request(self, request: Callable[[], PackedBatch], again: bool) -> Received | None:
+        """`_broadcast` of a group without another rank, which needs no message."""
+        self.requests += 1
+        try:
+            return Received.of(request(), self.columns)
+        except TimeoutError:
+            if again:
+                return None
+            raise
+
     def _distribute(self, message: bytes, batch: PackedBatch | None, failure: Exception | None) -> Received | None:
         fields, arrays = unpack(self._exchange.broadcast_metadata(message))
         if "waits" in fields:
             return None
         if "error" in fields:
-            kind, text = fields["error"]
-            raise failure or _error_of(kind, text)
+            raise failure or _error_of(*fields["error"])
         manifest = Put.from_bytes(arrays["samples"].tobytes())
         if batch is None:
-            return self._received(manifest, self._exchange.forward_payload(manifest), fields["too_old"])
+            return self._received(manifest, self._exchange.forward_payload(manifest), fields)
         self._exchange.send_payload(manifest, batch)
         return Received.of(batch, self.columns)
 
-    def _received(self, manifest: Put, buffers: dict[str, Tensor], too_old: Iterable[str]) -> Received:
+    def _received(self, manifest: Put, buffers: dict[str, Tensor], fields: Mapping[str, Any]) -> Received:
         lengths = {
             name: torch.ones(len(manifest.ids), dtype=torch.int64) if info.lengths is None else _owned(info.lengths)
             for name, info in manifest.columns.items()
         }
         columns = {name: _column(manifest.columns[name], buffers[name], lengths[name]) for name in self.columns}
-        spans = () if manifest.versions is None else manifest.versions.tolist()
-        versions = tuple((oldest, newest) for oldest, newest in spans)
         batch = PackedBatch(
-            ids=manifest.ids, columns=columns, groups=manifest.groups, versions=versions, too_old=tuple(too_old)
+            ids=manifest.ids,
+            columns=columns,
+            groups=manifest.groups,
+            versions=() if manifest.versions is None else spans_of(manifest.versions),
+            too_old=tuple(fields["too_old"]),
+            lengths=fields["lengths"],
         )
         return Received(batch, lengths)
 
 
-def _describe(failure: Exception) -> tuple[str, str]:
+def _describe(failure: Exception) -> tuple[str, str, tuple[str, ...]]:
+    """Return (type, message, ids of the samples that were lost)."""
+    if isinstance(failure, SamplesLost):
+        return SamplesLost.__name__, str(failure), failure.ids
     kind = next((kind for kind in RAISED if isinstance(failure, kind)), None)
     if kind is None:
-        return "", f"the leader of the group: {type(failure).__name__}: {failure}"
-    return kind.__name__, str(failure)
+        return "", f"the leader of the group: {type(failure).__name__}: {failure}", ()
+    return kind.__name__, str(failure), ()
 
 
-def _error_of(name: str, text: str) -> Exception:
+def _error_of(name: str, text: str, lost: Sequence[str]) -> Exception:
+    if name == SamplesLost.__name__:
+        return SamplesLost(lost, text)
     return next((kind for kind in RAISED if kind.__name__ == name), RuntimeError)(text)
 
 

@@ -14,9 +14,10 @@ from distqueue.column import Column
 from distqueue.messages import Delivery, File, Part, Place
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns
+from distqueue.payload.gather import SourcesDamaged
 from distqueue.payload.mapped import Mapped
-from distqueue.payload.segment_file import Contents, SegmentGone, Stretch
-from distqueue.payload.wire import from_wire, to_wire
+from distqueue.payload.segment_file import Contents, SegmentDamaged, SegmentGone, Stretch
+from distqueue.payload.wire import DamagedInTransit, from_wire, to_wire
 
 
 class PayloadAccess:
@@ -37,7 +38,7 @@ class PayloadAccess:
 
     def write(self, file: File, columns: Mapping[str, Stretch], contents: Contents) -> Calls[None]:
         """Write a put to a reserved or granted file; if that is durable, until it is on disk. `contents`: its columns
-        laid out. SegmentGone: the shard was removed or is lost."""
+        laid out. SegmentGone: the shard was removed or is lost. StorageFull: there is no space for the file."""
         if file.node == self.here():
             mapped = self._mapped.writable(file.path, file.size)
             mapped.write(file.number, contents)
@@ -52,11 +53,19 @@ class PayloadAccess:
             yield from self._lost(file.shard)
 
     def gather(self, delivery: Delivery) -> Calls[dict[str, Column]]:
-        """Copy the columns of a delivery into this process's memory. SegmentGone: a segment has moved or ended."""
+        """Copy the columns of a delivery into this process's memory. SegmentGone: a segment has moved or ended.
+        SegmentDamaged: a checksum differs."""
         sources, parts = yield from self._sources(delivery)
-        columns = gather_columns(parts, sources, self._buffers)
-        self._mapped.check(place for place in delivery.places if self._is_here(place))
+        try:
+            columns = gather_columns(parts, sources, self._buffers)
+        except SourcesDamaged as error:
+            self._check(delivery)  # overwritten, not damaged
+            raise SegmentDamaged([delivery.places[source].number for source in error.sources]) from None
+        self._check(delivery)
         return columns
+
+    def _check(self, delivery: Delivery) -> None:
+        self._mapped.check(place for place in delivery.places if self._is_here(place))
 
     def _sources(self, delivery: Delivery) -> Calls[tuple[list[dict[str, Stretch]], list[Part]]]:
         """Map the columns of a delivery, after requesting those of other nodes, once per shard. Returns the sources and
@@ -78,9 +87,13 @@ class PayloadAccess:
                 answers = yield partial(actor.read.remote, places, [_renumber(part, in_shard) for part in remote])
             except ActorGone:
                 yield from self._lost(shard)
-            by_columns = {
-                part.columns: from_wire(header, frames) for part, (header, frames) in zip(remote, answers, strict=True)
-            }
+            try:
+                by_columns = {
+                    part.columns: from_wire(header, frames)
+                    for part, (header, frames) in zip(remote, answers, strict=True)
+                }
+            except DamagedInTransit as error:
+                raise SegmentGone(f"shard {shard!r}: {error}") from None
             for i, part in enumerate(parts):
                 if part.columns in by_columns:
                     parts[i] = Part(part.columns, _redirect(part.runs, in_shard, len(sources)))

@@ -1,7 +1,7 @@
 """A pool of a reader's buffers: the memory of a batch is reused once nothing references it.
 
-Fresh memory costs a page fault every 4 KB, more than the copy into it. So the buffers of released batches are kept, up
-to what the two largest of the last batches needed.
+Fresh memory costs a page fault every 4 KB, more than the copy into it. So two buffers of released batches are kept,
+each of up to twice what the largest of the last batches needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from distqueue.payload.segment_file import ALIGN
 
 MAX_BUFFERS = 2
-"""Buffers kept, each at most as large as the largest of the last few batches needs"""
+"""Buffers kept, each of up to twice what the largest of the last batches needed"""
 
 MIN_POOLED_BYTES = 1 << 16
 """Smaller requests are not served from the pool"""
@@ -27,7 +27,9 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[np.ndarray] = []
+        self._free: deque[np.ndarray] = deque(maxlen=MAX_BUFFERS)
+        """The last buffers given back. A finalizer appends to it without the lock: a garbage collection can run it in a
+        thread that holds the lock"""
         self._wanted: deque[int] = deque(maxlen=8)
 
     def take(self, nbytes: int) -> np.ndarray:
@@ -37,23 +39,18 @@ class BufferPool:
             return _aligned(nbytes)
         with self._lock:
             self._wanted.append(nbytes)
-            fitting = [buffer for buffer in self._free if nbytes <= buffer.size <= 2 * _room(nbytes)]
+            max_bytes = 2 * _room(max(self._wanted))
+            free = [self._free.popleft() for _ in range(len(self._free))]
+            fitting = [buffer for buffer in free if nbytes <= buffer.size <= 2 * _room(nbytes)]
             buffer = min(fitting, key=lambda buffer: buffer.size, default=None)
-            if buffer is not None:
-                self._free = [other for other in self._free if other is not buffer]
+            self._free.extend(other for other in free if other is not buffer and other.size <= max_bytes)
         if buffer is None:
             buffer = _map(_room(nbytes))
         # All views of `lent` reference it: numpy lets views of an array reference that array's own base instead, if
         # the base is an array, too; here it is a memoryview.
         lent = np.frombuffer(buffer.data[:nbytes], np.uint8)
-        weakref.finalize(lent, self._give_back, buffer).atexit = False
+        weakref.finalize(lent, self._free.append, buffer).atexit = False
         return lent
-
-    def _give_back(self, buffer: np.ndarray) -> None:
-        with self._lock:
-            self._free.append(buffer)
-            max_bytes = 2 * _room(max(self._wanted, default=0))
-            self._free = [kept for kept in self._free if kept.size <= max_bytes][-MAX_BUFFERS:]
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from distqueue.column import DTYPES, Column
+from distqueue.column import Column, torch_dtype
 from distqueue.messages import Part
 from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
@@ -27,22 +27,27 @@ def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
 def gather_columns(
     parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
 ) -> dict[str, Column]:
-    """Gather all columns of all parts into one buffer; the runs of a part index `sources`."""
+    """Gather all columns of all parts into one buffer; the runs of a part index `sources`. SourcesDamaged: see
+    `gather`."""
     gathered = gather(parts, sources, buffers)
-    return {name: _column_of(gathered[name], part.num_samples) for part in parts for name in part.columns}
+    columns: dict[str, Column] = {}
+    for part in parts:
+        num_samples = part.num_samples
+        columns |= {name: _column_of(name, gathered[name], num_samples) for name in part.columns}
+    return columns
 
 
 def _stretch_of(column: Column) -> Stretch:
     buffer, offsets = column.buffer, column.offsets
-    data = buffer.reshape(-1).view(torch.uint8).numpy() if buffer.numel() else np.empty(0, np.uint8)
+    data = buffer.view(torch.uint8).numpy().reshape(-1) if buffer.numel() else np.empty(0, np.uint8)
     return Stretch(column.layout, data, None if offsets is None else offsets.numpy())
 
 
-def _column_of(stretch: Stretch, num_samples: int) -> Column:
+def _column_of(name: str, stretch: Stretch, num_samples: int) -> Column:
     """View a stretch, whose arrays are writable."""
     layout, offsets = stretch.layout, stretch.offsets
     shape = (num_samples if offsets is None else int(offsets[-1]), *layout.trailing)
-    dtype = DTYPES[layout.dtype]
+    dtype = torch_dtype(name, layout)
     if stretch.data.nbytes:
         buffer = torch.from_numpy(stretch.data).view(dtype).reshape(shape)
     else:

@@ -20,7 +20,7 @@ class Mapped:
         self._lock = threading.Lock()
 
     def columns(self, place: Place) -> dict[str, Stretch]:
-        """Views of a segment's columns. SegmentGone: the file holds another segment now, or is gone."""
+        """Views of a segment's columns. SegmentGone: the file holds another segment now, or does not exist."""
         return self._file(place).columns(place.number)
 
     def check(self, places: Iterable[Place]) -> None:

@@ -7,37 +7,28 @@ shard resumes.
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
 import shutil
-import tempfile
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from distqueue.durable import make_folder, sync
+from distqueue.errors import naming_full_storage
 from distqueue.messages import File, Part, Place
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.gather import gather
+from distqueue.payload.gather import SourcesDamaged, gather
 from distqueue.payload.mapped import Mapped
-from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
+from distqueue.payload.segment_file import DamagedRows, SegmentDamaged, SegmentFile, SegmentGone, lay_out
+from distqueue.payload.sweep import LOCK, PREFIX, memory, own, sweep
 from distqueue.payload.wire import Frames, from_wire, to_wire
 
-log = logging.getLogger(__name__)
 
-PREFIX = "distqueue-"
-LOCK = "lock"
-ABANDONED_S = 60.0
-"""A folder in shared memory that no process holds now and after this long is removed; restarting a shard takes less"""
-
-
-def memory_folder(queue: str, name: str) -> Path:
-    """The folder of a shard of a queue without a journal."""
-    memory = Path("/dev/shm")
-    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}{queue}" / name
+def folder_in(root: Path, queue: str, name: str) -> Path:
+    """The folder of a shard in shared memory or for spilled segments."""
+    return root / f"{PREFIX}{queue}" / name
 
 
 class Shard:
@@ -45,17 +36,16 @@ class Shard:
 
     def __init__(self, folder: str, spill: str | None) -> None:
         self.folder, self.spill_folder = Path(folder), None if spill is None else Path(spill)
-        for path in (self.folder, self.spill_folder):
-            if path is not None:
-                make_folder(path)
-        self._lock = os.open(self.folder.parent / f"{self.folder.name}.{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._folders = [path for path in (self.folder, self.spill_folder) if path is not None]
+        for path in self._folders:
+            make_folder(path.parent)
+        self._locks = [own(path) for path in self._folders]
+        for path in self._folders:
+            sync(path.parent)
         self._mapped = Mapped()
         self._buffers = BufferPool()
-        if self.folder.parent.name.startswith(PREFIX) and (abandoned := self._abandoned()):
-            timer = threading.Timer(ABANDONED_S, self._remove_abandoned, (abandoned,))
-            timer.daemon = True
-            timer.start()
+        for root in {memory(), *(path.parent.parent for path in self._folders if path.parent.name.startswith(PREFIX))}:
+            sweep(root, self.folder.parent)
 
     def free_bytes(self) -> int:
         """Free bytes of the file system that holds the files."""
@@ -63,17 +53,23 @@ class Shard:
         return free.f_bavail * free.f_frsize
 
     def read(self, places: Sequence[Place], parts: Sequence[Part]) -> list[tuple[bytes, Frames]]:
-        """Gather the columns of each part. SegmentGone: a segment has moved or ended."""
+        """Gather the columns of each part. SegmentGone: a segment has moved or ended. SegmentDamaged: a checksum
+        differs."""
         sources = [self._mapped.columns(place) for place in places]
-        gathered = [gather([part], sources, self._buffers) for part in parts]
+        try:
+            gathered = [gather([part], sources, self._buffers) for part in parts]
+        except SourcesDamaged as error:
+            self._mapped.check(places)  # overwritten, not damaged
+            raise SegmentDamaged([places[source].number for source in error.sources]) from None
         self._mapped.check(places)
         return [to_wire(columns) for columns in gathered]
 
     def write(self, file: File, header: bytes, *frames: np.ndarray) -> None:
         """Write a put from another node to the file reserved for it. `frames`: one argument each, so that Ray passes
-        every buffer on its own, without copying it into a pickle."""
+        every buffer on its own, without copying it into a pickle. DamagedInTransit: it is to be sent again."""
+        contents = lay_out(from_wire(header, list(frames)))
         mapped = self._mapped.writable(file.path, file.size)
-        mapped.write(file.number, lay_out(from_wire(header, list(frames))))
+        mapped.write(file.number, contents)
         if file.durable:
             mapped.sync()
 
@@ -86,7 +82,7 @@ class Shard:
     def import_segment(self, path: str, contents: np.ndarray, durable: bool) -> None:
         """Write a segment that another shard exported."""
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = SegmentFile(path, len(contents))
         file.copy_from(contents)
         if durable:
@@ -112,6 +108,13 @@ class Shard:
         except SegmentGone:
             return False
 
+    def damaged(self, number: int, path: str) -> list[DamagedRows] | None:
+        """Verify a segment: the rows that are damaged. None: the file does not hold it."""
+        try:
+            return SegmentFile(path).damaged(number)
+        except SegmentGone:
+            return None
+
     def discard(self, paths: Sequence[str]) -> None:
         """Unlink files."""
         for path in paths:
@@ -132,24 +135,11 @@ class Shard:
 
     def end(self) -> None:
         """Remove the shard's folders."""
-        for folder in (self.folder, self.spill_folder):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-        (self.folder.parent / f"{self.folder.name}.{LOCK}").unlink(missing_ok=True)
-        try:
-            self.folder.parent.rmdir()
-        except OSError:  # another shard's folder is in it
-            pass
-
-    def _abandoned(self) -> set[Path]:
-        """Find folders that no process holds: their queues' processes were all killed, or are restarting."""
-        folders = set(self.folder.parent.parent.glob(f"{PREFIX}*")) - {self.folder.parent}
-        return {folder for folder in folders if all(_is_free(lock) for lock in folder.glob(f"*.{LOCK}"))}
-
-    def _remove_abandoned(self, candidates: set[Path]) -> None:
-        for folder in candidates & self._abandoned():
-            log.warning("removing %s: abandoned by a queue whose processes are dead", folder)
+        for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+            folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # another shard's folder is in it
+                folder.parent.rmdir()
 
 
 def _copy(number: int, path: str, target: str) -> bool:
@@ -157,22 +147,10 @@ def _copy(number: int, path: str, target: str) -> bool:
     try:
         file = SegmentFile(path)
         file.check(number)
-        Path(target).write_bytes(file.bytes.data)
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with naming_full_storage(target, file.size), open(handle, "wb") as copy:
+            copy.write(file.bytes.data)
         file.check(number)
         return True
     except SegmentGone:
         return False
-
-
-def _is_free(lock: Path) -> bool:
-    try:
-        handle = os.open(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)

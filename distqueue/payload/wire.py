@@ -1,4 +1,5 @@
-"""Serializes columns between machines: a small header and the bare bytes of their buffers. No padding, no pickle."""
+"""Serializes columns between machines: a small header and the bare bytes of their buffers. No padding, no pickle. The
+header begins with its own checksum and has that of each buffer; the receiver verifies them."""
 
 from __future__ import annotations
 
@@ -7,11 +8,19 @@ from collections.abc import Mapping
 import numpy as np
 
 from distqueue.layout import Layout
-from distqueue.messages import index_of_lengths, pack, smallest, unpack
+from distqueue.messages import index_of_lengths, offsets_of, pack, smallest, unpack
+from distqueue.payload.checksums import checksum, sum_all
 from distqueue.payload.segment_file import Stretch
 
 Frames = list[np.ndarray]
 """One uint8 array per column, in the order of the header"""
+
+SUM_BYTES = 8
+"""Size of the checksum in front of a header"""
+
+
+class DamagedInTransit(LookupError):
+    """Columns arrived with other bytes than were sent: send them again."""
 
 
 def to_wire(columns: Mapping[str, Stretch]) -> tuple[bytes, Frames]:
@@ -22,14 +31,27 @@ def to_wire(columns: Mapping[str, Stretch]) -> tuple[bytes, Frames]:
         lengths = None if column.offsets is None else np.diff(column.offsets)
         shared = index_of_lengths(lengths, distinct)
         entries.append((name, *column.layout.fields, shared))
-    header = pack({"columns": entries}, {f"lengths{i}": smallest(lengths) for i, lengths in enumerate(distinct)})
-    return header, [column.data for column in columns.values()]
+    frames = [column.data for column in columns.values()]
+    arrays = {f"lengths{i}": smallest(lengths) for i, lengths in enumerate(distinct)}
+    header = pack({"columns": entries}, arrays | {"sums": sum_all([frame.data for frame in frames])})
+    return with_checksum(header), frames
+
+
+def with_checksum(header: bytes) -> bytes:
+    """Return a header with its checksum in front."""
+    return checksum(header).to_bytes(SUM_BYTES, "little") + header
 
 
 def from_wire(header: bytes, frames: Frames) -> dict[str, Stretch]:
-    """Restore columns as views of the frames."""
+    """Restore columns as views of the frames. DamagedInTransit: they are not what was sent."""
+    header, expected = header[SUM_BYTES:], int.from_bytes(header[:SUM_BYTES], "little")
+    if checksum(header) != expected:
+        raise DamagedInTransit("the lengths of columns arrived with another checksum")
     fields, arrays = unpack(header)
-    offsets = {name: np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) for name, lengths in arrays.items()}
+    wrong = np.flatnonzero(sum_all([frame.data for frame in frames]) != arrays.pop("sums"))
+    if len(wrong):
+        raise DamagedInTransit(f"column {fields['columns'][wrong[0]][0]!r} arrived with another checksum")
+    offsets = {name: offsets_of(lengths) for name, lengths in arrays.items()}
     stretches = {}
     for (name, *layout, shared), frame in zip(fields["columns"], frames, strict=True):
         offsets_B = None if shared is None else offsets[f"lengths{shared}"]

@@ -143,7 +143,10 @@ class Claims:
     def _settle(self, task: int, slots: np.ndarray) -> None:
         """Take rows out of the leases that hold them."""
         states = self.state[task].values[slots]
-        numbers, counts = np.unique(states[states > OPEN], return_counts=True)
+        held = states[states > OPEN]
+        if not len(held):
+            return
+        numbers, counts = np.unique(held, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self._leases[number].num_held -= count
             if not self._leases[number].num_held:

@@ -52,7 +52,7 @@ class Endings:
             names, how = names.take(np.arange(len(names) - self.remembered, len(names))), how[-self.remembered :]
         slots = np.arange(self._total, self._total + len(names)) % self.remembered
         if len(forgotten := slots[np.arange(self._total, self._total + len(names)) >= self.remembered]):
-            self._index.remove(self._index.names(self._index.texts(forgotten)), forgotten)
+            self._index.remove(forgotten)
         if len(self._how) < min(self._total + len(names), self.remembered):
             grown = np.zeros(min(2 * (self._total + len(names)), self.remembered), np.int32)
             grown[: len(self._how)] = self._how

@@ -57,17 +57,16 @@ class Groups:
         self.names.insert(names, slots)
         return slots
 
-    def join(self, rows: np.ndarray, names: Names, of_row: np.ndarray) -> None:
-        """Add new rows to the groups names[of_row] (NONE: no group), which are created if they do not exist."""
+    def join(self, rows: np.ndarray, names: Names, *, slots: np.ndarray, of_row: np.ndarray) -> None:
+        """Add new rows to the groups names[of_row] (NONE: no group). `slots` are those of the names; NONE: the group
+        does not exist and is created."""
         self._of_row.values[rows] = 0
         rows, of_row = rows[of_row != NONE], of_row[of_row != NONE]
         if not len(rows):
             return
         wanted, first = np.unique(of_row, return_index=True)
         wanted = wanted[np.argsort(first)]
-        slots = np.full(len(names), NONE, np.int64)
-        slots[wanted] = self.names.find(names.take(wanted))
-        new = wanted[slots[wanted] == NONE]
+        slots, new = slots.copy(), wanted[slots[wanted] == NONE]
         slots[new] = self.open(names.take(new), np.arange(self.next, self.next + len(new)))
         self.next += len(new)
         self.add_members(rows, slots[of_row])
@@ -100,7 +99,7 @@ class Groups:
         is_whole = self.put.values[groups] == self.size if self.size else True
         ended = groups[(self.live.values[groups] == 0) & is_whole]
         if len(ended):
-            self.names.remove(self.names.names(self.names.texts(ended)), ended)
+            self.names.remove(ended)
             self.pages.remove(ended)
 
     def num_incomplete(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from distqueue.errors import LOST, SamplesLost
 from distqueue.samples.names import NONE
 from distqueue.samples.state import State
 
@@ -36,13 +37,18 @@ def for_drop(state: State, ids: Iterable[str], reason: str) -> np.ndarray:
 
 
 def live(state: State, ids: Sequence[str]) -> np.ndarray:
-    """Slot per id. ValueError: a sample that is not alive, with how it ended."""
+    """Slot per id. ValueError: a sample that is not alive, with how it ended; SamplesLost if the samples that are not
+    alive were lost, with the ids of all of them."""
     names = state.ids.names(ids)
     slots = state.ids.find(names)
-    if (slots == NONE).any():
-        i = (slots == NONE).argmax()
-        ending = int(state.endings.find(names.take(np.array([i])))[0])
-        raise ValueError(f"sample {ids[i]!r}: {'never put' if ending == NONE else state.endings.reason(ending)}")
+    absent = np.flatnonzero(slots == NONE)
+    if len(absent):
+        endings = state.endings.find(names.take(absent)).tolist()
+        reasons = ["never put" if ending == NONE else state.endings.reason(ending) for ending in endings]
+        others = [i for i, reason in enumerate(reasons) if not reason.startswith(LOST)]
+        first = others[0] if others else 0
+        message = f"sample {ids[absent[first]]!r}: {reasons[first]}"
+        raise ValueError(message) if others else SamplesLost([ids[i] for i in absent.tolist()], message)
     return slots
 
 

@@ -43,11 +43,12 @@ class Names:
 
     @classmethod
     def of(cls, texts: Sequence[str], hash_of: Callable[[str], int] = hash) -> Names:
-        """Encode and hash names. ValueError: a name with a NUL, or one that UTF-8 cannot encode."""
-        if "\0" in "".join(texts):
+        """Encode and hash names. ValueError names one with a NUL; UnicodeEncodeError: one that UTF-8 cannot
+        encode."""
+        encoded = "\0".join(texts).encode().split(b"\0") if texts else []
+        if len(encoded) != len(texts):
             invalid = next(text for text in texts if "\0" in text)
             raise ValueError(f"name {invalid!r}: expected no NUL in the name of a sample or group")
-        encoded = [text.encode() for text in texts]
         longest = max(map(len, encoded), default=1)
         heads = np.array(encoded, dtype=f"S{min(max(longest, 1), HEAD_BYTES)}")
         is_long = longest > HEAD_BYTES
@@ -56,7 +57,7 @@ class Names:
         return cls(texts, hashes=hashes, heads=heads, tails=tails)
 
     def take(self, positions: np.ndarray) -> Names:
-        texts = [self.texts[i] for i in positions.tolist()]
+        texts = list(map(self.texts.__getitem__, positions.tolist()))
         tails = {k: self.tails[i] for k, i in enumerate(positions.tolist()) if i in self.tails} if self.tails else {}
         return Names(texts, hashes=self.hashes[positions], heads=self.heads[positions], tails=tails)
 
@@ -72,6 +73,8 @@ class NameIndex:
         self._buckets = np.zeros((8, WIDTH), np.uint64)
         self._used = self._erased = 0
         self._heads = np.zeros(64, "S8")
+        self._hashes = np.zeros(64, np.uint32)
+        """by slot, so that names are removed or copied to another index without encoding and hashing them again"""
         self._tails: dict[int, bytes] = {}
 
     def names(self, texts: Sequence[str]) -> Names:
@@ -85,16 +88,29 @@ class NameIndex:
         slots_B = np.full(len(names), NONE, np.int64)
         pending, bucket = np.arange(len(names)), names.hashes & self._mask
         while pending.size:
-            entries = self._buckets[bucket]
-            alike = (entries >> np.uint64(32) == names.hashes[pending, None]) & (entries & LOW >= FIRST_SLOT)
-            row, k = np.nonzero(alike)
-            slots = (entries[row, k] & LOW).astype(np.int64) - FIRST_SLOT
-            equal = self._same(names, pending[row], slots)
-            slots_B[pending[row[equal]]] = slots[equal]
-            unresolved = (entries != EMPTY).all(1)
-            unresolved[row[equal]] = False
-            pending, bucket = pending[unresolved], bucket[unresolved] + np.uint64(1) & self._mask
+            entries = self._buckets.take(bucket.view(np.int64), axis=0)  # a third of the time of indexing
+            hashes = entries.view("<u4")[:, 1::2]
+            alike = np.flatnonzero(hashes == names.hashes[pending, None].astype(np.uint32))
+            slots = (entries.ravel()[alike] & LOW).astype(np.int64) - FIRST_SLOT
+            alike, slots = alike[slots >= 0], slots[slots >= 0]
+            equal = self._same(names, pending[alike // WIDTH], slots)
+            found = alike[equal] // WIDTH
+            slots_B[pending[found]] = slots[equal]
+            is_missing = np.ones(len(pending), np.bool_)
+            is_missing[found] = False
+            missing = np.flatnonzero(is_missing)
+            missing = missing[(entries[missing] != EMPTY).all(1)]
+            pending, bucket = pending[missing], bucket[missing] + np.uint64(1) & self._mask
         return slots_B
+
+    def at(self, slots: np.ndarray) -> Names:
+        """The names of these slots, for an index with the same `hash_of`."""
+        if not self._tails:
+            tails = {}
+        else:
+            tails = {k: self._tails[slot] for k, slot in enumerate(slots.tolist()) if slot in self._tails}
+        hashes = self._hashes[slots].astype(np.uint64)
+        return Names(self.texts(slots), hashes=hashes, heads=self._heads[slots], tails=tails)
 
     def insert(self, names: Names, slots: np.ndarray) -> None:
         """Add distinct names that are not in the index."""
@@ -103,10 +119,11 @@ class NameIndex:
         self._place(names.hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64))
         self._used += len(names)
 
-    def remove(self, names: Names, slots: np.ndarray) -> None:
-        """Remove distinct names that are in the index, each under its slot."""
-        wanted = names.hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64)
-        bucket = names.hashes & self._mask
+    def remove(self, slots: np.ndarray) -> None:
+        """Remove the names of distinct slots."""
+        hashes = self._hashes[slots].astype(np.uint64)
+        wanted = hashes << np.uint64(32) | (slots + FIRST_SLOT).astype(np.uint64)
+        bucket = hashes & self._mask
         while wanted.size:
             entries = self._buckets[bucket]
             row, k = np.nonzero(entries == wanted[:, None])
@@ -116,7 +133,7 @@ class NameIndex:
             unresolved = np.ones(len(wanted), np.bool_)
             unresolved[row] = False
             wanted, bucket = wanted[unresolved], bucket[unresolved] + np.uint64(1) & self._mask
-        self._used -= len(names)
+        self._used -= len(slots)
         if self._tails:
             for slot in slots.tolist():
                 self._tails.pop(slot, None)
@@ -150,8 +167,10 @@ class NameIndex:
             width = max(width, -(-names.heads.dtype.itemsize // 4) * 4)
             heads = np.zeros(size if needed <= size else max(needed, 2 * size), f"S{width}")
             heads[:size] = self._heads
-            self._heads = heads
-        self._heads[slots] = names.heads
+            hashes = np.zeros(len(heads), np.uint32)
+            hashes[:size] = self._hashes
+            self._heads, self._hashes = heads, hashes
+        self._heads[slots], self._hashes[slots] = names.heads, names.hashes
         for position, tail in names.tails.items():
             self._tails[int(slots[position])] = tail
 
@@ -167,14 +186,17 @@ class NameIndex:
         self._place(entries)
 
     def _place(self, entries: np.ndarray) -> None:
-        """Place every entry in the first bucket, from its hash on, with a free place. Entries that compete for one
-        place are resolved one per pass."""
-        bucket = entries >> np.uint64(32) & self._mask
+        """Place every entry in the first bucket, from its hash on, with a free place: of those that begin at one
+        bucket, entry r takes its free place r, and those for which there is none go on to the next bucket."""
+        bucket = (entries >> np.uint64(32) & self._mask).astype(np.int64)
         while entries.size:
-            held = self._buckets[bucket]
-            free = held < FIRST_SLOT
-            has, k = free.any(1), free.argmax(1)
+            order = np.argsort(bucket, kind="stable")
+            entries, bucket = entries[order], bucket[order]
+            starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+            rank = np.arange(len(bucket)) - np.repeat(starts, np.diff(starts, append=len(bucket)))
+            held = self._buckets.take(bucket, axis=0)
+            num_free = (held < FIRST_SLOT).cumsum(1, dtype=np.int8)
+            has, k = num_free[:, -1] > rank, (num_free > rank[:, None]).argmax(1)
             self._buckets[bucket[has], k[has]] = entries[has]
-            placed = has & (self._buckets[bucket, k] == entries)
-            self._erased -= int((held[placed, k[placed]] == ERASED).sum())
-            entries, bucket = entries[~placed], (bucket + ~has)[~placed] & self._mask
+            self._erased -= int((held[has, k[has]] == ERASED).sum())
+            entries, bucket = entries[~has], bucket[~has] + 1 & int(self._mask)

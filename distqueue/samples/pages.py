@@ -88,9 +88,8 @@ class Pages:
             return np.zeros(0, np.int64)
         pages = numbers >> self._shift
         self._reach(int(pages.min()), int(pages.max()))
-        for page in np.unique(pages - self._first_page):
-            if self._physical[page] == NONE:
-                self._physical[page] = self._open(int(page) + self._first_page)
+        for page in set(pages[self._physical[pages - self._first_page] == NONE].tolist()):
+            self._physical[page - self._first_page] = self._open(page)
         slots = self._physical[pages - self._first_page] << self._shift | numbers & self._low_bits
         assert not self.live.values[slots].any(), "a number was added twice"
         self.live.values[slots] = True

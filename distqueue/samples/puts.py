@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -28,15 +29,17 @@ class Batch:
     endings: np.ndarray
     """(B,) code of the reason for which the sample ended before; NONE: it did not"""
     groups: Names
-    """the distinct groups of the samples"""
+    """the G distinct groups of the samples"""
+    group_slots: np.ndarray
+    """(G,) int64; NONE: the group is not alive"""
     group_of: np.ndarray
     """(B,) position in `groups`; NONE: the put names no group for the sample"""
 
-    @property
+    @cached_property
     def late(self) -> np.ndarray:
         return (self.slots == NONE) & (self.endings != NONE)
 
-    @property
+    @cached_property
     def new(self) -> np.ndarray:
         return (self.slots == NONE) & (self.endings == NONE)
 
@@ -54,12 +57,14 @@ def look_up(state: State, ids: Sequence[str], groups: Sequence[str]) -> Batch:
         endings[absent] = state.endings.find(names.take(absent))
     distinct = {group: k for k, group in enumerate(group for group in dict.fromkeys(groups) if group)}
     distinct[""] = NONE
+    names_G = state.groups.names.names(list(distinct)[:-1])
     group_of = np.fromiter(map(distinct.__getitem__, groups or [""] * len(ids)), np.int64, len(ids))
     return Batch(
         names,
         slots=slots,
         endings=endings,
-        groups=state.groups.names.names(list(distinct)[:-1]),
+        groups=names_G,
+        group_slots=state.groups.names.find(names_G),
         group_of=group_of,
     )
 
@@ -71,7 +76,7 @@ def check(state: State, batch: Batch, columns: Sequence[str]) -> None:
     mask, size = state.columns.mask(columns), state.groups.size
     alive = batch.slots != NONE
     slots = np.where(alive, batch.slots, 0)
-    groups = np.append(state.groups.names.find(batch.groups), NONE)
+    groups = np.append(batch.group_slots, NONE)
     has_group = batch.group_of != NONE
     invalid = (batch.endings == state.endings.code(DONE)) & batch.late
     invalid |= alive & (state.columns.held.values[slots] & mask != 0)
@@ -104,7 +109,7 @@ def store(
         numbers = np.arange(state.next_row, state.next_row + len(new))
         slots[new] = state.create(batch.names.take(new), numbers, now_s)
         state.next_row += len(new)
-        state.groups.join(slots[new], batch.groups, batch.group_of[new])
+        state.groups.join(slots[new], batch.groups, slots=batch.group_slots, of_row=batch.group_of[new])
     kept = np.flatnonzero(slots != NONE)
     slots = slots[kept]
     if versions is not None:

@@ -12,7 +12,7 @@ def explain(state: State, number: int, selection: Selection) -> str:
     """Return the reason why `selection`, of task `number`, is not served yet."""
     slots = state.pages.live_slots()
     open_slots = slots[state.claims.is_open(number, slots)]
-    holds = {name: state.columns.holding(open_slots, state.columns.mask([name])) for name in selection.columns}
+    holds = {name: state.columns.holding(open_slots, state.columns.mask([name])) for name in selection.required}
     holds = {name: held & state.columns.known([name]) for name, held in sorted(holds.items())}
     ready = open_slots[np.logical_and.reduce(list(holds.values()))]
     parts = [f"{len(ready)} samples ready"]
@@ -31,7 +31,7 @@ def explain(state: State, number: int, selection: Selection) -> str:
         if selection.token_budget
         else "any samples"
     )
-    return f"task {selection.task!r} wants {amount} with {list(selection.columns)}: " + ", ".join(parts)
+    return f"task {selection.task!r} requests {amount} with {list(selection.required)}: " + ", ".join(parts)
 
 
 def open_rows(state: State, number: int) -> int:

@@ -45,7 +45,7 @@ class Segments:
     def append(self, slots: np.ndarray, segments: np.ndarray, positions: np.ndarray) -> None:
         """Add one part to every row; its segment is open."""
         where, counts = self.pages.find(segments), self.part_count.values[slots]
-        for k in np.unique(counts).tolist():
+        for k in np.flatnonzero(np.bincount(counts)).tolist():
             while k >= len(self.parts):
                 self.parts.append((self._rows.field(np.uint16), self._rows.field(np.uint16)))
             here = counts == k
@@ -89,6 +89,14 @@ class Segments:
         for _, inside, where, _ in self._parts_of(slots):
             touched[inside] |= np.isin(where, wanted)
         return slots[touched]
+
+    def within(self, slots: np.ndarray, segment: int, first: int, last: int) -> np.ndarray:
+        """Filter the rows that have a part in the segment, at a position from `first` to `last` - 1."""
+        inside_range = np.zeros(len(slots), np.bool_)
+        (wanted,) = self.pages.find(np.array([segment]))
+        for _, inside, where, at in self._parts_of(slots):
+            inside_range[inside] |= (where == wanted) & (at >= first) & (at < last)
+        return slots[inside_range]
 
     def flat(self, slots: np.ndarray) -> np.ndarray:
         """All parts of the rows, row after row: number of the segment << 32 | position."""

@@ -60,14 +60,13 @@ class State:
         """End distinct live rows for a reason."""
         if not len(slots):
             return Ended()
-        texts = self.ids.texts(slots)
-        names = self.ids.names(texts)
+        names = self.ids.at(slots)
         freed = self.segments.release(slots)
         self.claims.end(slots)
         self.pages.remove(slots)
         self.groups.leave(slots)
         self.views.refresh(slots)
         self.groups.end_empty(self.groups.among(slots))
-        self.ids.remove(names, slots)
+        self.ids.remove(slots)
         self.endings.add(names, reason)
-        return Ended(texts, freed)
+        return Ended(tuple(names.texts), freed)

@@ -20,6 +20,7 @@ Invariants (property-tested against a plain model in tests/distqueue/samples/tes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ class SampleTable:
     def can_serve(self, selection: Selection) -> bool:
         """Whether `take` would take something, in constant time; with min_version it may still take nothing.
         `selection` has passed `check`."""
-        view = self.state.views.get(self.tasks.index(selection.task), selection.columns)
+        view = self.state.views.get(self.tasks.index(selection.task), selection.required)
         return view is not None and search.can_serve(view, selection, self.group_size)
 
     def take(self, selection: Selection, now_s: float) -> Taken | None:
@@ -128,7 +129,7 @@ class SampleTable:
         whole group with such a row."""
         self.check(selection)
         state, task = self.state, self.tasks.index(selection.task)
-        view = state.views.get(task, selection.columns)
+        view = state.views.get(task, selection.required)
         plan = (
             search.plan(view, selection, pages=state.pages, groups=state.groups, versions=state.versions)
             if view
@@ -161,7 +162,7 @@ class SampleTable:
 
     def is_settled(self, selection: Selection) -> bool:
         """Whether every row that is open for the task holds the selected columns."""
-        view = self.state.views.get(self.tasks.index(selection.task), selection.columns)
+        view = self.state.views.get(self.tasks.index(selection.task), selection.required)
         return self.open(selection.task) == (view.rows.count if view else 0)
 
     def are_live(self, ids: Sequence[str]) -> np.ndarray:
@@ -173,13 +174,11 @@ class SampleTable:
         slots = lookups.live_numbers(self.state, rows)
         return self.state.groups.texts(slots), self.state.versions.values[slots]
 
-    def find(self, ids: Sequence[str]) -> np.ndarray:
-        """(B,) int64: row numbers. ValueError: a sample that is not alive."""
-        return self.state.pages.numbers(lookups.live(self.state, ids))
-
-    def check_columns(self, ids: Sequence[str], columns: Iterable[str]) -> None:
-        """ValueError, naming sample and column: a sample is not live or lacks a column."""
-        lookups.require_columns(self.state, lookups.live(self.state, ids), columns)
+    def find(self, ids: Sequence[str], columns: Iterable[str] = ()) -> np.ndarray:
+        """(B,) int64: row numbers. ValueError, naming sample and column: a sample is not live or lacks a column."""
+        slots = lookups.live(self.state, ids)
+        lookups.require_columns(self.state, slots, columns)
+        return self.state.pages.numbers(slots)
 
     def parts(self, rows: np.ndarray, columns: Sequence[str]) -> list[tuple[list[str], np.ndarray, np.ndarray]]:
         """Locate columns of live rows (B > 0) that hold them: (columns, segments (B,), positions (B,)), one entry for
@@ -202,8 +201,11 @@ class SampleTable:
         ValueError, naming sample and column: a sample is not live or lacks a column."""
         slots = lookups.live(self.state, ids)
         lookups.require_columns(self.state, slots, columns)
-        held = self.state.columns
-        return np.array([held.longest(slots, [held.names.index(name)]) for name in columns], np.int64)
+        return self._lengths(slots, columns)
+
+    def row_lengths(self, rows: np.ndarray, columns: Sequence[str]) -> np.ndarray:
+        """`lengths` of live rows that hold the columns."""
+        return self._lengths(self.state.pages.find(rows), columns)
 
     def renew(self, task: str, ids: Iterable[str], now_s: float) -> None:
         """Extend the leases of those of `ids` that are leased until now_s + lease_s. ValueError: a sample never put."""
@@ -249,9 +251,18 @@ class SampleTable:
 
     def lose(self, segments: Iterable[int], reason: str) -> Ended:
         """End, as `reason`, every live row with a part in one of these segments, whose payload is lost."""
-        if not reason:
-            raise ValueError("lose: expected a reason; every sample ends with one")
-        return self.state.end(self.state.segments.touching(self.state.pages.live_slots(), tuple(segments)), reason)
+        return self._lose(self.state.segments.touching(self.state.pages.live_slots(), tuple(segments)), reason)
+
+    def lose_samples(self, ids: Sequence[str], reason: str) -> Ended:
+        """End, as `reason`, the live ones of these samples, whose payload is lost."""
+        slots = self.state.ids.find(self.state.ids.names(list(dict.fromkeys(ids))))
+        return self._lose(slots[slots != NONE], reason)
+
+    def at(self, segment: int, first: int, last: int | None) -> tuple[str, ...]:
+        """The live samples with a part in the segment, at positions from `first` to `last` - 1 (None: any)."""
+        slots = self.state.pages.live_slots()
+        end = np.iinfo(np.int64).max if last is None else last
+        return self.state.ids.texts(self.state.segments.within(slots, segment, first, end))
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Metrics. rows: live ones; ended: counts by reason; tasks: per task open, leased and acked (live rows each),
@@ -270,6 +281,16 @@ class SampleTable:
         table = cls(lease_s=lease_s, **snapshots.options(snapshot))
         snapshots.load(table.state, snapshot)
         return table
+
+    def _lose(self, slots: np.ndarray, reason: str) -> Ended:
+        if not reason:
+            raise ValueError("lose: expected a reason; every sample ends with one")
+        groups = self.state.groups.texts(slots)
+        return replace(self.state.end(slots, reason), groups=groups)
+
+    def _lengths(self, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
+        held = self.state.columns
+        return np.array([held.longest(slots, [held.names.index(name)]) for name in columns], np.int64)
 
     def _leased(self, task: str, ids: Iterable[str]) -> tuple[int, np.ndarray]:
         """(number of the task, slots of those of `ids` that it holds)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -23,9 +23,11 @@ class Selection:
     """samples of the batch; with `whole_groups` a multiple of group_size, and a dropped member counts although it is
     not in the batch"""
     _: KW_ONLY
+    lengths: Sequence[str] = ()
+    """further columns that a sample must hold; only its tokens in each are returned, as `PackedBatch.lengths`"""
     token_budget: int | None = None
-    """tokens of the batch, each sample counted by its longest selected column; with `count`, whichever is reached
-    first. A single sample (or whole group) larger than the budget is served alone."""
+    """tokens of the batch, each sample counted by the longest of its `columns` and `lengths`; with `count`, whichever
+    is reached first. A single sample (or whole group) larger than the budget is served alone."""
     whole_groups: bool = False
     """take groups as a whole: every member that is neither dropped nor acknowledged, once all members were put"""
     min_version: int | None = None
@@ -35,7 +37,11 @@ class Selection:
     """take what is ready, at least one sample and at most `count` or `token_budget`, instead of waiting for all"""
 
     def __post_init__(self) -> None:
+        for name, names in (("columns", self.columns), ("lengths", self.lengths)):
+            if isinstance(names, str):
+                raise ValueError(f"{name}={names!r}: expected a list of names of columns")
         object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "lengths", tuple(self.lengths))
         if not self.columns:
             raise ValueError("columns=(): expected the columns to read")
         if self.count is None and self.token_budget is None and not self.partial:
@@ -43,6 +49,11 @@ class Selection:
         for name, value in (("count", self.count), ("token_budget", self.token_budget)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive number")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that a sample must hold."""
+        return *self.columns, *self.lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +68,7 @@ class Taken:
     rows: np.ndarray
     """(B,) int64: row numbers; a sample keeps its number as long as it lives"""
     tokens: np.ndarray
-    """(B,) int64: length of the longest selected column"""
+    """(B,) int64: length of the longest of the `columns` and `lengths` that were selected"""
     too_old: tuple[str, ...]
     """samples that are ready but older than min_version and precede the last one taken; at most TOO_OLD of them"""
 
@@ -84,3 +95,5 @@ class Ended:
     ids: tuple[str, ...] = ()
     segments: tuple[int, ...] = ()
     """segments without a live row left; ascending"""
+    groups: tuple[str, ...] = field(default=(), compare=False)
+    """of the samples, "" without one; known of lost samples only"""
