@@ -6,6 +6,9 @@ attributed to owners and how capacity is set.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
 import re
 import struct
@@ -144,7 +147,10 @@ class EmulatedDevice(AcceleratorDevice):
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
         self._extension, self.can_share = extension, expandable
         self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
-        extension.open_card(index, session_file(session, index), capacity_bytes, expandable, late)
+        path = session_file(session, index)
+        if path:
+            sweep_sessions(path)
+        extension.open_card(index, path, capacity_bytes, expandable, late)
 
     def memory(self) -> Memory:
         stats = self._extension.stats(self.index)
@@ -189,6 +195,30 @@ class EmulatedDevice(AcceleratorDevice):
             f"{self.torch_device} (emulated on the CPU, torch {torch.__version__}), {memory.capacity / 2**30:.1f} GiB, "
             f"{memory.free / 2**30:.1f} GiB free"
         )
+
+
+def sweep_sessions(path: str) -> None:
+    """Remove the accounts of sessions all of whose processes were killed. ``path``: the account that this process is
+    going to open.
+
+    Each process of a session holds a lock on its account as long as it lives (`emulator/ledger.cpp`). Locks of this
+    kind are the process's: closing one of its own accounts here would release them, so these are left alone.
+    """
+    _own_accounts.add(path)
+    for other in glob.glob(f"/dev/shm/rlfusion-{os.getuid()}-*-npu*"):
+        if other in _own_accounts:
+            continue
+        with contextlib.suppress(OSError):  # its last process has removed it, or a process holds it
+            handle = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(other)  # a process that opens it just now notices, and creates another
+            finally:
+                os.close(handle)
+
+
+_own_accounts: set[str] = set()
+"""Paths that this process has opened"""
 
 
 def session_file(session: str | None, index: int) -> str:

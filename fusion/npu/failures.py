@@ -26,6 +26,9 @@ MIB = 1 << 20
 
 F = TypeVar("F", bound="RankFailure")
 
+_JSON_TYPES: Mapping[str, type] = {"int": int, "str": str, "FailureKind": str, "dict[str, int]": dict}
+"""Type of a failure's field in JSON, by its annotation"""
+
 COLLECTIVES = "torch.distributed.distributed_c10d"
 """The module whose functions run collectives, except those that set groups up (`SETUP`)."""
 
@@ -39,6 +42,8 @@ class FailureKind(str, Enum):
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
     """The rank itself raised an error."""
+    TIMED_OUT = "timed_out"
+    """The rank did not answer in time."""
     QUEUE_CLOSED = "queue_closed"
     """The sample queue was closed while the rank used it."""
     PEER_FAILED = "peer_failed"
@@ -109,9 +114,18 @@ class RankFailure:
 
     @classmethod
     def from_json(cls: type[F], fields: Mapping[str, Any]) -> F:
-        """Invert `to_json`; fields of subclasses are dropped."""
-        known = {entry.name: fields[entry.name] for entry in dataclasses.fields(cls)}
-        return cls(**{**known, "kind": FailureKind(fields["kind"])})
+        """Invert `to_json`; fields of subclasses are dropped.
+
+        Raises:
+            ValueError: a field is missing or of another type.
+        """
+        known: dict[str, Any] = {}
+        for entry in dataclasses.fields(cls):
+            value = fields.get(entry.name) if isinstance(fields, Mapping) else None
+            if not isinstance(value, _JSON_TYPES[str(entry.type)]):
+                raise ValueError(f"a failure with {entry.name}={value!r:.80}: expected {entry.type}")
+            known[entry.name] = value
+        return cls(**{**known, "kind": FailureKind(known["kind"])})
 
     def __str__(self) -> str:
         owners = f"; HBM by owner: {format_owners(self.bytes_by_owner)}" if self.bytes_by_owner else ""

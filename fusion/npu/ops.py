@@ -5,7 +5,8 @@ Sequences are packed: one leading token dimension without padding rows, and a li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -59,15 +60,55 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, None, None, *grad_weights
 
 
+GroupedKernel = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor], torch.Tensor]
+"""A card's own product of row block e of x [N, D] (``counts[e]`` rows) and ``weights[e].T`` [D, O]; the counts, int64
+[E], are on the card."""
+
+
+def _ascend(x_ND: torch.Tensor, weights: Sequence[torch.Tensor], counts_E: torch.Tensor) -> torch.Tensor:
+    # one x, a weight in its own storage for each expert, one output (split_item 3); rows are grouped (group_type 0), by
+    # the end of each group (group_list_type 0)
+    (out,) = torch.ops.npu.npu_grouped_matmul(
+        [x_ND],
+        [weight.t() for weight in weights],
+        group_list=counts_E.cumsum(0),
+        split_item=3,
+        group_type=0,
+        group_list_type=0,
+    )
+    return out
+
+
+GROUPED_KERNELS: dict[str, tuple[str, GroupedKernel]] = {"npu": ("npu_grouped_matmul", _ascend)}
+"""Device type → the operator of the same namespace that the kernel calls, and the kernel. CUDA has none: its
+`torch._grouped_mm` takes the weights of all experts as one tensor, but each is stored for itself (`bucket_plan.py`)."""
+
+
+def grouped_kernel(x_ND: torch.Tensor, row_multiple: int = 1) -> GroupedKernel | None:
+    """Return the card's grouped product, with which the number of rows of each expert need not be known on the host:
+    None where it has none (an emulated card has not), where a gradient is computed, or with ``row_multiple`` > 1."""
+    return None if row_multiple > 1 or torch.is_grad_enabled() else _kernel_of(x_ND.device.type)
+
+
+@cache
+def _kernel_of(device_type: str) -> GroupedKernel | None:
+    operator, kernel = GROUPED_KERNELS.get(device_type, ("", None))
+    return kernel if operator and hasattr(getattr(torch.ops, device_type), operator) else None
+
+
 def grouped_linear(
     x_ND: torch.Tensor, weights: Sequence[torch.Tensor], counts: list[int] | torch.Tensor, row_multiple: int = 1
 ) -> torch.Tensor:
     """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block.
 
-    Runs one matrix product per non-empty expert. A card's grouped kernel would have to accept weights in separate
-    storages (Ascend's `npu_grouped_matmul` does).
+    Runs the card's `grouped_kernel` if the counts are on the card and it has one, else one matrix product per non-empty
+    expert, for which counts on the card are copied to the host.
     """
-    counts = counts if isinstance(counts, list) else counts.tolist()
+    if isinstance(counts, torch.Tensor):
+        kernel = grouped_kernel(x_ND, row_multiple)
+        if kernel is not None:
+            return kernel(x_ND, weights, counts)
+        counts = counts.tolist()
     assert len(counts) == len(weights) and sum(counts) == x_ND.shape[0]
     if not torch.is_grad_enabled():
         return _grouped(x_ND, counts, row_multiple, weights)

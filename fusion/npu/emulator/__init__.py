@@ -9,7 +9,7 @@
 
 The allocator rounds, caches and splits like a real one, with segments scaled down to the size of the models (heap.h).
 Work is done when the call returns; with `streams=adversarial`, copies and collectives run as late as synchronisation
-allows (streams.h). Not emulated: asynchronous kernels, sparse and quantised tensors, convolutions, graph capture.
+allows (streams.h). Not emulated: asynchronous kernels, sparse and quantised tensors, graph capture.
 """
 
 from __future__ import annotations
@@ -22,15 +22,10 @@ from types import ModuleType
 
 from fusion.npu.emulator.build import BuildError, load_extension
 
-__all__ = ["BuildError", "install", "installed"]
+__all__ = ["BuildError", "install"]
 
 _lock = threading.Lock()
 _extension: ModuleType | None = None
-
-
-def installed() -> bool:
-    """Return whether the device `npu` of this process is the emulated one."""
-    return _extension is not None
 
 
 def install() -> ModuleType:

@@ -197,7 +197,11 @@ class Call {
     if (storage->nbytes() > 0 && !is_device_block(storage->data_ptr())) {
       // Not allocated through the hook (a kernel wrapped foreign memory): copy it into device memory.
       auto data = allocate_on(card_, storage->nbytes());
-      std::memcpy(data.get(), storage->data(), storage->nbytes());
+      if (storage->data() == nullptr) {
+        std::memset(data.get(), 0, storage->nbytes()); // the storage of a tensor of zeros that was never written
+      } else {
+        std::memcpy(data.get(), storage->data(), storage->nbytes());
+      }
       return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), storage->nbytes(), std::move(data), device_allocator(), true));
     }
@@ -215,6 +219,9 @@ class Call {
     for (const auto* foreign : foreign_) {
       if (foreign == impl) return tensor;
     }
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        tensor.layout() == c10::kStrided && !tensor.is_quantized(), op_.operator_name(),
+        ": the emulated NPU supports only strided tensors, and no quantised ones");
     if (!impl->has_storage()) return tensor;
     impl->set_storage_keep_dtype(real_of(tensor.storage())); // takes over the storage's device too
     impl->_change_backend_component_keys(device_of(card_));

@@ -40,10 +40,24 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
+// The zeros that backward passes return where nothing depends on an input (of sgn, round, …). PyTorch's tensors of zeros
+// without memory are an optimisation that every kernel would have to know.
+at::Tensor efficient_zeros(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  return empty_memory_format(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
+}
+
 // Runs each of the copies through the path of a single copy.
 void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
   TORCH_CHECK(to.size() == from.size(), "_foreach_copy_: ", from.size(), " tensors into ", to.size());
   for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+}
+
+// Every operator on a tensor that is not strided.
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.operator_name(), ": the emulated NPU supports only strided tensors, and no quantised ones");
 }
 
 void record_stream(at::Tensor& tensor, at::Stream stream) {
@@ -68,9 +82,22 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
@@ -89,9 +116,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
       to_cpu(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
     }
   }
-  // These have only generic kernels, which do not support this device.
+  // These have only generic kernels, which do not support this device or (mish_backward) round differently.
   for (const char* name : {"copy_", "_copy_from", "set_.source_Storage", "set_.source_Storage_storage_offset",
-                           "set_.source_Tensor", "set_", "_fused_sdp_choice", "_grouped_mm"}) {
+                           "set_.source_Tensor", "set_", "_fused_sdp_choice", "_grouped_mm", "convolution",
+                           "convolution_backward", "mish_backward"}) {
     to_cpu(name);
   }
   m.impl("_foreach_copy_", foreach_copy);

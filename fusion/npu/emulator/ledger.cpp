@@ -82,7 +82,10 @@ CardLedger::CardLedger(const std::string& path, std::optional<int64_t> capacity)
       close(fd_);
       continue;
     }
-    TORCH_CHECK(ftruncate(fd_, sizeof(LedgerPage)) == 0, "cannot resize ", path_, ": ", strerror(errno));
+    // Reserves the page: where shared memory is full, a write to a mapped page without memory would kill the process.
+    const int full = posix_fallocate(fd_, 0, sizeof(LedgerPage));
+    TORCH_CHECK(full == 0, "cannot reserve ", sizeof(LedgerPage), " bytes at ", path_, ": ", strerror(full),
+                "; free space in /dev/shm, or enlarge it (docker run --shm-size)");
     void* memory = mmap(nullptr, sizeof(LedgerPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
     TORCH_CHECK(memory != MAP_FAILED, "cannot map ", path_, ": ", strerror(errno));
     page_ = static_cast<LedgerPage*>(memory);

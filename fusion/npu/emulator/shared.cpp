@@ -45,6 +45,11 @@ bool is_file(const std::string& path, int64_t inode) {
   return stat(path.c_str(), &found) == 0 && static_cast<int64_t>(found.st_ino) == inode;
 }
 
+bool lies_in_its_file(const SharedHandle& handle) {
+  return handle.offset >= 0 && handle.bytes >= 0 && handle.offset <= handle.file_bytes &&
+      handle.bytes <= handle.file_bytes - handle.offset;
+}
+
 std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
   auto& all = mappings();
   std::lock_guard<std::mutex> lock(all.mutex);
@@ -54,11 +59,16 @@ std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
   }
   const auto path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
   TORCH_CHECK_VALUE(
-      is_file(path, handle.inode), "a shared block cannot be mapped: process ", handle.pid, " that owned it is gone");
+      is_file(path, handle.inode), "a shared block cannot be mapped: process ", handle.pid, " that owned it has ended");
   auto& mapping = all.open[{handle.pid, handle.inode}];
   if (!mapping) {
     const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
     TORCH_CHECK_VALUE(fd >= 0, "a shared block cannot be mapped: ", path, ": ", strerror(errno));
+    struct stat found {};
+    if (fstat(fd, &found) != 0 || found.st_size < handle.file_bytes) {
+      close(fd);
+      TORCH_CHECK_VALUE(false, "a shared block cannot be mapped: ", path, " is smaller than its handle states");
+    }
     mapping = std::make_shared<Mapping>(fd, handle, path);
   }
   return mapping;
@@ -88,7 +98,10 @@ SharedHandle share(const at::Tensor& tensor) {
 }
 
 at::Tensor map_shared(int card, const SharedHandle& handle) {
+  TORCH_CHECK_VALUE(lies_in_its_file(handle), "a shared block cannot be mapped: its handle lies outside its file");
   auto mapping = mapping_of(handle);
+  TORCH_CHECK_VALUE(
+      handle.file_bytes == mapping->region.bytes, "a shared block cannot be mapped: its file has another size");
   char* memory = mapping->region.base + handle.offset;
   auto* held = new std::shared_ptr<Mapping>(std::move(mapping));
   return bytes_of(card, {memory, held, &release_mapping, device_of(card)}, handle.bytes);
