@@ -2,9 +2,11 @@
 
     config      RolloutConfig: the config group `rollout`
     request     Request, SamplingParams, Output: plain data, in and out
+    request_columns   requests as columns, as they are sent                          (pure)
     interface   InferEngine: the interface of an engine as used by the other packages
     control     control calls from any thread, applied on all ranks at the same step
     sequence    a request in the engine; what one step computes                              (pure)
+    verification  the rows of a draft, and which of its tokens are kept                      (pure)
     scheduler   selects the tokens of the next step; assigns requests to attention ranks     (pure)
     blocks      manages KV blocks; the prefix cache, keyed by policy version                 (pure)
     kv_cache    memory of keys and values, allocated last, released before training
@@ -18,8 +20,7 @@
     forward     runs one step through this rank's layers
     engine      EmbeddedEngine, the embedded `InferEngine`; all ranks of the group step together
 
-Extension points: a decode that verifies a draft is a chunk whose rows are all sampled; KV that is moved is named
-by its blocks (`blocks`), whose names are the same in every process.
+Extension point: KV that is moved is named by its blocks (`blocks`), whose names are the same in every process.
 """
 
 import lazy_loader

@@ -2,8 +2,11 @@
 
 Paged rows (`attend_rows`): every (row, block) pair is one small matrix product, so sequences of different lengths need
 no padding except in their last block. The softmax is combined from blocks as in FlashAttention (Dao et al., 2022):
-first the row's maximum over all blocks, then sums in the order of the blocks. Pairs are independent and the order
-depends only on the sequence, so a row's result is bitwise independent of the batch.
+first the row's maximum over all blocks, then sums over the blocks.
+
+With `rollout.batch_invariant` every token is a paged row and no stretch of the pool is read in place: pairs are
+independent and summed in the order of the row's blocks, so a row's result is bitwise independent of the batch. Without
+it, the rest of the batch decides how a row is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ class PagedAttention:
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
         channels = q_NHC.shape[-1]
-        pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat([k_NKC, v_NKC]).view(-1, channels))
+        written = [k_NKC, v_NKC]
+        if batch.repeated is not None:
+            written = [k_NKC, k_NKC.index_select(0, batch.repeated), v_NKC, v_NKC.index_select(0, batch.repeated)]
+        pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat(written).view(-1, channels))
 
         out = [
             attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=self.cache.workspace)

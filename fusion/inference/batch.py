@@ -1,28 +1,43 @@
-"""Build the tensors of one step, which every layer reads.
+"""Build the tensors of one step, which every layer reads: planned in numpy, then sent to the card by one copy.
 
 Rows of a batch, in this order:
 
-    decodes            one row a sequence                          ┐ paged rows: each attends over its own blocks
-    short chunks       the few tokens behind a shared prefix       ┘
-    whole prompts      nothing of them was cached: packed          causal inside each
-    long chunks        a piece of a prompt behind what is cached   one attention call a chunk
+    decodes            one row per sequence                        ┐ paged rows: each attends over its own blocks
+    short chunks       the few tokens that follow a shared prefix  ┘
+    whole prompts      no token of them is cached: packed          causal attention inside each
+    long chunks        part of a prompt after cached tokens        ┐ one attention call per chunk
+    drafts             the rows of one path each                   ┘
 
-With ``invariant`` every token is a paged row, as that is the form whose arithmetic does not depend on its neighbours.
+With ``invariant`` every token is a paged row, those of drafts behind the decodes: the only form whose result does not
+depend on the rest of the batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.sequence import Sequence, Step
+from fusion.inference.sequence import Blocks, Sequence, Step
+from fusion.inference.verification import Verification
+from fusion.npu import Device
 
-Piece = tuple[Sequence, int]
-"""A sequence and how many tokens of it the step computes."""
+
+class PathRows(NamedTuple):
+    """Rows of a draft's path: ``tokens`` at the positions from ``computed`` on, in the path's ``blocks``."""
+
+    blocks: Blocks
+    computed: int
+    tokens: list[int]
+
+
+Piece = tuple[Sequence | PathRows, int]
+"""A sequence or path, and how many tokens of it the step computes."""
 
 STRETCH_WASTE = 1.5
 """Maximum ratio of all blocks of a stretch of the pool to the required ones for which the stretch is read in place
@@ -72,16 +87,19 @@ class LongChunk:
 class Batch:
     """Inputs of one forward pass of N tokens.
 
-    ``slots`` [2 * N * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
-    ``blocks``, ``offsets`` int64 [N] on the host: the place of each token in the cache.
+    ``slots`` [2 * (N + M) * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
+    ``repeated`` [M]: rows that are written a second time, to other paths of their draft; None: there are none.
+    ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
     ``sampled`` [S]: the rows whose logits are required; None: all rows.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    repeated: torch.Tensor | None
     blocks: np.ndarray
     offsets: np.ndarray
+    written: np.ndarray
     rows: tuple[RowSlice, ...]
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
@@ -92,47 +110,90 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     """Builds the tensors of a step."""
     block_size, kv_heads = cache.block_size, cache.kv_heads
     short, whole, long = _sort_chunks(step, invariant)
-    pieces = [(seq, 1) for seq in step.decodes] + short + whole + long
-    table, first = _block_table(pieces)
-    starts = np.fromiter((seq.computed for seq, _ in pieces), np.int64, len(pieces))
-    ends = np.arange(1, len(pieces) + 1)
-    if not step.chunks:
-        positions = starts
+    paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
+    before, behind = (paths, []) if invariant else ([], paths)
+    pieces = [(seq, 1) for seq in step.decodes] + before + short + whole + long + behind
+    table, first_of_piece = _block_table(pieces)
+    starts = np.fromiter((rows.computed for rows, _ in pieces), np.int64, len(pieces))
+    if only_decodes := not (step.chunks or paths):
+        positions, first, ends = starts, first_of_piece, np.arange(1, len(pieces) + 1)
         ids = np.fromiter((seq.tokens[-1] for seq in step.decodes), np.int64, len(pieces))
     else:
         counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        first = np.repeat(first, counts)
-        tokens = (seq.tokens[seq.computed : seq.computed + count] for seq, count in pieces)
-        ids = np.fromiter(chain.from_iterable(tokens), np.int64, len(positions))
-    block, offset = np.divmod(positions, block_size)
-    block = table[first + block]
+        first = np.repeat(first_of_piece, counts)
+        ids = np.fromiter(chain.from_iterable(_new_tokens(*piece) for piece in pieces), np.int64, len(positions))
+    first_path = len(step.decodes) if invariant else len(pieces) - len(paths)
+    first_row = int(ends[first_path - 1]) if first_path else 0  # of the drafts, whose rows lie one behind the other
+    repeated, paths_of_repeated = _repeated_rows(step.verified, first_row, first_path)
+    written = np.concatenate([np.arange(len(positions)), repeated])
+    block, offset = np.divmod(positions[written], block_size)
+    block = table[np.concatenate([first, first_of_piece[paths_of_repeated]]) + block]
     keys = (block * (kv_heads * block_size) + offset)[:, None] + np.arange(kv_heads) * block_size
     slots = np.stack([keys, keys + cache.blocks * kv_heads * block_size])
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(cache.device.torch_device)
-
-    row_count = len(step.decodes) + sum(count for _, count in short)
+    row_count = len(step.decodes) + sum(count for _, count in before + short)
     packed_stop = row_count + sum(count for _, count in whole)
-    chunks, at = [], packed_stop
-    for seq, count in long:
-        chunks.append(_long_chunk(seq, at, count, cache=cache, put=put))
-        at += count
+    rows = list(_slice_rows(positions[:row_count], first[:row_count], table, cache=cache, invariant=invariant))
+    arrays = [ids, positions, slots.ravel(), repeated]
+    arrays += [np.concatenate([positions[:0], *(part.valid for part in rows)])]
+    arrays += chain.from_iterable(part.arrays for part in rows)
+    arrays += [_pieces(_blocks_of(*piece, cache), cache) for piece in long + behind]
+    arrays += [] if only_decodes else [_sampled_rows(step, pieces, ends, first_row=first_row)]
+    tensors = _to_card(arrays, cache.device)
+    ids_N, positions_N, slots_2NK, repeated_M, valid = (next(tensors) for _ in range(5))
+    # The masks of all slices are gathered at once.
+    biases = cache.masks.index_select(0, valid).split([len(part.valid) for part in rows]) if rows else ()
     return Batch(
-        ids=put(ids),
-        positions=put(positions),
-        slots=put(slots.ravel()),
+        ids=ids_N,
+        positions=positions_N,
+        slots=slots_2NK,
+        repeated=repeated_M if len(repeated) else None,
         blocks=block,
         offsets=offset,
-        rows=tuple(
-            _slice_rows(positions[:row_count], first[:row_count], table, cache=cache, put=put, invariant=invariant)
-        ),
+        written=written,
+        rows=tuple(_row_slice(part, bias, tensors) for part, bias in zip(rows, biases, strict=True)),
         packed=(row_count, packed_stop, [count for _, count in whole]),
-        long=tuple(chunks),
-        sampled=_sampled_rows(step, pieces, ends, put=put),
+        long=tuple(_long_chunks(long + behind, packed_stop, positions_N, pieces=tensors)),
+        sampled=None if only_decodes else next(tensors),
     )
+
+
+def _paths(one: Verification) -> Iterator[Piece]:
+    start = len(one.seq.tokens) - 1
+    for path in one.paths:
+        rows = PathRows(one.table(path.number), start + one.depths[path.start], one.tokens[path.start : path.stop])
+        yield rows, path.stop - path.start
+
+
+def _new_tokens(rows: Sequence | PathRows, count: int) -> list[int]:
+    return rows.tokens if isinstance(rows, PathRows) else rows.tokens[rows.computed : rows.computed + count]
+
+
+def _repeated_rows(verified: list[Verification], row: int, piece: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that a path of a draft has in common with an earlier one, and the piece of the path that they are written
+    to, int64 both.
+
+    Args:
+        row: first row of the drafts; ``piece``: first piece.
+    """
+    rows: list[int] = []
+    pieces: list[int] = []
+    for one in verified:
+        for shared in one.shared:
+            rows += [row + before for before in shared]
+            pieces += [piece] * len(shared)
+            piece += 1
+        row += len(one)
+    return np.array(rows, np.int64), np.array(pieces, np.int64)
+
+
+def _to_card(arrays: list[np.ndarray], device: Device) -> Iterator[torch.Tensor]:
+    """Copies int64 arrays [n] to the card at once, from pinned memory where the card has it; yields them in order."""
+    host = device.host_empty((sum(map(len, arrays)),), torch.int64)
+    np.concatenate(arrays, out=host.numpy())
+    return iter(host.to(device.torch_device, non_blocking=True).split([len(array) for array in arrays]))
 
 
 def _sort_chunks(step: Step, invariant: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
@@ -150,7 +211,7 @@ def _sort_chunks(step: Step, invariant: bool) -> tuple[list[Piece], list[Piece],
 def _block_table(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
     """All pieces' blocks in one array, and where each piece's begin."""
     lengths = np.fromiter((len(seq.blocks) for seq, _ in pieces), np.int64, len(pieces))
-    table = np.fromiter(chain.from_iterable(seq.blocks for seq, _ in pieces), np.int64, int(lengths.sum()))
+    table = np.frombuffer(b"".join([seq.blocks for seq, _ in pieces]), np.int64)  # arrays, joined as bytes
     return table, np.cumsum(lengths) - lengths
 
 
@@ -164,9 +225,38 @@ class _Pairs:
     valid: np.ndarray
 
 
-def _slice_rows(positions, first, table, cache: KVCache, put, invariant: bool):
-    """Returns one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the
-    workspace holds."""
+@dataclass(frozen=True)
+class _SlicePlan:
+    """A `RowSlice` whose arrays are still on the host; ``valid``: tokens of each block that are read."""
+
+    start: int
+    stop: int
+    stretch: tuple[int, int]
+    width: int
+    pieces: np.ndarray
+    owner: np.ndarray
+    valid: np.ndarray
+    place: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All but ``valid``."""
+        return self.pieces, self.owner, self.place
+
+
+def _row_slice(plan: _SlicePlan, bias: torch.Tensor, tensors: Iterator[torch.Tensor]) -> RowSlice:
+    """Takes the plan's ``arrays`` from the card's tensors."""
+    pieces, owner, place = (next(tensors) for _ in plan.arrays)
+    return RowSlice(
+        plan.start, plan.stop, plan.stretch, pieces=pieces, owner=owner, bias=bias, width=plan.width, place=place
+    )
+
+
+def _slice_rows(
+    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
+) -> Iterator[_SlicePlan]:
+    """Plans one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
+    holds."""
     counts = positions // cache.block_size + 1
     ends = np.cumsum(counts)
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -178,22 +268,14 @@ def _slice_rows(positions, first, table, cache: KVCache, put, invariant: bool):
         low, high, order = _stretch(pairs.blocks)
         wanted = int(np.count_nonzero(order[: high - low] >= 0))
         if high - low <= STRETCH_WASTE * wanted and len(order) - (high - low) <= limit:
-            yield _row_slice(0, len(counts), (low, high), order=order, pairs=pairs, counts=counts, cache=cache, put=put)
+            yield _plan_slice(0, len(counts), (low, high), order=order, pairs=pairs, counts=counts, cache=cache)
             return
     start = 0
     while start < len(counts):
         before = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
-        yield _row_slice(
-            start,
-            stop,
-            (0, 0),
-            order=np.arange(before, int(ends[stop - 1])),
-            pairs=pairs,
-            counts=counts,
-            cache=cache,
-            put=put,
-        )
+        in_order = slice(before, int(ends[stop - 1]))
+        yield _plan_slice(start, stop, (0, 0), order=in_order, pairs=pairs, counts=counts, cache=cache)
         start = stop
 
 
@@ -207,41 +289,51 @@ def _stretch(blocks: np.ndarray) -> tuple[int, int, np.ndarray]:
     return low, high, np.concatenate([reader, left_over])
 
 
-def _row_slice(start, stop, stretch, order, pairs: _Pairs, counts, cache: KVCache, put) -> RowSlice:
+def _plan_slice(
+    start: int,
+    stop: int,
+    stretch: tuple[int, int],
+    *,
+    order: np.ndarray | slice,
+    pairs: _Pairs,
+    counts: np.ndarray,
+    cache: KVCache,
+) -> _SlicePlan:
     """Rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
     width = int(counts[start:stop].max())
     owner = pairs.owner[order] - start
     place = owner * width + pairs.index[order]
     valid = pairs.valid[order]
-    gathered = order[stretch[1] - stretch[0] :]
-    if len(gathered) < len(order):
-        unwanted = order < 0
+    gathered = order
+    if isinstance(order, np.ndarray):
+        gathered, unwanted = order[stretch[1] - stretch[0] :], order < 0
         owner[unwanted], valid[unwanted], place[unwanted] = 0, 0, (stop - start) * width
-    return RowSlice(
-        start,
-        stop,
-        stretch,
-        pieces=put(_pieces(pairs.blocks[gathered], cache)),
-        owner=put(owner),
-        bias=cache.masks.index_select(0, put(valid)),
-        width=width,
-        place=put(place),
-    )
+    pieces = _pieces(pairs.blocks[gathered], cache)
+    return _SlicePlan(start, stop, stretch, width=width, pieces=pieces, owner=owner, valid=valid, place=place)
 
 
 def _pieces(blocks: np.ndarray, cache: KVCache) -> np.ndarray:
     return np.concatenate([blocks, blocks + cache.blocks])
 
 
-def _long_chunk(seq: Sequence, at: int, count: int, cache: KVCache, put) -> LongChunk:
-    length = seq.computed + count
-    blocks = np.array(seq.blocks[: -(-length // cache.block_size)], np.int64)
-    mask = np.arange(length) <= np.arange(seq.computed, length)[:, None]
-    return LongChunk(at, at + count, put(_pieces(blocks, cache)), length=length, mask=put(mask))
+def _blocks_of(rows: Sequence | PathRows, count: int, cache: KVCache) -> np.ndarray:
+    """The blocks of the tokens that are computed after ``count`` more."""
+    return np.array(rows.blocks[: -(-(rows.computed + count) // cache.block_size)], np.int64)
 
 
-def _sampled_rows(step: Step, pieces: list[Piece], ends: np.ndarray, put) -> torch.Tensor | None:
-    if not step.chunks:
-        return None
+def _long_chunks(
+    long: Iterable[Piece], start: int, positions_N: torch.Tensor, *, pieces: Iterator[torch.Tensor]
+) -> Iterator[LongChunk]:
+    """Long chunks, of which the first begins at row ``start``; ``pieces`` yields the blocks of each."""
+    for seq, count in long:
+        stop, length = start + count, seq.computed + count
+        mask = torch.arange(length, device=positions_N.device) <= positions_N[start:stop, None]
+        yield LongChunk(start, stop, next(pieces), length=length, mask=mask)
+        start = stop
+
+
+def _sampled_rows(step: Step, pieces: list[Piece], ends: np.ndarray, first_row: int) -> np.ndarray:
+    """The rows of ``step.drawn``. ``first_row``: of the drafts."""
     row_of = {id(seq): end - 1 for (seq, _), end in zip(pieces, ends.tolist(), strict=True)}
-    return put(np.fromiter((row_of[id(seq)] for seq in step.sampled), np.int64, len(step.sampled)))
+    single = np.fromiter((row_of[id(seq)] for seq in step.sampled), np.int64, len(step.sampled))
+    return np.concatenate([single, np.arange(first_row, first_row + sum(map(len, step.verified)))])

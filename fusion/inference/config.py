@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fusion.inference.request import SamplingParams, check_sampling
+from fusion.inference.request import SamplingParams
+from fusion.inference.validation import check_sampling
 from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep")
+DRAFTS = ("none", "siblings", "history", "both")
 
 BLOCK_MULTIPLE = 16
 """A block is a multiple of the widest vector, so that no score is computed in the remainder of a loop."""
@@ -18,7 +20,7 @@ class RolloutConfig:
     """How responses are sampled and how an engine uses its card."""
 
     temperature: float = 1.0
-    """Divides the logits; 0: greedy decoding."""
+    """Divides the logits, 1e-5 to 1e5; 0: greedy decoding."""
     top_k: int = 0
     """Samples from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
@@ -27,6 +29,9 @@ class RolloutConfig:
     """Excludes tokens less likely than min_p times the most likely one; 0: none."""
     max_response_length: int = 256
     """Maximum number of tokens of a response, including the end token."""
+    stop: list[str] = field(default_factory=list)
+    """Stop strings: a response ends with the token that completes one of them, besides at the model's and the
+    tokenizer's end tokens. It stays in the response and in the text that is rewarded."""
     forced_median: float | None = None
     """For measurements: ends responses at lengths drawn from a long-tailed distribution with this median in tokens, the
     same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
@@ -59,18 +64,36 @@ class RolloutConfig:
     max_parked_kv_mib: int | None = None
     """With suspended_kv=keep, MiB of host memory in which a card may park KV; KV beyond that is computed again; null:
     no limit."""
+    drafts: str = "none"
+    """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
+    group that the engine has generated so far), `history` (what the prompt's last group said, in an earlier epoch),
+    `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with batch_invariant,
+    else up to rounding, as for any change of the batch. None is verified where measured costs say that it does not
+    pay."""
+    draft_tree: int = 1
+    """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
+    draft_mib: int = 1024
+    """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
+    longest ago are dropped first."""
     batch_invariant: bool = False
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("rollout", self)
         check_sampling("rollout", self)
         check.integer("max_response_length", "max_seqs", "max_batch_tokens", at_least=1)
         check.integer("chunk_tokens", "max_length", "max_kv_tokens", "max_parked_kv_mib", at_least=1, null=True)
+        check.that(
+            "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
+        )
         check.one_of("suspended_kv", SUSPENDED_KV)
+        check.one_of("drafts", DRAFTS)
+        check.integer("draft_tree", "draft_mib", at_least=1)
         check.integer("block_size", at_least=BLOCK_MULTIPLE)
         check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
         check.number("kv_fraction", above=0, at_most=1)

@@ -2,20 +2,25 @@
 
 any thread ─ submit, abort, … ─────► Inbox (leader) ─┐
                                               ├─ one small all_gather per step (CPU): counters of every rank, and
-step of every rank ────────────────────────── ┘  size of the leader's orders; a broadcast only if there are any
+step of every rank ────────────────────────── ┘  size of what it sends; a broadcast of the leader's orders, and messages
+any thread ─ report ───────────────► Inbox (others) ─ of other ranks to the leader, only if there are any
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from fusion.inference.request import Request, SamplingParams
+from fusion.inference.request import Request
+from fusion.inference.request_columns import from_columns, to_columns
+from fusion.inference.validation import checked_ids, checked_version
 from fusion.model import Mesh
 
 
@@ -38,52 +43,57 @@ class Orders:
         return any(orders) or self.version is not None
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        return json.dumps(vars(self) | {"submit": to_columns(self.submit)}, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Orders:
-        orders = cls(**json.loads(data))
-        orders.submit = [_request(item) for item in orders.submit]  # type: ignore[arg-type]
-        return orders
-
-
-def _request(item: dict) -> Request:
-    params = dict(item["params"])
-    if params["stop_token_ids"] is not None:
-        params["stop_token_ids"] = tuple(params["stop_token_ids"])
-    tuples = {"prompt": tuple(item["prompt"]), "response": tuple(item["response"])}
-    return Request(**(item | tuples | {"params": SamplingParams(**params)}))
+        orders = json.loads(data)
+        return cls(**orders | {"submit": from_columns(orders["submit"])})
 
 
 class Inbox:
-    """Collects control calls from any thread until the leader's next step takes them."""
+    """Collects control calls from any thread until the leader's next step takes them. Requests must have been checked
+    (`validation.checked_requests`); ids and versions are checked here, with a `ValueError` in the calling thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._orders = Orders()
+        self._reports: list[dict[str, Any]] = []
 
     def submit(self, requests: Iterable[Request]) -> None:
         with self._lock:
             self._orders.submit += requests
 
     def abort(self, ids: Iterable[str] | None) -> None:
+        names = None if ids is None else checked_ids(ids)
         with self._lock:
-            if ids is None:
+            if names is None:
                 self._orders.abort_all = True
             else:
-                self._orders.abort += ids
+                self._orders.abort += names
 
     def forget(self, ids: Iterable[str]) -> None:
+        names = checked_ids(ids)
         with self._lock:
-            self._orders.forget += ids
+            self._orders.forget += names
 
     def pause(self) -> None:
         with self._lock:
             self._orders.pause = True
 
     def adopt(self, version: int) -> None:
+        version = checked_version(version)
         with self._lock:
             self._orders.version = version
+
+    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
+        with self._lock:
+            self._reports += map(dict, items)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        with self._lock:
+            reports, self._reports = self._reports, []
+        return reports
 
     def take(self) -> Orders:
         with self._lock:
@@ -108,9 +118,21 @@ class Counters:
     kv_restored_tokens: int = 0
     recomputed_tokens: int = 0
     interrupted: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    decoded_sequences: int = 0
+    step_decodes: int = 0
+    """Of the last step, where it only decoded; `step_us` 0: it did not"""
+    step_drafted: int = 0
+    step_draft_tokens: int = 0
+    step_us: int = 0
 
     def row(self) -> list[int]:
-        return [getattr(self, f.name) for f in fields(self)]
+        return [getattr(self, name) for name in COUNTERS]
+
+
+COUNTERS = [counter.name for counter in fields(Counters)]
+WAITING, RUNNING = COUNTERS.index("waiting"), COUNTERS.index("running")
 
 
 class ControlChannel:
@@ -119,29 +141,43 @@ class ControlChannel:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.inbox = Inbox()
-        self.table: list[Counters] = [Counters()] * mesh.parallel.world
-        """Counters of every rank at the last `exchange`"""
+        self.table = np.zeros((mesh.parallel.world, len(COUNTERS)), np.int64)
+        """Counters of every rank at the last `exchange`: int64 [ranks, `COUNTERS`]"""
 
     def exchange(self, counters: Counters) -> Orders:
-        """Returns this step's orders, the same on every rank, and updates `table`. Collective."""
+        """Returns this step's orders, the same on every rank, updates `table`, and sends what other ranks report to the
+        leader's inbox. Collective."""
         orders = self.inbox.take() if self.mesh.rank == 0 else Orders()
         if self.mesh.world_group is None:
-            self.table = [counters]
+            self.table = np.array([counters.row()], np.int64)
             return orders
-        payload = orders.encode() if orders else b""
+        reports = self.inbox.take_reports() if self.mesh.rank else []
+        payload = orders.encode() if orders else json.dumps(reports).encode() if reports else b""
         row = torch.tensor([len(payload), *counters.row()])
         rows = row.new_empty(self.mesh.parallel.world * row.numel())
         dist.all_gather_into_tensor(rows, row, group=self.mesh.world_group)
-        lists = rows.view(-1, row.numel()).tolist()
-        self.table = [Counters(*values[1:]) for values in lists]
-        size = lists[0][0]
+        table = rows.view(-1, row.numel()).numpy()
+        self.table = table[:, 1:]
+        size, *reported = table[:, 0].tolist()
+        self._send_reports(payload, reported)
         if not size:
             return orders
-        data = torch.empty(size, dtype=torch.uint8)
-        if payload:
-            data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        data = _bytes_of(payload) if orders else torch.empty(size, dtype=torch.uint8)
         dist.broadcast(data, group=self.mesh.world_group, group_src=0)
-        return orders if payload else Orders.decode(data.numpy().tobytes())
+        return orders if orders else Orders.decode(data.numpy().tobytes())
+
+    def _send_reports(self, payload: bytes, sizes: Sequence[int]) -> None:
+        """Sends this rank's reports to the leader, which receives those of all others; ``sizes``: in bytes."""
+        group, rank = self.mesh.world_group, self.mesh.rank
+        if rank:
+            if payload:
+                dist.send(_bytes_of(payload), group=group, group_dst=0)
+            return
+        for source, size in enumerate(sizes, start=1):
+            if size:
+                data = torch.empty(size, dtype=torch.uint8)
+                dist.recv(data, group=group, group_src=source)
+                self.inbox.report(json.loads(data.numpy().tobytes()))
 
     def min_over_ranks(self, value: int) -> int:
         """Returns the smallest value over all ranks. Collective."""
@@ -151,6 +187,19 @@ class ControlChannel:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.world_group)
         return int(tensor)
 
+    @property
+    def unfinished(self) -> np.ndarray:
+        """Number of requests that wait or run, by rank: int64 [ranks]."""
+        return self.table[:, WAITING] + self.table[:, RUNNING]
+
+    def of_leader(self) -> Counters:
+        """Returns the leader's counters."""
+        return Counters(*self.table[0].tolist())
+
     def totals(self) -> Counters:
-        """Returns the sums of `table`."""
-        return Counters(*(sum(column) for column in zip(*(counters.row() for counters in self.table), strict=True)))
+        """Returns the sums of `table` over the ranks."""
+        return Counters(*self.table.sum(0).tolist())
+
+
+def _bytes_of(payload: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

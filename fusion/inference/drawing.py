@@ -13,7 +13,8 @@ import torch.distributed as dist
 from fusion.inference.batch import Batch
 from fusion.inference.noise import uniforms
 from fusion.inference.sampler import sample
-from fusion.inference.sequence import Sequence
+from fusion.inference.sequence import Sequence, Step
+from fusion.inference.verification import Verification
 from fusion.model import Mesh, Transformer
 
 NOISE_AHEAD = 16
@@ -21,28 +22,45 @@ NOISE_AHEAD = 16
 
 
 class Draw:
-    """Samples tokens. Collective over the mesh's TP and PP groups. ``seed``: seed of the run."""
+    """Samples tokens. Collective over the mesh's TP and PP groups.
 
-    def __init__(self, model: Transformer, mesh: Mesh, seed: int):
-        self.model, self.mesh, self.seed = model, mesh, seed
+    Args:
+        seed: seed of the run.
+        max_rows: rows whose logits are in memory at a time; a step without drafts has no more.
+    """
 
-    def __call__(
-        self, hidden: torch.Tensor | None, batch: Batch, sampled: list[Sequence]
-    ) -> tuple[list[int], list[float]]:
-        """Returns the next tokens of ``sampled`` and their log-probabilities, sampled on the last stage, equal on
+    def __init__(self, model: Transformer, mesh: Mesh, seed: int, max_rows: int):
+        self.model, self.mesh, self.seed, self.max_rows = model, mesh, seed, max_rows
+
+    def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: Step) -> tuple[list[int], list[float]]:
+        """Returns a token for each of ``step.drawn`` and its log-probability, sampled on the last stage, equal on
         all."""
-        noise = self._noise(sampled)
-        drawn = torch.empty(2, len(sampled), dtype=torch.float64)
+        noise, sequences = self._noise(step.sampled), step.drawn
+        if step.verified:
+            noise = np.concatenate([noise, self._noise_of_rows(step.verified)])
+        drawn = torch.empty(2, len(sequences), dtype=torch.float64)
         if hidden is not None:
             if batch.sampled is not None:
                 hidden = hidden.index_select(0, batch.sampled)
-            logits = self._whole_rows(self.model.logits(hidden))
-            tokens, logprobs = sample(logits, [seq.params for seq in sampled], noise)
+            tokens, logprobs = self._sample(hidden, sequences, noise)
             if self.mesh.pp_group is None:
                 return tokens, logprobs
             drawn[0], drawn[1] = torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
         dist.broadcast(drawn, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
         return drawn[0].long().tolist(), drawn[1].tolist()
+
+    def _sample(
+        self, hidden: torch.Tensor, sequences: list[Sequence], noise: np.ndarray
+    ) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for start in range(0, len(sequences), self.max_rows):
+            rows = slice(start, start + self.max_rows)
+            logits = self._whole_rows(self.model.logits(hidden[rows]))
+            some = sample(logits, [seq.params for seq in sequences[rows]], noise[rows])
+            tokens += some[0]
+            logprobs += some[1]
+        return tokens, logprobs
 
     def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
         """Gathers the columns of all TP ranks: [n, V]."""
@@ -66,3 +84,9 @@ class Draw:
             for seq, numbers in zip(empty, ahead.reshape(len(empty), NOISE_AHEAD).tolist(), strict=True):
                 seq.noise = numbers
         return np.array([seq.noise.pop() for seq in sampled])
+
+    def _noise_of_rows(self, verified: list[Verification]) -> np.ndarray:
+        """Returns the number of the position behind each row of drafts."""
+        keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
+        positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
+        return uniforms(self.seed, keys, positions)

@@ -14,26 +14,26 @@ for each other: use PP only for models that do not fit otherwise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from math import isnan
+from typing import TYPE_CHECKING, Any
 
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
-from fusion.inference.kv_cache import KVCache
+from fusion.inference.kv_cache import KVCache, count_blocks
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
-from fusion.inference.request import Output, Request, SamplingParams, check_fits, check_request
+from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler, place
 from fusion.inference.sequence import Sequence, Step
+from fusion.inference.stop_strings import StopStrings
+from fusion.inference.validation import check_distinct, check_fits, checked_requests
+from fusion.inference.verification import Drafter, StepCost
 from fusion.model import Mesh, Transformer
 from fusion.npu import Device
-
-WORKSPACE_TOKENS = 8192
-"""Tokens of KV that attention gathers at a time (at least one sequence): large enough for few calls, small enough for
-the last-level cache of a host."""
 
 
 class EmbeddedEngine:
@@ -46,6 +46,8 @@ class EmbeddedEngine:
         seed: seed of the run; with a request's id and a token's position it determines the sample.
         routing: whether outputs record the experts of their tokens; the model must have experts.
         memory: host memory in which KV is parked; None: KV is not parked.
+        stop_strings: end a response with the token that completes one of them; the same on all ranks.
+        drafter: proposes what running sequences continue with; None: each decodes one token a step.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class EmbeddedEngine:
         seed: int = 0,
         routing: bool = False,
         memory: HostMemory | None = None,
+        stop_strings: StopStrings | None = None,
+        drafter: Drafter | None = None,
     ):
         config.validate()
         if config.batch_invariant and model.row_multiple == 1:
@@ -81,10 +85,11 @@ class EmbeddedEngine:
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
         )
+        self.scheduler.stop_strings, self.scheduler.drafter = stop_strings, drafter
         assert not routing or shape.num_experts, "a model without experts has no routing"
         self.routing = RoutingCache(shape, config.block_size) if routing else None
         if self.routing and self._reports:
-            self.scheduler.routing_of = self.routing.read
+            self.scheduler.routing = self.routing
         max_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
         limit = max_parked_blocks(config, self.cache, max_layers)
         self.parked = parked = ParkedKV(
@@ -101,6 +106,7 @@ class EmbeddedEngine:
             routing=self.routing,
             seed=seed,
             batch_invariant=config.batch_invariant,
+            max_rows=config.max_seqs,
         )
         self.capacity_tokens = 0
         """Capacity of an attention rank's KV cache in tokens, at the last allocation"""
@@ -110,6 +116,8 @@ class EmbeddedEngine:
         self.last_step_kind = ""
         self._dummy_steps = 0
         self._interrupted = 0
+        self._step_cost = StepCost(0, 0, 0, 0.0)
+        """Of the last step, where it only decoded"""
         self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
 
@@ -135,12 +143,7 @@ class EmbeddedEngine:
         """
         config = self.config
         bytes_free = self.device.memory().free
-        per_sequence = -(-self.max_length // config.block_size)
-        workspace = max(WORKSPACE_TOKENS // config.block_size, per_sequence)
-        budget = int(bytes_free * config.kv_fraction) - self.cache.workspace_bytes(workspace)
-        blocks = min(budget // self.cache.block_bytes, config.max_seqs * per_sequence)
-        if config.max_kv_tokens is not None:
-            blocks = min(blocks, config.max_kv_tokens // config.block_size)
+        blocks, workspace = count_blocks(self.cache, config, max_length=self.max_length, bytes_free=bytes_free)
         blocks = self.control.min_over_ranks(blocks)
         if blocks < 1:
             raise ValueError(
@@ -160,6 +163,7 @@ class EmbeddedEngine:
         config.validate()
         self.config = config
         self.scheduler.max_seqs, self.scheduler.max_batch_tokens = config.max_seqs, config.max_batch_tokens
+        self.forward.draw.max_rows = config.max_seqs
 
     def release_kv(self) -> None:
         self.parked.park(self.scheduler.running)
@@ -189,15 +193,22 @@ class EmbeddedEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         assert self.mesh.rank == 0, "requests go to rank 0 of the engine"
         assert self.capacity_tokens, "allocate_kv comes before the first submit"
-        requests = list(requests)
+        requests = checked_requests(requests, self.model.config.vocab_size)
+        check_distinct(requests)
         for request in requests:
-            check_request(request, self.model.config.vocab_size)
             check_fits(request, self.max_length, self.capacity_tokens)
         self.control.inbox.submit(requests)
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
         assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
         self.control.inbox.abort(ids)
+
+    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
+        self.control.inbox.report(items)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        assert self.mesh.rank == 0, "reports arrive on rank 0 of the engine"
+        return self.control.inbox.take_reports()
 
     def forget(self, ids: Iterable[str]) -> None:
         """Frees parked KV before the requests of later `submit` calls are placed."""
@@ -227,6 +238,9 @@ class EmbeddedEngine:
             "kv_restored_tokens": totals.kv_restored_tokens,
             "recomputed_tokens": totals.recomputed_tokens,
             "interrupted": totals.interrupted,
+            "drafted_tokens": totals.drafted_tokens,
+            "accepted_tokens": totals.accepted_tokens,
+            "decoded_sequences": totals.decoded_sequences,
             "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
             "policy_version": self.policy_version,
             "kv_tokens": self.capacity_tokens,
@@ -238,6 +252,7 @@ class EmbeddedEngine:
         """Computes one step; returns outputs on the first TP rank and stage of the attention rank that owns them."""
         began = time.perf_counter()
         outputs, self.last_step_kind = self._take_orders(), ""
+        self._observe_cost()
         if not self._idle:
             assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
             step = self.scheduler.schedule()
@@ -245,7 +260,11 @@ class EmbeddedEngine:
             self.last_step_kind = step.kind
             if step or self.mesh.ep_group is not None:
                 outputs += self._compute(step)
-            self._busy_s += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self._busy_s += seconds
+            if step.kind == "decode":
+                tokens = sum(len(one) - 1 for one in step.verified)
+                self._step_cost = StepCost(len(step.decodes), len(step.verified), tokens, seconds)
         return outputs if self._reports else []
 
     def run(self) -> list[Output]:
@@ -275,17 +294,26 @@ class EmbeddedEngine:
         """Whether this rank returns outputs and counts requests for all ranks with the same schedule."""
         return self.mesh.tp_rank == 0 and self.mesh.first_stage
 
+    def _observe_cost(self) -> None:
+        """Tells the drafter what the leader's last step has cost: the same figures on every rank, which have to draft
+        alike."""
+        leader, self._step_cost = self.control.of_leader(), StepCost(0, 0, 0, 0.0)
+        if self.scheduler.drafter is not None and leader.step_us:
+            seconds = leader.step_us * 1e-6
+            self.scheduler.drafter.observe_step(
+                StepCost(leader.step_decodes, leader.step_drafted, leader.step_draft_tokens, seconds)
+            )
+
     def _take_orders(self) -> list[Output]:
         orders = self.control.exchange(self._counters())
         outputs = self._apply_orders(orders) if orders else []
-        unfinished = sum(counters.waiting + counters.running for counters in self.control.table)
-        self._idle = not unfinished and not orders
+        self._idle = not self.control.unfinished.any() and not orders
         return outputs
 
     def _apply_orders(self, orders: Orders) -> list[Output]:
         parallel = self.mesh.parallel
         self.parked.forget(orders.forget)
-        loads = [first.waiting + first.running for first in self.control.table[: parallel.stage_world : parallel.tp]]
+        loads = self.control.unfinished[: parallel.stage_world : parallel.tp].tolist()
         for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
             if rank == self.mesh.dp_rank:
                 self.scheduler.add(self._sequence(request))
@@ -317,11 +345,9 @@ class EmbeddedEngine:
         self._dummy_steps += not step
         self.cache.clean(self.scheduler.blocks.highest)
         tokens, logprobs = self.forward(step)
-        for seq, logprob in zip(step.sampled, logprobs, strict=True):
-            if logprob != logprob:
-                raise FloatingPointError(
-                    f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN"
-                )
+        if isnan(sum(logprobs)):
+            seq = next(seq for seq, logprob in zip(step.drawn, logprobs, strict=True) if isnan(logprob))
+            raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN")
         outputs = self.scheduler.commit(step, tokens, logprobs)
         for output in outputs:
             kept = output.request_id in self.parked or self.config.prefix_cache
@@ -342,6 +368,13 @@ class EmbeddedEngine:
             kv_restored_tokens=scheduler.kv_restored_tokens,
             recomputed_tokens=scheduler.recomputed_tokens,
             interrupted=self._interrupted,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
+            decoded_sequences=scheduler.decoded_sequences,
+            step_decodes=self._step_cost.decodes,
+            step_drafted=self._step_cost.drafted,
+            step_draft_tokens=self._step_cost.tokens,
+            step_us=round(self._step_cost.seconds * 1e6),
         )
 
 

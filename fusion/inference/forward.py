@@ -34,16 +34,20 @@ class Forward:
         routing: RoutingCache | None,
         seed: int,
         batch_invariant: bool,
+        max_rows: int,
     ):
         self.model, self.mesh, self.device, self.cache, self.parked = model, mesh, device, cache, parked
         self.routing, self.batch_invariant = routing, batch_invariant
-        self.draw = Draw(model, mesh, seed)
+        self.draw = Draw(model, mesh, seed, max_rows)
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> tuple[list[int], list[float]]:
-        """Returns a token and its log-probability for each of ``step.sampled``, the same on ranks of equal schedule."""
+        """Returns a token and its log-probability for each of ``step.drawn``, the same on ranks of equal schedule."""
         batch = build_batch(step, self.cache, self.batch_invariant)
         self.parked.restore(step.restored)
+        self.cache.copy(step.copied)
+        if self.routing and step.copied:
+            self.routing.copy(step.copied)
         routed: list[Routed] | None = [] if self.routing else None
         attend, hidden = PagedAttention(self.cache, batch), self._receive_hidden(batch)
         out = self.model(batch.ids, batch.positions, attend, routed, hidden)
@@ -53,7 +57,7 @@ class Forward:
             out = None
         if routed and step:
             self._keep_routing(batch, routed)
-        return self.draw(out, batch, step.sampled) if step.sampled else ([], [])
+        return self.draw(out, batch, step) if step.sampled or step.verified else ([], [])
 
     def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
         shape = self.model.config

@@ -13,8 +13,8 @@ with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from fusion.inference.config import RolloutConfig
 from fusion.inference.request import Output, Request
@@ -70,7 +70,8 @@ class InferEngine(Protocol):
         """Submits requests; they start at the next step.
 
         Raises:
-            ValueError: a request is malformed or can never fit; names its id and the key to change. None is submitted.
+            ValueError: a request is malformed or can never fit; names its id, the field or key to change, its value
+                and what was expected. None is submitted, and the engine continues.
         """
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
@@ -86,6 +87,12 @@ class InferEngine(Protocol):
     def adopt(self, version: int) -> None:
         """Makes every rank call `on_adopt` before its next step and continue as policy ``version``."""
 
+    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
+        """Sends plain JSON from any rank to the leader, with the next step. Thread-safe, on every rank."""
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """Returns what all ranks have reported and what has arrived since the last call. Thread-safe, on the leader."""
+
     def status(self) -> dict[str, float]:
         """Returns metrics of the whole engine at the last step. Thread-safe, on every rank.
 
@@ -94,7 +101,8 @@ class InferEngine(Protocol):
         preemptions, prefix_hit_tokens; dummy_steps (steps of idle ranks for the exchange between experts);
         kv_restored_tokens (tokens whose KV was copied back from the host); recomputed_tokens (tokens computed again
         because their KV had been dropped); interrupted (running requests with tokens whose KV was dropped because of
-        new weights).
+        new weights); decoded_sequences (sequences that decoded in a step, over all steps); drafted_tokens (verified)
+        and accepted_tokens (of these, the ones that were sampled).
         """
 
     # Generation
@@ -115,7 +123,7 @@ class InferEngine(Protocol):
         """Kind of this rank's last step: "prefill" (with or without decodes), "decode", or "" (nothing computed)."""
 
     def step(self) -> list[Output]:
-        """Computes one step: at most one token for every running request. Collective.
+        """Computes one step: for every running request at most one token, and those of its draft. Collective.
 
         Returns:
             the requests that ended, on one of the ranks that schedule them; on the others an empty list.

@@ -13,7 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
+from fusion.inference.config import RolloutConfig
 from fusion.npu import Device
+
+WORKSPACE_TOKENS = 8192
+"""Tokens of KV that attention gathers at a time (at least one sequence): large enough for few calls, small enough for
+the last-level cache of a host."""
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -77,8 +82,8 @@ class KVCache:
         return self.layers, 2 * blocks, self.kv_heads, self.block_size, self.head_dim
 
     def copy_out(self, blocks: Sequence[int], host: torch.Tensor) -> None:
-        """Queues the copy of a sequence's blocks to ``host``, of `host_shape`: a layer is gathered, then leaves in one
-        piece."""
+        """Queues the copy of a sequence's blocks to ``host``, of `host_shape`: the blocks of a layer are gathered, then
+        copied at once."""
         rows = self._rows(blocks)
         room = self.workspace[: len(rows)]
         for pool, layer in zip(self.pools, host, strict=True):
@@ -94,12 +99,21 @@ class KVCache:
                 part.copy_(kv, non_blocking=True)
             pool.index_copy_(0, rows, room)
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks: (from, to)."""
+        if not pairs:
+            return
+        source, target = (self._rows(blocks) for blocks in zip(*pairs, strict=True))
+        for pool in self.pools:
+            pool.index_copy_(0, target, pool.index_select(0, source))
+
     def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
         both = [*blocks, *(block + self.blocks for block in blocks)]
         return torch.tensor(both, device=self.device.torch_device)
 
     def invalidate(self) -> None:
-        """Nothing in the pools is valid any more: what comes next shall not depend on it, not even on its NaNs."""
+        """Marks the content of the pools as undefined: `clean` zeroes each block before it is used again, as a NaN left
+        in it would spread."""
         self._clean = 0
 
     def clean(self, block: int) -> None:
@@ -113,3 +127,15 @@ class KVCache:
             for pool in self.pools:
                 pool.unflatten(0, (2, self.blocks))[:, self._clean : end].zero_()
             self._clean = end
+
+
+def count_blocks(cache: KVCache, config: RolloutConfig, *, max_length: int, bytes_free: int) -> tuple[int, int]:
+    """Returns the number of blocks that a rank can allocate in ``bytes_free`` (less than 1: too little memory), and the
+    blocks of its workspace."""
+    per_sequence = -(-max_length // config.block_size)
+    workspace = max(WORKSPACE_TOKENS // config.block_size, per_sequence)
+    budget = int(bytes_free * config.kv_fraction) - cache.workspace_bytes(workspace)
+    blocks = min(budget // cache.block_bytes, config.max_seqs * per_sequence)
+    if config.max_kv_tokens is not None:
+        blocks = min(blocks, config.max_kv_tokens // config.block_size)
+    return blocks, workspace

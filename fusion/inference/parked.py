@@ -153,7 +153,7 @@ class ParkedKV:
 
     def _copy_out(self, seq: scheduler.Sequence, region: torch.Tensor) -> Entry:
         count = self._count(seq)
-        routing = self._routing.read(seq.blocks, seq.computed) if self._routing is not None else None
+        routing = self._routing.read(seq.blocks, 0, seq.computed) if self._routing is not None else None
         entry = Entry(
             tokens=list(seq.tokens),
             computed=seq.computed,

@@ -1,13 +1,17 @@
 """Record the experts that the tokens in the KV cache were routed to, block by block on the host.
 
-    a step's pass ─ routing of its tokens ─► the cells of their KV ─► a request that ends reads the cells of its blocks
+    a step's pass ─ routing of its tokens ─► the cells of their KV ─► a request that ends, or whose KV is freed, reads
+                                                                      the cells of its rows
 
-Routing is stored with the KV it belongs to: a request that uses a block of the prefix cache also uses its routing, and
-KV that is recomputed after a preemption or under new weights overwrites it. A request reads the routing of the passes
-that computed the KV from which its last token was generated.
+Routing is stored with the KV it belongs to: a request that uses a block of the prefix cache also uses its routing. A
+row whose next token was sampled keeps the routing of the pass that sampled it (`Sequence.routing`): KV that is
+recomputed later, after a preemption or under new weights, changes the cells but no longer that row, so each
+log-probability stays with the experts that it was computed with.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,14 +36,27 @@ class RoutingCache:
 
     def write(self, batch: Batch, routing_NLk: torch.Tensor) -> None:
         """Writes the routing of all tokens of a step, before any request of the step ends."""
-        self._cells[batch.blocks, batch.offsets] = routing_NLk.numpy()
+        routing = routing_NLk.numpy()
+        self._cells[batch.blocks, batch.offsets] = routing if batch.repeated is None else routing[batch.written]
 
-    def read(self, blocks: list[int], count: int) -> torch.Tensor:
-        """Returns the routing [count, layers, k] of the first tokens of the sequence in these blocks."""
-        cells = self._cells[np.array(blocks, np.int64)]
-        return torch.from_numpy(cells.reshape(-1, *self.cell[1:])[:count])
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks: (from, to)."""
+        if pairs and len(self._cells):
+            source, target = np.array(pairs).T
+            self._cells[target] = self._cells[source]
 
-    def fill(self, blocks: list[int], first: int, routing_TLk: torch.Tensor) -> None:
+    def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Returns the routing [end - start, layers, k] of the tokens ``start:end`` of the sequence in these blocks."""
+        size = self.cell[0]
+        first = start // size
+        cells = self._cells[np.array(blocks[first : -(-end // size)], np.int64)]
+        return torch.from_numpy(cells.reshape(-1, *self.cell[1:])[start - first * size : end - first * size])
+
+    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """Returns results of `read` one behind the other."""
+        return torch.cat(pieces) if pieces else torch.empty(0, *self.cell[1:], dtype=self.dtype)
+
+    def fill(self, blocks: Sequence[int], first: int, routing_TLk: torch.Tensor) -> None:
         """Writes a result of `read` back into these blocks, from the sequence's block ``first`` on."""
         size = self.cell[0]
         block, offset = np.divmod(np.arange(first * size, len(routing_TLk)), size)

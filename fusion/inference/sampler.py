@@ -30,7 +30,7 @@ def sample(
     """
     logits = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.to(torch.float32)
     first = params[0]
-    uniform = all(other is first for other in params)
+    uniform = params.count(first) == len(params)
     scaled = _scale(logits, [first] if uniform else params)
     logprobs = scaled.log_softmax(-1)
     greedy = [p.temperature == 0 for p in ([first] if uniform else params)]

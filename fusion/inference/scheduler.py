@@ -1,7 +1,7 @@
 """Which tokens the next step of one attention rank computes. Pure state transitions: no tensor, no clock, no process.
 
-    add ──► waiting ──admit──► running: prefill in chunks ──► decode one token a step ──► finished
-               ▲                  │
+    add ──► waiting ──admit──► running: prefill in chunks ──► decode one token a step, ──► finished
+               ▲                  │                           or verify a draft
                └──── preempt ─────┘   newest first; its blocks are released, its tokens stay and are computed again
 
 A sequence whose KV is parked on the host (`parked.py`) is admitted with all its blocks at once; the step lists which of
@@ -18,13 +18,24 @@ in the name, so KV of older weights is never found under a newer version.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from fusion.inference.blocks import BlockManager, next_name, root_name
 from fusion.inference.request import FinishReason, Output, Request
-from fusion.inference.sequence import Sequence, Step
+from fusion.inference.sequence import Blocks, Sequence, Step
+from fusion.inference.stop_strings import StopStrings
+from fusion.inference.verification import Drafter, Verification, plan_verifications
+
+
+class RecordedRouting(Protocol):
+    """The routing of the tokens in the cache, and pieces of it; implemented by `RoutingCache`."""
+
+    def read(self, blocks: Blocks, start: int, end: int) -> Any: ...
+
+    def join(self, pieces: list[Any]) -> Any: ...
 
 
 class Scheduler:
@@ -43,8 +54,17 @@ class Scheduler:
         self.generated_tokens = 0
         self.kv_restored_tokens = 0
         self.recomputed_tokens = 0
-        self.routing_of: Callable[[list[int], int], Any] | None = None
-        """(blocks, tokens computed) → `Output.routing`; None: not recorded"""
+        self.routing: RecordedRouting | None = None
+        """None: routing is not recorded"""
+        self.stop_strings: StopStrings | None = None
+        """Strings that end a response, unless its length is exact"""
+        self.drafter: Drafter | None = None
+        """Proposes what running sequences continue with; None: each decodes one token a step"""
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        """Tokens of drafts that were verified, and of these the ones that were sampled"""
+        self.decoded_sequences = 0
+        """Sequences that decoded in a step, with a draft or without, over all steps"""
         self.on_chunk_end: Callable[[Sequence], None] = lambda seq: None
         """Called with a sequence whose chunk ends, before its blocks are released"""
 
@@ -62,12 +82,14 @@ class Scheduler:
         prefills: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         restored: list[tuple[Sequence, int, int]] = []
+        size = self.blocks.block_size
         for seq in list(self.running):
-            if not seq.blocks:
+            blocks, length = seq.blocks, len(seq.tokens)
+            if not blocks:
                 continue  # preempted by an earlier sequence of this loop
-            if seq.computed + 1 < len(seq.tokens):
+            if seq.computed + 1 < length:
                 prefills.append(seq)
-            elif self._may_grow(seq, 1):
+            elif length <= len(blocks) * size or self._may_grow(seq, 1):  # the former is most often so, and cheaper
                 decodes.append(seq)
         budget -= len(decodes)
         for seq in prefills:
@@ -79,31 +101,79 @@ class Scheduler:
             self._admit(chunks, budget, restored)
         else:
             decodes = [seq for seq in decodes if seq.blocks]
-        sampled = decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)]
-        return Step(decodes=decodes, chunks=chunks, sampled=sampled, restored=restored)
+        verified: list[Verification] = []
+        if self.drafter is not None and decodes:
+            room = self.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
+            verified = plan_verifications(decodes, self.drafter, self.blocks, max_tokens=room)
+            with_draft = {id(one.seq) for one in verified}
+            decodes = [seq for seq in decodes if id(seq) not in with_draft]
+        return Step(
+            decodes=decodes,
+            chunks=chunks,
+            sampled=decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)],
+            restored=restored,
+            verified=verified,
+            copied=[pair for one in verified for pair in one.copies(size)],
+        )
 
     def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
-        """Appends the sampled tokens, one for each of ``step.sampled``; returns the outputs of requests that ended."""
+        """Appends the sampled tokens, one for each of ``step.drawn``; returns the outputs of requests that ended."""
         size = self.blocks.block_size
         for seq, count in step.chunks:
             seq.computed += count
         for seq in step.decodes:
-            seq.computed += 1
-            if self.prefix_cache and seq.computed % size == 0:
-                self._name_full(seq, seq.computed)
+            computed = seq.computed = seq.computed + 1
+            if computed % size == 0 and self.prefix_cache:
+                self._name_full(seq, computed)
         outputs = []
-        for seq, token, logprob in zip(step.sampled, tokens, logprobs, strict=True):
-            seq.tokens.append(token)
-            seq.logprobs.append(logprob)
-            seq.versions.append(self.version)
-            if token in seq.stop_token_ids:
-                outputs.append(self._end(seq, "stop"))
-            elif len(seq.tokens) >= seq.limit:
-                outputs.append(self._end(seq, seq.reason_at_limit))
-        self.generated_tokens += len(tokens)
+        single = len(step.sampled)
+        for seq, token, logprob in zip(step.sampled, tokens[:single], logprobs[:single], strict=True):
+            if reason := self._append(seq, token, logprob):
+                outputs.append(self._end(seq, reason))
+        self.generated_tokens += single
+        self.decoded_sequences += len(step.decodes) + len(step.verified)
+        for one in step.verified:
+            rows = slice(single, single := single + len(one))
+            if reason := self._keep(one, tokens[rows], logprobs[rows]):
+                outputs.append(self._end(one.seq, reason))
         if outputs:
             self.running = [seq for seq in self.running if seq.blocks]
         return outputs
+
+    def _append(self, seq: Sequence, token: int, logprob: float) -> FinishReason | None:
+        """Appends a sampled token; returns why the sequence ends with it, or None."""
+        seq.tokens.append(token)
+        seq.logprobs.append(logprob)
+        seq.versions.append(self.version)
+        if token in seq.stop_token_ids or self.stop_strings and self._completes(seq, self.stop_strings):
+            return "stop"
+        return seq.reason_at_limit if len(seq.tokens) >= seq.limit else None
+
+    def _keep(self, one: Verification, sampled: list[int], logprobs: list[float]) -> FinishReason | None:
+        """Appends the tokens of a draft's path as far as they were sampled, and the one behind them; the sequence takes
+        over the blocks of that path. Returns why the sequence ends, or None."""
+        seq, kept, reason = one.seq, one.follow(sampled), None
+        path = one.path_of(kept[-1])
+        seq.blocks = one.table(path)
+        for row in kept:
+            reason = self._append(seq, sampled[row], logprobs[row])
+            if reason:
+                break
+        before, seq.computed = seq.computed, len(seq.tokens) - 1
+        used = -(-seq.computed // self.blocks.block_size)
+        self.blocks.release([block for tail in one.tails[:path] + one.tails[path + 1 :] for block in tail])
+        self.blocks.release(seq.blocks[used:])
+        del seq.blocks[used:]
+        # Only now: what was not kept must not be found by name.
+        if self.prefix_cache:
+            self._name_full(seq, seq.computed)
+        seq.noise = []
+        self.generated_tokens += seq.computed - before
+        self.drafted_tokens += len(one) - 1
+        self.accepted_tokens += seq.computed - before - 1
+        if self.drafter is not None:
+            self.drafter.observe(one, kept[: seq.computed - before])
+        return reason
 
     def abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
         """Ends the requests for which ``chosen`` holds; returns their outputs, tokens included."""
@@ -150,7 +220,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             self.blocks.share(hits)
-            seq.blocks = hits
+            seq.blocks = array("q", hits)
             seq.computed = start
             seq.named = len(hits)
             if seq.parked:
@@ -167,7 +237,7 @@ class Scheduler:
     def _take_back(self, seq: Sequence) -> tuple[Sequence, int, int]:
         """Allocates the blocks of parked KV that no sibling has restored before; returns which are to be filled."""
         first, end = len(seq.blocks), -(-seq.parked // self.blocks.block_size)
-        seq.blocks += self.blocks.take(end - first)
+        seq.blocks.extend(self.blocks.take(end - first))
         for block, name in zip(seq.blocks[first:], seq.names[first:], strict=False):
             self.blocks.name(block, name)
         seq.named = len(seq.names)
@@ -195,7 +265,7 @@ class Scheduler:
                 if victim is seq:
                     assert self.running, "a sequence that fits the cache alone finds no block in it"
                     return False
-            seq.blocks += self.blocks.take(wanted)
+            seq.blocks.extend(self.blocks.take(wanted))
         if count > 1 and self.prefix_cache:
             self._name_full(seq, end)
         return True
@@ -218,21 +288,38 @@ class Scheduler:
             names.append(next_name(previous, seq.tokens[i * size : (i + 1) * size]))
 
     def _withdraw(self, seq: Sequence) -> None:
+        if seq.logprobs:
+            self._keep_routing(seq)
         self.blocks.release(seq.blocks)
         seq.known = max(seq.known, seq.computed)
-        seq.blocks, seq.computed, seq.named = [], 0, 0
-        if seq.since != self.version and not seq.parked:
+        if seq.parked:
+            del seq.names[seq.named :]  # of blocks that are not full, or hold KV of newer weights, too
+        elif seq.since != self.version:
             seq.names.clear()
+        seq.blocks, seq.computed, seq.named = array("q"), 0, 0
         self.waiting.appendleft(seq)
+
+    def _completes(self, seq: Sequence, stop_strings: StopStrings) -> bool:
+        return not seq.request.exact_tokens and stop_strings.completes(seq.tokens, seq.first_token)
+
+    def _keep_routing(self, seq: Sequence) -> None:
+        """Keeps the routing of the tokens computed since, before their blocks are released. Tokens computed once more
+        keep theirs: their next tokens were sampled from the earlier pass."""
+        if self.routing is not None and seq.computed > seq.routed:
+            seq.routing.append(self.routing.read(seq.blocks, seq.routed, seq.computed))
+            seq.routed = seq.computed
 
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
         output = seq.output(reason)
-        if self.routing_of is not None:
-            output.routing = self.routing_of(seq.blocks, seq.computed)
+        if self.drafter is not None:
+            self.drafter.end(seq)
+        self._keep_routing(seq)
+        if self.routing is not None:
+            output.routing = self.routing.join(seq.routing)
         if reason == "chunk":
             self.on_chunk_end(seq)
         self.blocks.release(seq.blocks)
-        seq.blocks = []
+        seq.blocks = array("q")
         return output
 
 

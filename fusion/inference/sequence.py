@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion.inference.blocks import BlockName
 from fusion.inference.noise import request_key
 from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+from fusion.inference.verification import Verification
+
+Blocks = array  # of int
+"""A sequence's blocks as int64, so that a step joins those of all sequences as bytes"""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +33,7 @@ class Sequence:
     """Length at which this submission ends."""
     noise_key: int
     computed: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=lambda: array("q"))
     names: list[BlockName] = field(default_factory=list)
     named: int = 0
     since: int = 0
@@ -35,6 +41,10 @@ class Sequence:
     known: int = 0
     noise: list[float] = field(default_factory=list)
     """Noise of the next positions, in reverse order."""
+    routed: int = 0
+    """Number of leading tokens whose routing is in ``routing``, or was returned by an earlier submission."""
+    routing: list[Any] = field(default_factory=list)
+    """Pieces of the routing since, in order: of tokens whose next token this submission sampled."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -48,7 +58,13 @@ class Sequence:
         if request.chunk_tokens:
             limit = min(limit, len(tokens) + request.chunk_tokens)
         known = len(tokens) - 1 if request.response else 0  # the last one was sampled, and never an input
-        return cls(request, params, frozenset(stops), tokens, limit, request_key(request.id), known=known)
+        key = request_key(request.id)
+        return cls(request, params, frozenset(stops), tokens, limit, key, known=known, routed=known)
+
+    @property
+    def first_token(self) -> int:
+        """Index of the response's first token in ``tokens``."""
+        return len(self.request.prompt)
 
     @property
     def reason_at_limit(self) -> FinishReason:
@@ -79,18 +95,27 @@ class Step:
 
     ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``sampled`` are the
     sequences for which a token is sampled: all decodes, then the chunks that reach their sequence's end, in this order.
-    ``restored`` are (sequence, first block, end): the blocks whose KV is copied from the host first.
+    ``restored`` are (sequence, first block, end): the blocks whose KV is copied from the host first. ``verified`` are
+    sequences with a draft, of which a token is sampled behind every row; ``copied`` are (from, to): blocks that are
+    copied first, for the paths of the drafts.
     """
 
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
     sampled: list[Sequence]
     restored: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    verified: list[Verification] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.sampled or self.chunks)
+        return bool(self.sampled or self.chunks or self.verified)
+
+    @property
+    def drawn(self) -> list[Sequence]:
+        """The sequence of each token that is sampled: ``sampled``, then the rows of ``verified``."""
+        return self.sampled + [one.seq for one in self.verified for _ in range(len(one))]
 
     @property
     def kind(self) -> str:
         """`prefill` (with or without decodes), `decode` (only decodes), or "" (computes nothing)."""
-        return "prefill" if self.chunks else "decode" if self.sampled else ""
+        return "prefill" if self.chunks else "decode" if self else ""

@@ -1,0 +1,60 @@
+"""Encode requests as columns of plain data, to send them: what several requests share is sent once.
+
+    requests ─ to_columns ─► {"id": [one of each], "prompt": [[distinct ones], [index of each]], …} ─ from_columns ─►
+
+Invariant (property-tested): the requests that are decoded, also if they were sent as JSON, equal those that were
+encoded; where these shared a prompt, response, group or parameters (one object), those do, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from fusion.inference.request import Request, SamplingParams
+
+SHARED = ("prompt", "response", "params", "group")
+"""Fields that siblings of a group share"""
+
+FIELDS = tuple(field.name for field in fields(Request))
+OWN = tuple(name for name in FIELDS if name not in SHARED)
+
+
+class Requests(list[Request]):
+    """Requests that are pickled as columns: in half the time, and what they share only once."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_columns, (to_columns(self),)
+
+
+def to_columns(requests: Sequence[Request]) -> dict[str, Any]:
+    """Returns the requests by field: lists of plain data, which JSON can encode."""
+    columns: dict[str, Any] = {name: [getattr(one, name) for one in requests] for name in OWN}
+    for name in SHARED:
+        columns[name] = _distinct([getattr(one, name) for one in requests])
+    params, indices = columns["params"]
+    return columns | {"params": ([asdict(one) for one in params], indices)}
+
+
+def from_columns(columns: Mapping[str, Any]) -> list[Request]:
+    """Returns the requests that `to_columns` has encoded."""
+    decode: dict[str, Callable[[Any], Any]] = {"prompt": tuple, "response": tuple, "params": _params, "group": str}
+    values = {name: columns[name] for name in OWN}
+    for name in SHARED:
+        distinct, indices = columns[name]
+        decoded = [decode[name](one) for one in distinct]
+        values[name] = [decoded[index] for index in indices]
+    return [Request(*row) for row in zip(*(values[name] for name in FIELDS), strict=True)]
+
+
+def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Returns the distinct objects, and the index of each value among them."""
+    index_by_object: dict[int, int] = {}
+    indices = [index_by_object.setdefault(id(value), len(index_by_object)) for value in values]
+    return list({id(value): value for value in values}.values()), indices
+
+
+def _params(values: Mapping[str, Any]) -> SamplingParams:
+    stops = values["stop_token_ids"]
+    return SamplingParams(**{**values, "stop_token_ids": None if stops is None else tuple(stops)})

@@ -1,0 +1,187 @@
+"""Plan how a draft is verified in one forward pass, and which of its tokens are kept. Pure.
+
+    draft (a tree)  ─ Verification ─►  rows: the sequence's last token, then the draft's, path by path
+                                         │ forward; every row samples the token behind it, with its own noise
+    sampled tokens  ─ follow ─────────►  the path along which every sampled token is the draft's next one is kept,
+                                         and the token that was sampled at its end
+
+Every token that is kept was sampled from the model with the noise of its position, so drafts change only how many
+tokens a forward pass yields: stronger than speculative sampling (Leviathan et al., arXiv 2211.17192), which keeps only
+the distribution.
+
+A path from the sequence to a leaf has KV blocks of its own from the block that is not full on, and each row's KV goes
+to every path through it. So a row attends over a path as any token attends over its sequence: no mask of the tree,
+results to the bit as without a draft, and to keep a path is to take over its blocks.
+
+    blocks    [ full ][ full ][ part ][      ]          tails[0]: the sequence's own blocks
+                              [ part ][      ]          tails[1]: `part` is copied, its rows are written again
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from fusion.inference.blocks import BlockManager
+
+if TYPE_CHECKING:
+    from fusion.inference.sequence import Blocks, Sequence
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow a sequence. ``parents``: index of the token before each, smaller than its own; -1: the
+    sequence's last token. No two tokens with one parent are equal."""
+
+    tokens: Items[int]
+    parents: Items[int]
+
+
+class StepCost(NamedTuple):
+    """``decodes``: sequences that decoded one token; ``drafted``: sequences with a draft, of ``tokens`` together."""
+
+    decodes: int
+    drafted: int
+    tokens: int
+    seconds: float
+
+
+class Drafter(Protocol):
+    """Proposes drafts, the same on every rank with the same schedule: what it returns may depend only on its calls."""
+
+    def draft(self, sequences: Items[Sequence], max_depth: Items[int], max_tokens: int) -> list[Draft | None]:
+        """Return a draft for each sequence, or None.
+
+        Args:
+            max_depth: number of tokens behind sequence i that may be used; deeper ones would be dropped.
+            max_tokens: of all drafts together.
+        """
+
+    def observe(self, one: Verification, kept: Items[int]) -> None:
+        """Record which rows of a draft were kept."""
+
+    def end(self, seq: Sequence) -> None:
+        """Record the last tokens of a sequence that leaves the engine, for whatever reason."""
+
+    def observe_step(self, cost: StepCost) -> None:
+        """Record what a step without prefill has cost on the engine's leader, the same on every rank."""
+
+
+class Path(NamedTuple):
+    """Consecutive rows of a verification, one behind the other: rows ``start:stop``, on path ``number``."""
+
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """The rows of one sequence with a draft. Row 0 is the sequence's last token; a row comes after its parent, and
+    rows of one path that are not on an earlier one are consecutive.
+
+    ``tokens``, ``parents``, ``depths``: of each row; ``rows``: the row of each token of the draft; ``paths``: the rows
+    that each path adds; ``shared``: the rows before them on the path, by path; ``first``: the block of the sequence in
+    which row 0 is; ``tails``: blocks of each path from there on, filled by the scheduler.
+    """
+
+    seq: Sequence
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    rows: list[int]
+    paths: list[Path]
+    shared: list[list[int]]
+    first: int
+    tails: list[Blocks]
+
+    @classmethod
+    def of(cls, seq: Sequence, draft: Draft, block_size: int) -> Verification:
+        """Plan the rows of a draft that is not empty."""
+        children: list[list[int]] = [[] for _ in range(len(draft.tokens) + 1)]
+        for node, parent in enumerate(draft.parents):
+            children[parent + 1].append(node + 1)
+        tokens, parents, depths = [seq.tokens[-1]], [-1], [0]
+        rows = [0] * len(draft.tokens)
+        paths: list[Path] = []
+        shared: list[list[int]] = []
+        start = 0
+        # Depth first, a node's first child first: (node, row of its parent).
+        left = [(child, 0) for child in reversed(children[0])]
+        while left:
+            node, parent = left.pop()
+            row = rows[node - 1] = len(tokens)
+            tokens.append(draft.tokens[node - 1])
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            left += [(child, row) for child in reversed(children[node])]
+            if not children[node]:
+                paths.append(Path(len(paths), start, row + 1))
+                shared.append(_ancestors(parents, start))
+                start = row + 1
+        first = (len(seq.tokens) - 1) // block_size
+        return cls(seq, tokens, parents, depths, rows=rows, paths=paths, shared=shared, first=first, tails=[])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def blocks_of_tail(self, path: int, block_size: int) -> int:
+        """Number of blocks of a path's tail."""
+        last = len(self.seq.tokens) - 1 + self.depths[self.paths[path].stop - 1]
+        return last // block_size + 1 - self.first
+
+    def table(self, path: int) -> Blocks:
+        """All blocks of a path."""
+        return self.seq.blocks[: self.first] + self.tails[path]
+
+    def copies(self, block_size: int) -> list[tuple[int, int]]:
+        """Return (from, to): blocks whose content the other paths share with the first, before this step."""
+        if (len(self.seq.tokens) - 1) % block_size == 0:
+            return []
+        return [(self.tails[0][0], tail[0]) for tail in self.tails[1:]]
+
+    def follow(self, sampled: Items[int]) -> list[int]:
+        """Return the rows that are kept, from row 0 on, each the child of the one before that holds the token sampled
+        behind it."""
+        kept = [0]
+        for row in range(1, len(self)):  # parents come first
+            if self.parents[row] == kept[-1] and self.tokens[row] == sampled[kept[-1]]:
+                kept.append(row)
+        return kept
+
+    def path_of(self, row: int) -> int:
+        """Return a path through a row: the one that adds it."""
+        return next(path.number for path in self.paths if path.start <= row < path.stop)
+
+
+def plan_verifications(
+    decodes: Items[Sequence], drafter: Drafter, blocks: BlockManager, max_tokens: int
+) -> list[Verification]:
+    """Plan the verification of drafts of sequences that decode, as far as tokens and free blocks allow, and take the
+    blocks: a draft preempts no sequence, but may evict cached prefixes as any other token may."""
+    size = blocks.block_size
+    drafts = drafter.draft(decodes, [seq.limit - len(seq.tokens) - 1 for seq in decodes], max_tokens)
+    verified = []
+    for seq, draft in zip(decodes, drafts, strict=True):
+        if draft is None or not draft.tokens or len(draft.tokens) > max_tokens:
+            continue
+        one = Verification.of(seq, draft, size)
+        held = len(seq.blocks) - one.first
+        sizes = [one.blocks_of_tail(path.number, size) for path in one.paths]
+        if sum(sizes) - held > blocks.available:
+            continue
+        seq.blocks.extend(blocks.take(sizes[0] - held))
+        one.tails.append(seq.blocks[one.first :])
+        one.tails.extend(array("q", blocks.take(count)) for count in sizes[1:])
+        max_tokens -= len(draft.tokens)
+        verified.append(one)
+    return verified
+
+
+def _ancestors(parents: list[int], row: int) -> list[int]:
+    """Return the rows before ``row`` on its path, from row 0 on."""
+    before = []
+    while (row := parents[row]) >= 0:
+        before.append(row)
+    return before[::-1]
