@@ -6,6 +6,7 @@
     engine_stage      runs one engine for a stage: steps, control calls, outputs to the queue
     partial_samples   suspended samples, kept in the queue until an engine resumes them
     packing           outputs as rows of the queue
+    drafts/           what a response probably continues with, from others to the same prompt
     detokenize        responses as text, on the card that has their tokens
 
     buffer ─ dispatch ─► Request ─► engine_stage ─┬─ finished ──► packing ─────────► queue

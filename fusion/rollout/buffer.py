@@ -12,9 +12,9 @@ share of the total load or, with a bound on requests, its maximum. It never wait
 not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
 the location of KV.
 
-Cost, for n requests in progress and E engines to dispatch to: `finish` and `suspend` O(log n); `dispatch`
-O(E + d (log n + log E)) for d requests that it dispatches; counts O(1). No method but `of` and `state_dict` visits all
-requests.
+Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request, `is_finished` and counts
+O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for d requests that it dispatches. No method but `of` and
+`state_dict` visits all requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 its number of generated tokens never decreases; a group is removed as a whole; a buffer restored from `state_dict` is
@@ -24,23 +24,24 @@ the same buffer with nothing on an engine.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 from fusion.rollout.router import assign_groups
 
 State = Literal["waiting", "running", "finished"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One request.
 
     ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
     ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
-    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV.
+    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``position``: in the order
+    of all requests ever added.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Entry:
     oldest: int = -1
     newest: int = -1
     kv: tuple[int, int] | None = None
+    position: int = 0
 
     @property
     def load(self) -> int:
@@ -61,18 +63,38 @@ class Entry:
         return self.prompt_tokens + self.generated
 
 
+SAVED = tuple(field.name for field in fields(Entry) if field.name != "position")
+"""Fields of an entry in the state of a buffer"""
+
+
+class Finished(NamedTuple):
+    """``engines``: that had the requests which finished; ``groups``: in which no unfinished request is left."""
+
+    engines: list[int]
+    groups: list[str]
+
+
+@dataclass(slots=True)
+class Group:
+    """The requests of a group."""
+
+    members: list[Entry] = field(default_factory=list)
+    num_unfinished: int = 0
+
+
 class RequestBuffer:
     """Holds requests by group, in the order in which groups were added; older requests have priority."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._groups: dict[str, list[Entry]] = {}
+        self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
-        self._position: dict[str, int] = {}
-        """Request id → its place in the order of all requests ever added"""
         self._added = 0
-        self._waiting: list[tuple[int, str]] = []
-        """A heap by position. It may also hold requests of groups that were removed."""
+        """Number of requests ever added"""
+        self._new: deque[Entry] = deque()
+        """Waiting requests that have not run yet, in order. It may also hold requests of groups that were removed."""
+        self._suspended: list[tuple[int, Entry]] = []
+        """The other waiting requests, a heap by position; likewise"""
         self._count: Counter[State] = Counter()
         self._running_count: Counter[int] = Counter()
         """Engine → requests that it has; `_running_load` their tokens"""
@@ -81,8 +103,7 @@ class RequestBuffer:
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
         """Adds a group of requests, which wait from now on."""
         assert group not in self._groups, f"group {group!r} was added before"
-        for id in ids:
-            self._insert(Entry(id, group, prompt_tokens=prompt_tokens, max_tokens=max_tokens))
+        self._insert(group, "waiting", [Entry(id, group, prompt_tokens, max_tokens) for id in ids])
 
     def of(self, state: State) -> list[Entry]:
         """Returns all requests in this state, oldest group first."""
@@ -107,7 +128,8 @@ class RequestBuffer:
         by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
         for entry, engine in assigned:
             by_engine[engine].append(entry)
-            self._start(entry, engine)
+        for engine, entries in by_engine.items():
+            self._start(engine, entries)
         return by_engine
 
     def take_left_kv(self) -> dict[int, list[str]]:
@@ -136,32 +158,42 @@ class RequestBuffer:
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
-        self._stop(entry, "waiting")
+        self._stop(engine, [entry], "waiting")
         entry.generated, entry.earlier = generated, earlier
         entry.kv = None if kv_rank is None else (engine, kv_rank)
         if versions is not None:
             entry.oldest, entry.newest = versions
-        heapq.heappush(self._waiting, (self._position[id], id))
+        heapq.heappush(self._suspended, (entry.position, entry))
 
-    def finish(self, id: str, generated: int) -> Entry:
-        """Marks a request finished, with this many tokens."""
-        entry = self.entries[id]
-        assert entry.state == "running", f"request {id!r} is {entry.state}"
-        self._stop(entry, "finished")
-        entry.generated, entry.earlier, entry.kv = generated, "", None
-        return entry
+    def finish(self, generated: Mapping[str, int]) -> Finished:
+        """Marks requests finished. ``generated``: the tokens of each, by id."""
+        running: dict[int, list[Entry]] = {}
+        for id in generated:
+            entry = self.entries[id]
+            assert entry.state == "running" and entry.engine is not None, f"request {id!r} is {entry.state}"
+            running.setdefault(entry.engine, []).append(entry)
+        groups: list[str] = []
+        for engine, entries in running.items():
+            self._stop(engine, entries, "finished")
+            for entry in entries:
+                entry.generated, entry.earlier, entry.kv = generated[entry.id], "", None
+                group = self._groups[entry.group]
+                group.num_unfinished -= 1
+                if not group.num_unfinished:
+                    groups.append(entry.group)
+        return Finished(list(running), groups)
 
     def is_finished(self, group: str) -> bool:
         """Whether all requests of a group are finished."""
-        return all(entry.state == "finished" for entry in self._groups[group])
+        return not self._groups[group].num_unfinished
 
     def remove(self, group: str) -> list[Entry]:
         """Removes a group, none of whose requests is on an engine; returns its requests."""
-        members = self._groups.pop(group)
+        members = self._groups.pop(group).members
         for entry in members:
             assert entry.state != "running", f"request {entry.id!r} is still on engine {entry.engine}"
             self._count[entry.state] -= 1
-            del self.entries[entry.id], self._position[entry.id]
+            del self.entries[entry.id]
         return members
 
     @property
@@ -172,54 +204,67 @@ class RequestBuffer:
         return group in self._groups
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns plain JSON. No engine has a request."""
+        """Returns plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
-        return [asdict(entry) | {"kv": None} for entry in self.entries.values()]
+        return [{name: getattr(entry, name) for name in SAVED} | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
-        known = {field.name for field in fields(Entry)}
-        for entry in state:
-            self._insert(Entry(**{key: value for key, value in entry.items() if key in known}))
+        for fields_ in state:
+            entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED})
+            self._insert(entry.group, entry.state, [entry])
 
-    def _insert(self, entry: Entry) -> None:
-        self.entries[entry.id] = entry
-        self._groups.setdefault(entry.group, []).append(entry)
-        self._position[entry.id] = self._added
-        self._added += 1
-        self._count[entry.state] += 1
-        if entry.state == "waiting":
-            heapq.heappush(self._waiting, (self._position[entry.id], entry.id))
+    def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
+        """Adds requests of one group in one state, the newest of all."""
+        known = self._groups.setdefault(group, Group())
+        known.members += entries
+        for position, entry in enumerate(entries, start=self._added):
+            entry.position = position
+            self.entries[entry.id] = entry
+        self._added += len(entries)
+        self._count[state] += len(entries)
+        if state != "finished":
+            known.num_unfinished += len(entries)
+        if state == "waiting":
+            self._new += entries
 
-    def _start(self, entry: Entry, engine: int) -> None:
-        self._count["waiting"] -= 1
-        self._count["running"] += 1
-        self._running_count[engine] += 1
-        self._running_load[engine] += entry.load
-        entry.state, entry.engine = "running", engine
-        if entry.kv and entry.kv[0] != engine:
-            self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
-            entry.kv = None
+    def _start(self, engine: int, entries: Sequence[Entry]) -> None:
+        load = 0
+        for entry in entries:
+            load += entry.prompt_tokens + entry.generated
+            entry.state, entry.engine = "running", engine
+            if entry.kv and entry.kv[0] != engine:
+                self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
+                entry.kv = None
+        self._count["waiting"] -= len(entries)
+        self._count["running"] += len(entries)
+        self._running_count[engine] += len(entries)
+        self._running_load[engine] += load
 
-    def _stop(self, entry: Entry, state: State) -> None:
-        assert entry.engine is not None
-        self._count["running"] -= 1
-        self._count[state] += 1
-        self._running_count[entry.engine] -= 1
-        self._running_load[entry.engine] -= entry.load
-        entry.state, entry.engine = state, None
+    def _stop(self, engine: int, entries: Sequence[Entry], state: State) -> None:
+        load = 0
+        for entry in entries:
+            load += entry.prompt_tokens + entry.generated
+            entry.state, entry.engine = state, None
+        self._count["running"] -= len(entries)
+        self._count[state] += len(entries)
+        self._running_count[engine] -= len(entries)
+        self._running_load[engine] -= load
 
     def _next_waiting(self) -> Entry | None:
-        """Takes the oldest waiting request out of the heap."""
-        while self._waiting:
-            position, id = heapq.heappop(self._waiting)
-            if self._position.get(id) == position:
-                return self.entries[id]
+        """Takes out the oldest waiting request."""
+        new, suspended = self._new, self._suspended
+        while new or suspended:
+            oldest_is_new = not suspended or (new and new[0].position < suspended[0][0])
+            entry = new.popleft() if oldest_is_new else heapq.heappop(suspended)[1]
+            if self.entries.get(entry.id) is entry:
+                return entry
         return None
 
     def _fill(self, engines: Sequence[int], max_requests: int) -> list[tuple[Entry, int]]:
         """Assigns waiting requests until every engine has its maximum: to the engine with the request's KV, else to
-        that of its sibling, else to the one with the most capacity (of several the first)."""
+        that of the sibling that this call assigned last, else to the one with the most capacity (of several the
+        first)."""
         room = {engine: max_requests - self._running_count[engine] for engine in engines}
         place = {engine: place for place, engine in enumerate(engines)}
         widest_first = [(-room[engine], place[engine], engine) for engine in engines]
@@ -228,8 +273,8 @@ class RequestBuffer:
         engine_of_sibling: dict[str, int] = {}
         while widest_first:
             widest_room, _, widest = widest_first[0]
-            if -widest_room != room[widest]:  # an older item of an engine that has been assigned to since
-                heapq.heappop(widest_first)
+            if -widest_room != room[widest]:  # it has been assigned to since, and may not be the widest any more
+                heapq.heapreplace(widest_first, (-room[widest], place[widest], widest))
                 continue
             if room[widest] <= 0 or (entry := self._next_waiting()) is None:
                 break
@@ -238,7 +283,6 @@ class RequestBuffer:
             assigned.append((entry, engine))
             engine_of_sibling[entry.group] = engine
             room[engine] -= 1
-            heapq.heappush(widest_first, (-room[engine], place[engine], engine))
         return assigned
 
     def _assign_all(self, engines: Sequence[int]) -> list[tuple[Entry, int]]:
@@ -247,18 +291,22 @@ class RequestBuffer:
         while (entry := self._next_waiting()) is not None:
             waiting.append(entry)
         loads = {engine: self._running_load[engine] for engine in engines}
-        engine_of = self._return_to_kv(waiting, loads)
-        groups: dict[str, list[Entry]] = {}
+        home_of = self._return_to_kv(waiting, loads)
+        load_by_group: dict[str, int] = {}
         for entry in waiting:
-            if entry.id not in engine_of:
-                groups.setdefault(entry.group, []).append(entry)
-        load_by_group = {group: sum(entry.load for entry in members) for group, members in groups.items()}
-        for engine, names in zip(engines, assign_groups(load_by_group, list(loads.values())), strict=True):
-            engine_of |= {entry.id: engine for group in names for entry in groups[group]}
-        return [(entry, engine_of[entry.id]) for entry in waiting]
+            if entry.id not in home_of:
+                load_by_group[entry.group] = load_by_group.get(entry.group, 0) + entry.prompt_tokens + entry.generated
+        groups_by_engine = zip(engines, assign_groups(load_by_group, list(loads.values())), strict=True)
+        engine_of_group = {group: engine for engine, groups in groups_by_engine for group in groups}
+        return [
+            (entry, home_of[entry.id] if entry.id in home_of else engine_of_group[entry.group]) for entry in waiting
+        ]
 
     def _return_to_kv(self, waiting: Sequence[Entry], loads: dict[int, int]) -> dict[str, int]:
-        """Returns the engine of each waiting request that goes back to its KV; adds them to ``loads`` by engine."""
+        """Returns the engine of each waiting request that is resumed where its KV is; adds them to ``loads``, by
+        engine."""
+        if not any(entry.kv for entry in waiting):
+            return {}
         total = sum(loads.values()) + sum(entry.load for entry in waiting)
         engine_of: dict[str, int] = {}
         for entry in waiting:

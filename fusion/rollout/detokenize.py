@@ -1,7 +1,7 @@
 """Decode responses to text on the card that has their tokens.
 
-    tokenizer ─ detokenizer_spec ─► DetokenizerSpec ─ travels to the cards ─► Detokenizer ─► text of a response
-    (the controller's)              (folder, end token)                       (loaded at the first response)
+    tokenizer ─ detokenizer_spec ─► DetokenizerSpec ─ sent to the cards ─► Detokenizer ─► text of a response
+    (the controller's)              (folder, end tokens)                   (loaded at the first response)
 
 Only cards that report for an engine have responses, so no other card loads a tokenizer. Importing transformers takes
 more than a second of CPU in each process (measured: 1.4 s); where `tokenizer.json` alone decodes as the tokenizer does
@@ -27,12 +27,12 @@ class DetokenizerSpec:
 
     Args:
         folder: of the tokenizer, in Hugging Face format.
-        end_token_id: the token that ends a response; None: there is none.
+        end_token_ids: the tokens that end a response; () if there is none.
         standalone: `tokenizer.json` alone decodes to the same text as the tokenizer, to the letter.
     """
 
     folder: str
-    end_token_id: int | None
+    end_token_ids: tuple[int, ...]
     standalone: bool = False
 
 
@@ -46,15 +46,19 @@ class Detokenizer:
     def __call__(self, tokens: Sequence[int]) -> str:
         """Returns a response as its reward sees it: without the end token that stopped it, with every other token,
         special tokens included."""
+        ended = bool(tokens) and tokens[-1] in self._spec.end_token_ids
+        return self.decode(tokens[:-1] if ended else tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special tokens included."""
         if self._decode is None:
             self._decode = _load(self._spec)
-        ended = bool(tokens) and tokens[-1] == self._spec.end_token_id
-        return self._decode(list(tokens[:-1] if ended else tokens))
+        return self._decode(list(tokens))
 
 
-def detokenizer_spec(folder: str, tokenizer: Any) -> DetokenizerSpec:
+def detokenizer_spec(folder: str, tokenizer: Any, end_token_ids: tuple[int, ...]) -> DetokenizerSpec:
     """Describes ``tokenizer``, which transformers loaded from ``folder``, for the cards."""
-    return DetokenizerSpec(folder, tokenizer.eos_token_id, _is_standalone(folder, tokenizer))
+    return DetokenizerSpec(folder, end_token_ids, _is_standalone(folder, tokenizer))
 
 
 def _is_standalone(folder: str, tokenizer: Any) -> bool:

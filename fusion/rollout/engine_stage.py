@@ -2,7 +2,7 @@
 
 requests ─► engine ─ finished ─► merged with what was generated before, detokenised ─► queue
               │
-              ├─ end of a chunk ─► suspended: a row of `partial_samples`, reported by `take_suspended`
+              ├─ end of a chunk ─► suspended: a row of `partial_samples`, reported to the first card
               └─ pause ──────────► suspended likewise; the stage ends
 
 Its time is recorded step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from fusion.inference import InferEngine, Output, Request
+from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.metrics import DraftReport
 from fusion.rollout.packing import pack_answers
 from fusion.rollout.partial_samples import PartialSamples, SampleStore
 from fusion.rollout.types import EvalAnswer, SuspendedSample
@@ -31,6 +33,8 @@ TOTALS = (
     "kv_restored_tokens",
     "recomputed_tokens",
     "interrupted",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 """Totals of `InferEngine.status` whose increase a stage reports."""
 
@@ -45,23 +49,31 @@ IDLE_POLL_S = 0.001
 
 
 class EngineStage:
-    """Runs one engine. Collective over its cards: `run`, `answer`. Any thread: `submit`, `take_suspended`.
+    """Runs one engine. Collective over its cards: `run`, `answer`. Any thread of the first card: `submit`,
+    `take_suspended`.
 
-    ``detokenize``: gives responses their text; None: they get none.
+    ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's outputs have
+    their routing. ``drafter``: the engine's; its figures are reported with those of the engine.
     """
 
     def __init__(
-        self, engine: InferEngine, queue: SampleStore, detokenize: Callable[[Sequence[int]], str] | None = None
+        self,
+        engine: InferEngine,
+        queue: SampleStore,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+        routing: bool = False,
+        drafter: TextDrafter | None = None,
     ):
         self.engine = engine
+        self._drafts = None if drafter is None else DraftReport(drafter)
         self._queue, self._detokenize = queue, detokenize
-        self._partials = PartialSamples(queue, caches=engine.num_ranks == 1, detokenize=detokenize)
+        self._partials = PartialSamples(queue, caches=engine.num_ranks == 1, routing=routing, detokenize=detokenize)
         self._reported: dict[str, float] = {}
         """`InferEngine.status` when its totals were reported last"""
         self._sender = ThreadPoolExecutor(1, "samples")
         """Puts finished samples to the queue while the engine steps"""
         self._suspended: list[SuspendedSample] = []
-        """Not reported to the controller yet"""
+        """This card's samples that are reported neither to the first card nor to the controller yet"""
         self._suspended_lock = threading.Lock()
 
     def run(
@@ -79,16 +91,21 @@ class EngineStage:
             self._put(pending, suspended)
             mark("put")
         self.count(metrics)
-        return self.take_suspended()
+        return self.take_suspended() if engine.is_leader else self._take_own()
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since the last call; the totals of all cards on its first card."""
         metrics.add("rollout/parked_kv_mib_max", self.engine.parked_kv_bytes / MIB)
+        if self._drafts is not None:
+            self._drafts.add_to(metrics)
         if not self.engine.is_leader:
             return
         before, self._reported = self._reported, self.engine.status()
         for name in TOTALS:
             metrics.add(f"rollout/{name}", self._reported[name] - before[name], rule="sum")
+        if decoded := self._reported["decoded_sequences"] - before["decoded_sequences"]:
+            drafted = self._reported["accepted_tokens"] - before["accepted_tokens"]
+            metrics.add("rollout/tokens_per_forward_mean", 1 + drafted / decoded, decoded)
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 
     def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:
@@ -124,7 +141,11 @@ class EngineStage:
         self.engine.submit(self._partials.restore(requests))
 
     def take_suspended(self) -> list[SuspendedSample]:
-        """Returns the samples suspended since the last call, at the end of a chunk or by a pause. On any card."""
+        """Returns the samples of all cards suspended since the last call, at the end of a chunk or by a pause. On the
+        first card; the other cards report theirs to it when they step, and what is left at the end of `run` there."""
+        return self._take_own() + [SuspendedSample.from_dict(item) for item in self.engine.take_reports()]
+
+    def _take_own(self) -> list[SuspendedSample]:
         with self._suspended_lock:
             suspended, self._suspended = self._suspended, []
         return suspended
@@ -150,6 +171,8 @@ class EngineStage:
         return pending
 
     def _step(self, mark: Callable[[str], None]) -> list[Output]:
+        if self._suspended and not self.engine.is_leader:
+            self.engine.report(map(vars, self._take_own()))
         outputs = self.engine.step()
         mark(self.engine.last_step_kind or WAIT_DATA)
         return outputs

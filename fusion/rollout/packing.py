@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from distqueue import PackedBatch
+from distqueue import Column, PackedBatch
 from fusion.inference import Output
 
 TEXT = "text"
@@ -25,22 +26,36 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
 
     Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L]; `text` (UTF-8),
     where the responses' ``texts`` are given; `routing` [T, layers, k] of a small integer dtype, where outputs have one
-    (`Output.routing`: of every token of prompt and response but the last).
+    (`Output.routing`, of all submissions: every token of prompt and response but the last).
     """
+    versions = Column.of_numbers([output.versions for output in outputs], torch.int32, "versions")
     optional = {TEXT: list(texts)} if texts else {}
     routing = {ROUTING: [output.routing for output in outputs]} if outputs[0].routing is not None else {}
     return PackedBatch.from_samples(
         [output.request_id for output in outputs],
         {
             **_token_columns(outputs),
-            "behaviour_logprobs": [torch.tensor(output.logprobs, dtype=torch.float32) for output in outputs],
-            "versions": [torch.tensor(output.versions, dtype=torch.int32) for output in outputs],
+            "behaviour_logprobs": Column.of_numbers(
+                [output.logprobs for output in outputs], torch.float32, "behaviour_logprobs"
+            ),
+            "versions": versions,
             **optional,
             **routing,
         },
         groups=[output.group for output in outputs],
-        versions=[(min(output.versions, default=0), max(output.versions, default=0)) for output in outputs],
+        versions=_spans(versions),
     )
+
+
+def _spans(versions: Column) -> list[tuple[int, int]]:
+    """Returns the policy versions of each sample's oldest and newest token; (0, 0) where there is none."""
+    assert versions.offsets is not None
+    starts, ends = versions.offsets[:-1].numpy(), versions.offsets[1:].numpy()
+    spans = np.zeros((len(starts), 2), np.int64)
+    if (has_tokens := starts < ends).any():
+        for side, extreme in enumerate((np.minimum, np.maximum)):
+            spans[has_tokens, side] = extreme.reduceat(versions.buffer.numpy(), starts[has_tokens])
+    return [(oldest, newest) for oldest, newest in spans.tolist()]
 
 
 def pack_answers(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
@@ -48,8 +63,8 @@ def pack_answers(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
     return PackedBatch.from_samples(rows, _token_columns(outputs))
 
 
-def _token_columns(outputs: Sequence[Output]) -> dict[str, list[torch.Tensor]]:
+def _token_columns(outputs: Sequence[Output]) -> dict[str, Column]:
     return {
-        "prompt": [torch.tensor(output.prompt, dtype=torch.int64) for output in outputs],
-        "response": [torch.tensor(output.tokens, dtype=torch.int64) for output in outputs],
+        "prompt": Column.of_numbers([output.prompt for output in outputs], torch.int64, "prompt"),
+        "response": Column.of_numbers([output.tokens for output in outputs], torch.int64, "response"),
     }

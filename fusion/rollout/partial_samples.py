@@ -8,26 +8,36 @@
 Nothing but the queue holds them, so any engine may resume them, and a checkpoint of the queue contains them. Their KV,
 where it is kept, stays with the engine that computed it (`fusion.inference.parked`); `kv_rank` leads them back to it.
 
+If the queue has lost what a sample has so far, the sample cannot be completed: it ends as lost, too.
+
 Invariants: a sample has at most one such row, the latest, except while a newer one is being put beside it; a row is
 dropped by the card that put its replacement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from distqueue import PackedBatch
+from distqueue import Column, PackedBatch, SamplesLost
 from fusion.inference import Output, Request
 from fusion.rollout.packing import pack_outputs
 from fusion.rollout.types import SuspendedSample
 
 COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
+PARTIAL_ROUTING = "partial_routing"
+"""Column of the experts of all tokens but the last; only where engines record them"""
 RESUMED = "resumed"
 """Why a partial row is dropped: a newer row, or the finished sample, replaces it"""
+
+LOST_PARTS = "earlier tokens"
+"""Why a sample is lost that could not be resumed or completed"""
+
+log = logging.getLogger(__name__)
 
 
 class SampleStore(Protocol):
@@ -39,6 +49,8 @@ class SampleStore(Protocol):
 
     def drop(self, ids: Iterable[str], reason: str) -> None: ...
 
+    def lose(self, ids: Iterable[str], reason: str) -> None: ...
+
 
 class PartialSamples:
     """The suspended samples of one card.
@@ -46,6 +58,7 @@ class PartialSamples:
     Args:
         caches: keep in memory what `restore` read, for `put`. Only where this card sees the end of every request that
             it restores: another card's would never be freed.
+        routing: outputs have their routing.
         detokenize: gives finished responses their text; None: they get none.
     """
 
@@ -53,33 +66,47 @@ class PartialSamples:
         self,
         queue: SampleStore,
         caches: bool = False,
+        routing: bool = False,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ):
         self._queue, self._caches, self._detokenize = queue, caches, detokenize
+        self._columns = (*COLUMNS, PARTIAL_ROUTING) if routing else COLUMNS
         self._cached: dict[str, list[torch.Tensor]] = {}
         """Columns by row"""
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
-        """Returns the requests, those that name an `earlier` row with its tokens as their response."""
+        """Returns the requests, those that name an `earlier` row with its tokens as their response; without those whose
+        row is lost."""
         rows = [request.earlier for request in requests if request.earlier]
-        columns_by_row = self._read(rows, COLUMNS if self._caches else COLUMNS[:1])
+        columns_by_row = self._read(rows, self._columns if self._caches else COLUMNS[:1])
         if self._caches:
             self._cached |= {row: [column.clone() for column in columns] for row, columns in columns_by_row.items()}
+        lost = [one for one in requests if one.earlier and one.earlier not in columns_by_row]
+        self._lose([one.id for one in lost], [one.group for one in lost])
         return [
             replace(request, response=tuple(columns_by_row[request.earlier][0].tolist()))
             if request.earlier
             else request
             for request in requests
+            if not request.earlier or request.earlier in columns_by_row
         ]
 
     def put(self, finished: Sequence[Output], suspended: Sequence[Output] = ()) -> list[SuspendedSample]:
         """Puts finished samples to the queue, with what was generated before in front, and suspended ones as partial
-        rows; drops the rows that both replace. Returns the suspended ones."""
+        rows; drops the rows that both replace. Returns the suspended ones, without those whose row is lost."""
         grown = [output for output in suspended if output.tokens]
         for output in suspended:
             if not output.tokens:
                 self._cached.pop(output.earlier, None)
-        merged = self._merge([*finished, *grown])
+        columns_by_row = self._take_earlier([*finished, *grown])
+        lost = [one for one in (*finished, *grown) if one.earlier and one.earlier not in columns_by_row]
+        if lost:
+            lost_ids = {one.request_id: one.group for one in lost}
+            self._lose(list(lost_ids), list(lost_ids.values()))
+            finished, grown, suspended = (
+                [one for one in outputs if one.request_id not in lost_ids] for outputs in (finished, grown, suspended)
+            )
+        merged = _merge([*finished, *grown], columns_by_row)
         whole, partial = merged[: len(finished)], merged[len(finished) :]
         if whole:
             texts = [self._detokenize(output.tokens) for output in whole] if self._detokenize else []
@@ -101,39 +128,65 @@ class PartialSamples:
             for output in suspended
         ]
 
-    def _merge(self, outputs: Sequence[Output]) -> list[Output]:
-        """Returns the outputs with what was generated before them in front."""
+    def _take_earlier(self, outputs: Sequence[Output]) -> dict[str, list[torch.Tensor]]:
+        """Returns the columns of the outputs' earlier rows, without those that are lost."""
         rows = [output.earlier for output in outputs if output.earlier]
         columns_by_row = {row: self._cached.pop(row) for row in rows if row in self._cached}
-        columns_by_row |= self._read([row for row in rows if row not in columns_by_row], COLUMNS)
-        merged = []
-        for output in outputs:
-            if output.earlier:
-                tokens, logprobs, versions = (column.tolist() for column in columns_by_row[output.earlier])
-                assert tuple(tokens) == output.before, f"sample {output.request_id!r} resumed from other tokens"
-                output = replace(
-                    output,
-                    tokens=tokens + output.tokens,
-                    logprobs=logprobs + output.logprobs,
-                    versions=versions + output.versions,
-                    before=(),
-                )
-            merged.append(output)
-        return merged
+        return columns_by_row | self._read([row for row in rows if row not in columns_by_row], self._columns)
 
     def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
-        if not rows:
-            return {}
-        batch = self._queue.read(rows, columns)
-        return {id: [batch[name][i] for name in columns] for i, id in enumerate(batch.ids)}
+        """Returns columns by row, without the rows that are lost."""
+        while rows:
+            try:
+                batch = self._queue.read(rows, columns)
+            except SamplesLost as error:
+                log.error("suspended samples cannot be resumed: %s", error)
+                gone = set(error.ids)
+                rows = [row for row in rows if row not in gone]
+                continue
+            return {id: [batch[name][i] for name in columns] for i, id in enumerate(batch.ids)}
+        return {}
+
+    def _lose(self, ids: Sequence[str], groups: Sequence[str]) -> None:
+        if ids:
+            self._queue.put(PackedBatch(tuple(ids), {}, tuple(groups)))
+            self._queue.lose(ids, LOST_PARTS)
+
+
+def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, list[torch.Tensor]]) -> list[Output]:
+    """Returns the outputs with what was generated before them in front."""
+    merged = []
+    for output in outputs:
+        if output.earlier:
+            columns = columns_by_row[output.earlier]
+            tokens, logprobs, versions = (column.tolist() for column in columns[: len(COLUMNS)])
+            assert tuple(tokens) == output.before, f"sample {output.request_id!r} resumed from other tokens"
+            output = replace(
+                output,
+                tokens=tokens + output.tokens,
+                logprobs=logprobs + output.logprobs,
+                versions=versions + output.versions,
+                before=(),
+                routing=None if output.routing is None else torch.cat([columns[-1], output.routing]),
+            )
+        merged.append(output)
+    return merged
 
 
 def _pack_partial(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
+    routing = {PARTIAL_ROUTING: [output.routing for output in outputs]} if outputs[0].routing is not None else {}
     return PackedBatch.from_samples(
         rows,
         {
-            "partial_response": [torch.tensor(output.tokens, dtype=torch.int64) for output in outputs],
-            "partial_logprobs": [torch.tensor(output.logprobs, dtype=torch.float32) for output in outputs],
-            "partial_versions": [torch.tensor(output.versions, dtype=torch.int32) for output in outputs],
+            "partial_response": Column.of_numbers(
+                [output.tokens for output in outputs], torch.int64, "partial_response"
+            ),
+            "partial_logprobs": Column.of_numbers(
+                [output.logprobs for output in outputs], torch.float32, "partial_logprobs"
+            ),
+            "partial_versions": Column.of_numbers(
+                [output.versions for output in outputs], torch.int32, "partial_versions"
+            ),
+            **routing,
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a policy that uses these loads no engine
     from fusion.inference import FinishReason
@@ -17,7 +17,7 @@ class SuspendedSample:
         generated: response tokens so far, over all its chunks.
         earlier: id of its row in the queue (`partial_samples`), "" while it has no token.
         versions: policy versions of the oldest and the newest of its tokens; None if it gained none.
-        kv_rank: the attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV is gone.
+        kv_rank: the attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV was freed.
     """
 
     id: str
@@ -25,6 +25,12 @@ class SuspendedSample:
     earlier: str
     versions: tuple[int, int] | None
     kv_rank: int | None = None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> SuspendedSample:
+        """Restores a sample from its fields, also if they were sent as JSON."""
+        versions = fields["versions"]
+        return cls(**fields | {"versions": None if versions is None else tuple(versions)})
 
 
 @dataclass(frozen=True)

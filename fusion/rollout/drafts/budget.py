@@ -1,0 +1,183 @@
+"""Decide how many drafted tokens a step verifies, from what steps have cost and how often drafts were right. Pure.
+
+    acceptance   share of a token in the text ──► how often such a token was right                       (measured)
+    cost         seconds of a step = c0 + c1 · decodes + c2 · drafted sequences + c3 · drafted tokens     (fitted)
+    choose       the most probable tokens of all sequences, as many as make the most tokens a second
+
+The marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) with costs that are measured while the run goes on: on
+a card whose decode is bound by bandwidth drafted tokens are almost free, on a busy one they are not worth their time,
+and `choose` takes none. Steps with few and with many sequences are fitted apart, as their costs are not on one line.
+
+Invariant (property-tested): except in steps that only measure, what `choose` takes promises more tokens a second than
+any other number of tokens, and at least `MIN_GAIN` times those of taking nothing; else it takes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from fusion.inference.verification import StepCost
+
+MIN_GAIN = 1.03
+"""Drafts are verified only if they promise this many times the tokens a second of a step without."""
+
+FORGET = 0.98
+"""Weight of the last step's past in the fit, per step"""
+
+EXPLORE_EVERY = 200
+"""Steps without drafts after which one is verified, to measure what it costs now"""
+
+MIN_EXPLORED = 8
+"""Tokens, at least, of a step that is verified only to measure"""
+
+LOOK_EVERY = 16
+"""While drafts do not pay, they are looked up every this many steps."""
+
+MAX_OUTLIER = 3.0
+"""A step counts at most as this many times what was expected of it."""
+
+MIN_STEPS = 8
+"""Steps with drafts that are verified at first only to measure"""
+
+MAX_VARIANCE = 1e6
+"""Bound of the variance of a coefficient that the steps of a run tell nothing about"""
+
+ACCEPTANCE_BINS = 16
+PRIOR = 4.0
+"""Drafted tokens that the share itself counts as"""
+
+MEMORY = 1000
+"""The weight of an observation falls to about a third while this many further tokens are observed."""
+
+
+class Acceptance:
+    """How often a drafted token was right if all before it were, by its share in the text (`suffix_index`)."""
+
+    def __init__(self) -> None:
+        self._drafted, self._accepted = np.zeros(ACCEPTANCE_BINS), np.zeros(ACCEPTANCE_BINS)
+
+    def observe(self, shares: np.ndarray, accepted: np.ndarray) -> None:
+        """Record drafted tokens behind tokens that were kept, [n] both: their share, and whether they were kept."""
+        bins = np.minimum((shares * ACCEPTANCE_BINS).astype(np.int64), ACCEPTANCE_BINS - 1)
+        kept = 1 / (1 + len(bins) / MEMORY)
+        self._drafted = kept * self._drafted + np.bincount(bins, minlength=ACCEPTANCE_BINS)
+        self._accepted = kept * self._accepted + np.bincount(bins, accepted, ACCEPTANCE_BINS)
+
+    def by_share(self) -> np.ndarray:
+        """Return the expected acceptance of a token by its share, float64 [bins]; the share itself as long as little is
+        known."""
+        shares = (np.arange(ACCEPTANCE_BINS) + 0.5) / ACCEPTANCE_BINS
+        return (self._accepted + PRIOR * shares) / (self._drafted + PRIOR)
+
+
+class CostFit:
+    """Fits the seconds of a step by recursive least squares with forgetting."""
+
+    def __init__(self, like: CostFit | None = None) -> None:
+        self.weights: np.ndarray = np.zeros(4) if like is None else like.weights.copy()
+        self._covariance = np.diag([1e2] * 4)
+        self.steps: int = 0 if like is None else like.steps
+
+    def observe(self, step: StepCost) -> None:
+        *features, seconds = step
+        x = np.array([1.0, *features])
+        expected = float(x @ self.weights)
+        if self.steps > MIN_STEPS and expected > 0:
+            seconds = min(seconds, MAX_OUTLIER * expected)
+        gain = self._covariance @ x / (FORGET + x @ self._covariance @ x)
+        self.weights = self.weights + gain * (seconds - expected)
+        self._covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / FORGET
+        self._covariance = (self._covariance + self._covariance.T) / 2
+        # Directions that are not visited would grow without end; scaled on both sides, it stays positive definite.
+        scale = np.minimum(1.0, np.sqrt(MAX_VARIANCE / np.diag(self._covariance)))
+        self._covariance *= np.outer(scale, scale)
+        self.steps += 1
+
+    def of(self, decodes: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return the expected seconds of steps, [n] each."""
+        c0, c1, c2, c3 = self.weights
+        return np.maximum(c0 + c1 * decodes + np.maximum(c2, 0) * drafted + np.maximum(c3, 0) * tokens, 1e-9)
+
+
+class DraftBudget:
+    """Chooses how much of the drafts of a step is verified."""
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self._fits: dict[int, CostFit] = {}
+        """Costs by size, of the sizes that were measured"""
+        self._steps_without: dict[int, int] = defaultdict(int)
+        """Size → steps since drafts were verified"""
+        self._explored: dict[int, int] = defaultdict(int)
+        """Size → steps that were verified only to measure"""
+
+    def observe_step(self, step: StepCost) -> None:
+        """Record a step that only decoded."""
+        size = _size(step.decodes + step.drafted)
+        if size not in self._fits:
+            self._fits[size] = CostFit(self._nearest(size))
+        self._fits[size].observe(step)
+
+    def skips(self, num_sequences: int) -> bool:
+        """Whether a step of this many sequences goes without drafts, so that none need be looked up: most steps while
+        they do not pay."""
+        size = _size(num_sequences)
+        skips = self._steps_without[size] % LOOK_EVERY > 0
+        self._steps_without[size] += skips
+        return skips
+
+    def choose(
+        self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, max_tokens: int = 1 << 30
+    ) -> np.ndarray:
+        """Return which drafted tokens are verified, bool [n], at most ``max_tokens``.
+
+        Args:
+            owners: int [n], the sequence of each token, in order.
+            probabilities: float64 [n], that it and all before it are right; a token comes after the one before it.
+            num_sequences: that decode in this step, with a draft or without.
+        """
+        chosen = np.zeros(len(owners), bool)
+        if not len(owners):
+            return chosen
+        size = _size(num_sequences)
+        fit = self._nearest(size)
+        order = np.argsort(-probabilities, kind="stable")[:max_tokens]
+        best = 0
+        if self._is_to_explore(size, fit):
+            if self._explored[size] % 2:  # few drafts, but deep ones: tells the cost of a token from that of a draft
+                order = np.arange(len(owners))[:max_tokens]
+            best = min(len(order), max(num_sequences, MIN_EXPLORED))
+            self._explored[size] += 1
+        elif fit is not None:
+            rates = _rates(fit, owners[order], probabilities[order], num_sequences)
+            best = int(rates.argmax())
+            if rates[best] < MIN_GAIN * rates[0]:
+                best = 0
+        self._steps_without[size] = self._steps_without[size] + 1 if best == 0 else 0
+        chosen[order[:best]] = True
+        return chosen
+
+    def _is_to_explore(self, size: int, fit: CostFit | None) -> bool:
+        unknown = (fit is None or fit.steps < MIN_STEPS) and self._explored[size] < MIN_STEPS
+        return unknown or self._steps_without[size] >= EXPLORE_EVERY
+
+    def _nearest(self, size: int) -> CostFit | None:
+        """Return the costs of the nearest size that was measured."""
+        nearest = min(self._fits, key=lambda other: abs(other - size), default=None)
+        return None if nearest is None else self._fits[nearest]
+
+
+def _rates(fit: CostFit, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int) -> np.ndarray:
+    """Return the expected tokens a second of a step that verifies the first 0, 1, … of these tokens."""
+    is_first = np.zeros(len(owners))
+    is_first[np.unique(owners, return_index=True)[1]] = 1
+    drafted = np.concatenate([[0.0], np.cumsum(is_first)])
+    gains = np.concatenate([[0.0], np.cumsum(probabilities)])
+    return (num_sequences + gains) / fit.of(num_sequences - drafted, drafted, np.arange(len(owners) + 1.0))
+
+
+def _size(num_sequences: float) -> int:
+    """Steps of similar numbers of sequences have one size: 1, 2, 3-4, 5-8, …"""
+    return int(np.ceil(np.log2(max(1.0, num_sequences))))

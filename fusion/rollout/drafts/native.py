@@ -1,0 +1,115 @@
+"""`SuffixIndexes` in C++ (`suffix_index.cpp`), called through ctypes: the library depends on no version of Python."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fusion.npu.compiler import BuildError, Library, build
+from fusion.rollout.drafts.suffix_index import Drafts
+
+SOURCE = Path(__file__).with_name("suffix_index.cpp")
+FLAGS = ("-O3", "-fPIC", "-std=c++17", "-fvisibility=default")
+
+
+def load() -> ctypes.CDLL:
+    """Build the library if needed (2 s) and load it.
+
+    Raises:
+        BuildError: it cannot be built or loaded.
+    """
+    path = build(Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # built for another system, say, and shared with this one
+        raise BuildError(f"{path} cannot be loaded: {error}") from None
+    library.suffix_index_new.restype = ctypes.c_void_p
+    library.suffix_index_new.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
+    library.suffix_index_delete.argtypes = [ctypes.c_void_p]
+    library.suffix_index_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    library.suffix_index_bytes.argtypes = [ctypes.c_void_p]
+    library.suffix_index_bytes.restype = ctypes.c_int64
+    library.suffix_index_extend.restype = ctypes.c_int64
+    library.suffix_index_extend.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4]
+    pointer, int32 = ctypes.c_void_p, ctypes.c_int32
+    library.suffix_index_draft.argtypes = [ctypes.c_int64, *[pointer] * 4, int32, int32, *[pointer] * 7]
+    return library
+
+
+class NativeIndexes:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._pointers: dict[int, int] = {}
+        self._created = 0
+        self.nbytes = 0
+
+    def new(self, prompt: Sequence[int], min_match: int) -> int:
+        tokens = np.asarray(prompt, np.int32)
+        number, self._created = self._created, self._created + 1
+        pointer = self._library.suffix_index_new(min_match, tokens.ctypes.data, len(tokens))
+        self._pointers[number] = pointer
+        self.nbytes += self._library.suffix_index_bytes(pointer)
+        return number
+
+    def open(self, index: int, source: int, weight: int = 1) -> int:
+        return self._library.suffix_index_open(self._pointers[index], source, weight)
+
+    def extend(self, places: Sequence[tuple[int, int]], texts: Sequence[Sequence[int]]) -> None:
+        tokens, offsets = array("i"), array("q", [0])
+        for text in texts:
+            tokens.extend(text)
+            offsets.append(len(tokens))
+        pointers, sequences = self._places(places)
+        self.nbytes += self._library.suffix_index_extend(
+            len(places), *map(_address, (pointers, sequences, tokens, offsets))
+        )
+
+    def draft(
+        self,
+        places: Sequence[tuple[int, int]],
+        max_depth: Sequence[int],
+        max_nodes: Sequence[int],
+        acceptance: np.ndarray,
+        max_children: int = 1,
+    ) -> Drafts:
+        pointers, sequences = self._places(places)
+        depths, nodes, room = array("i", max_depth), array("i", max_nodes), sum(max_nodes)
+        drafts = Drafts(
+            offsets=np.empty(len(places) + 1, np.int64),
+            tokens=np.empty(room, np.int32),
+            parents=np.empty(room, np.int32),
+            shares=np.empty(room, np.float64),
+            probabilities=np.empty(room, np.float64),
+            sources=np.empty(room, np.uint8),
+        )
+        columns = (drafts.tokens, drafts.parents, drafts.shares, drafts.probabilities, drafts.sources)
+        acceptance = np.ascontiguousarray(acceptance, np.float64)
+        self._library.suffix_index_draft(
+            len(places),
+            *map(_address, (pointers, sequences, depths, nodes)),
+            max_children,
+            len(acceptance),
+            *(column.ctypes.data for column in (acceptance, drafts.offsets, *columns)),
+        )
+        found = int(drafts.offsets[-1])
+        return Drafts(drafts.offsets, *(column[:found] for column in columns))
+
+    def remove(self, index: int) -> None:
+        pointer = self._pointers.pop(index)
+        self.nbytes -= self._library.suffix_index_bytes(pointer)
+        self._library.suffix_index_delete(pointer)
+
+    def __del__(self) -> None:
+        for pointer in self._pointers.values():
+            self._library.suffix_index_delete(pointer)
+
+    def _places(self, places: Sequence[tuple[int, int]]) -> tuple[array[int], array[int]]:
+        return array("Q", [self._pointers[index] for index, _ in places]), array("i", [number for _, number in places])
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]

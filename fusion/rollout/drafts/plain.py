@@ -1,0 +1,171 @@
+"""`SuffixIndexes` in Python, where there is no compiler: the structure and the order of ties of `suffix_index.cpp`,
+which explains both."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts
+
+ROOT, NONE = 0, -1
+MAX_COUNTED = 64
+"""Suffixes of a token that are counted"""
+
+Node = tuple[int, int, float, float, int]
+"""Token, parent, share, probability, source"""
+
+
+@dataclass(slots=True)
+class State:
+    """``length``: of its longest string; ``link``: state of the longest suffix that occurs elsewhere too; ``edges``:
+    token → state; ``count``: occurrences by source, weighted."""
+
+    length: int
+    link: int = NONE
+    edges: dict[int, int] = field(default_factory=dict)
+    count: list[int] = field(default_factory=lambda: [0, 0])
+
+
+class _Index:
+    def __init__(self, prompt: Sequence[int], min_match: int) -> None:
+        self._min_match, self._states, self._start = min_match, [State(0)], ROOT
+        self._sequences: list[tuple[int, int]] = []
+        """Source and weight"""
+        self._ends: list[int] = []
+        """State of all tokens of a sequence, prompt included"""
+        self.extend(self.open(SIBLING, 1), prompt)
+        self._start = self._ends[0]
+
+    @property
+    def nbytes(self) -> int:
+        """About what the objects take."""
+        return 400 * len(self._states)
+
+    def open(self, source: int, weight: int) -> int:
+        self._sequences.append((source, weight))
+        self._ends.append(self._start)
+        return len(self._ends) - 1
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> None:
+        states, state, (source, weight) = self._states, self._ends[sequence], self._sequences[sequence]
+        for token in tokens:
+            state = counted = self._append(state, int(token))
+            for _ in range(MAX_COUNTED):
+                if states[counted].length < self._min_match:
+                    break
+                states[counted].count[source] += weight
+                counted = states[counted].link
+        self._ends[sequence] = state
+
+    def draft(
+        self, sequence: int, max_depth: int, max_nodes: int, max_children: int, acceptance: np.ndarray
+    ) -> list[Node]:
+        found: list[Node] = []
+        proposed: list[tuple[float, int, int, int, int, int, float, int]] = []
+        rank = 0
+
+        def propose(state: int, parent: int, depth: int, path: float) -> None:
+            nonlocal rank
+            for token, target, share, source in self._children(state, max_children) if depth <= max_depth else ():
+                probability = path * float(acceptance[min(int(share * len(acceptance)), len(acceptance) - 1)])
+                heapq.heappush(proposed, (-probability, rank, token, parent, depth, target, share, source))
+                rank += 1
+
+        propose(self._ends[sequence], NONE, 1, 1.0)
+        while proposed and len(found) < max_nodes:
+            negative, _, token, parent, depth, target, share, source = heapq.heappop(proposed)
+            found.append((token, parent, share, -negative, source))
+            propose(target, len(found) - 1, depth + 1, -negative)
+        return found
+
+    def _children(self, state: int, max_children: int) -> Iterator[tuple[int, int, float, int]]:
+        states, counts = self._states, dict[int, int]()
+        while state != NONE and states[state].length >= self._min_match and not counts:
+            edges = states[state].edges
+            counts = {token: count for token, target in edges.items() if (count := sum(states[target].count))}
+            state = states[state].link
+        total = sum(counts.values())
+        for token in sorted(counts, key=lambda token: (-counts[token], token))[:max_children]:
+            by_source = states[edges[token]].count
+            source = HISTORY if by_source[HISTORY] > by_source[SIBLING] else SIBLING
+            yield token, edges[token], counts[token] / total, source
+
+    def _append(self, last: int, token: int) -> int:
+        states = self._states
+        target = states[last].edges.get(token)
+        if target is not None:
+            return target if states[target].length == states[last].length + 1 else self._split(last, token, target)
+        added, state = len(states), last
+        states.append(State(states[last].length + 1))
+        while state != NONE and token not in states[state].edges:
+            states[state].edges[token] = added
+            state = states[state].link
+        link = ROOT
+        if state != NONE:
+            link = states[state].edges[token]
+            if states[link].length != states[state].length + 1:
+                link = self._split(state, token, link)
+        states[added].link = link
+        return added
+
+    def _split(self, owner: int, token: int, whole: int) -> int:
+        states, part = self._states, len(self._states)
+        old = states[whole]
+        states.append(State(states[owner].length + 1, old.link, dict(old.edges), list(old.count)))
+        old.link, state = part, owner
+        while state != NONE and states[state].edges.get(token) == whole:
+            states[state].edges[token] = part
+            state = states[state].link
+        return part
+
+
+class PlainIndexes:
+    def __init__(self) -> None:
+        self._indexes: dict[int, _Index] = {}
+        self._created = 0
+
+    def new(self, prompt: Sequence[int], min_match: int) -> int:
+        number, self._created = self._created, self._created + 1
+        self._indexes[number] = _Index(prompt, min_match)
+        return number
+
+    def open(self, index: int, source: int, weight: int = 1) -> int:
+        return self._indexes[index].open(source, weight)
+
+    def extend(self, places: Sequence[tuple[int, int]], texts: Sequence[Sequence[int]]) -> None:
+        for (index, sequence), text in zip(places, texts, strict=True):
+            self._indexes[index].extend(sequence, text)
+
+    def draft(
+        self,
+        places: Sequence[tuple[int, int]],
+        max_depth: Sequence[int],
+        max_nodes: Sequence[int],
+        acceptance: np.ndarray,
+        max_children: int = 1,
+    ) -> Drafts:
+        drafts = [
+            self._indexes[index].draft(sequence, depth, nodes, max_children, acceptance)
+            for (index, sequence), depth, nodes in zip(places, max_depth, max_nodes, strict=True)
+        ]
+        rows = [node for draft in drafts for node in draft]
+        tokens, parents, shares, probabilities, sources = zip(*rows, strict=True) if rows else ((),) * 5
+        return Drafts(
+            offsets=np.cumsum([0, *map(len, drafts)]),
+            tokens=np.array(tokens, np.int32),
+            parents=np.array(parents, np.int32),
+            shares=np.array(shares, np.float64),
+            probabilities=np.array(probabilities, np.float64),
+            sources=np.array(sources, np.uint8),
+        )
+
+    def remove(self, index: int) -> None:
+        del self._indexes[index]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(index.nbytes for index in self._indexes.values())

@@ -1,0 +1,287 @@
+// Indexes of text that predict the next tokens of a sequence from where its last ones occurred before.
+//
+// One index holds the responses to one prompt, a suffix automaton built online (Blumer et al., 1985; for several
+// sequences: Mohri et al., 2009): a state stands for all strings with the same set of end positions, of which the
+// longest has `length` tokens; its link leads to the longest suffix that occurs elsewhere too.
+//
+//   extend    a sequence by a token: O(1) amortised, and one count for every suffix of at least `min_match` tokens
+//   draft     from the state of a sequence: the tokens that followed its longest suffix that occurs elsewhere, as a
+//             tree, most probable first; O(1) a token, however long the text
+//
+// A state counts the (weighted) occurrences of its strings, by source. Those of a string followed by a token are the
+// count of the state that the token leads to, so edges need no count of their own.
+//
+// Most states have one edge, which they hold themselves; further ones are in a list, and found through a hash table.
+// plain.py has the same structure and order of ties: the tests compare their drafts.
+
+#include <algorithm>
+#include <cstdint>
+#include <queue>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr int32_t NONE = -1, ROOT = 0;
+constexpr int MAX_COUNTED = 64; // suffixes of a token that are counted: bounds the cost of text like "aaaa…"
+constexpr int SOURCES = 2;
+
+struct State {
+  int32_t length, link = NONE;
+  int32_t token = NONE, target = NONE; // the first edge
+  int32_t more = NONE;                 // the head of the list of further edges
+  uint32_t count[SOURCES] = {0, 0};
+
+  uint64_t total() const { return uint64_t(count[0]) + count[1]; }
+};
+
+struct Edge {
+  int32_t owner, token, target, next;
+};
+
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
+  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+  return x ^ (x >> 33);
+}
+
+// A node of a draft: a token behind its parent (NONE: behind the sequence).
+struct Node {
+  int32_t token, parent, depth, state;
+  double share;       // of the occurrences of what is before it
+  double probability; // that it and all before it are right
+  uint8_t source;
+};
+
+struct Settings {
+  int32_t max_depth, max_nodes, max_children, bins;
+  const double* acceptance; // probability that a token is right, by its share in so many bins
+
+  double probability_of(double share) const { return acceptance[std::min(int32_t(share * bins), bins - 1)]; }
+};
+
+class SuffixIndex {
+ public:
+  SuffixIndex(int min_match, const int32_t* prompt, int64_t size) : min_match_(min_match), slots_(16, NONE) {
+    states_.push_back({0});
+    extend(open(0, 1), prompt, size);
+    start_ = sequences_[0].state;
+  }
+
+  int32_t open(int source, uint32_t weight) {
+    sequences_.push_back({start_, source, weight});
+    return int32_t(sequences_.size()) - 1;
+  }
+
+  void extend(int32_t sequence, const int32_t* tokens, int64_t size) {
+    auto& [state, source, weight] = sequences_[sequence];
+    for (int64_t i = 0; i < size; ++i) {
+      state = append(state, tokens[i]);
+      int counted = 0;
+      for (int32_t s = state; states_[s].length >= min_match_ && counted < MAX_COUNTED; s = states_[s].link) {
+        states_[s].count[source] += weight;
+        ++counted;
+      }
+    }
+  }
+
+  void draft(int32_t sequence, const Settings& settings, std::vector<Node>& out) const {
+    const auto less_probable = [](const Ranked& a, const Ranked& b) {
+      return a.node.probability != b.node.probability ? a.node.probability < b.node.probability : a.rank > b.rank;
+    };
+    std::priority_queue<Ranked, std::vector<Ranked>, decltype(less_probable)> open(less_probable);
+    int32_t rank = 0;
+    std::vector<Node> children;
+    const auto propose = [&](int32_t state, int32_t parent, int32_t depth, double probability) {
+      if (depth > settings.max_depth) return;
+      children_of(state, settings.max_children, children);
+      for (Node& child : children) {
+        child.parent = parent, child.depth = depth;
+        child.probability = probability * settings.probability_of(child.share);
+        open.push({child, rank++});
+      }
+    };
+    const size_t first = out.size();
+    propose(sequences_[sequence].state, NONE, 1, 1.0);
+    while (!open.empty() && out.size() - first < size_t(settings.max_nodes)) {
+      const Node node = open.top().node;
+      open.pop();
+      out.push_back(node);
+      propose(node.state, int32_t(out.size() - first) - 1, node.depth + 1, node.probability);
+    }
+  }
+
+  int64_t bytes() const {
+    return int64_t(states_.capacity() * sizeof(State) + edges_.capacity() * sizeof(Edge) +
+                   slots_.capacity() * sizeof(int32_t));
+  }
+
+ private:
+  struct Sequence {
+    int32_t state; // of all its tokens, prompt included
+    int source;
+    uint32_t weight;
+  };
+  struct Ranked {
+    Node node;
+    int32_t rank; // in order of proposal
+  };
+
+  // The most frequent tokens behind the longest string of the state that something follows, or behind its suffixes.
+  void children_of(int32_t state, int max_children, std::vector<Node>& children) const {
+    children.clear();
+    double total = 0;
+    const auto add = [&](int32_t token, int32_t target) {
+      const State& reached = states_[target];
+      if (!reached.total()) return; // of a sequence without weight, or beyond MAX_COUNTED
+      total += double(reached.total());
+      const bool is_history = reached.count[1] > reached.count[0];
+      children.push_back({token, NONE, 0, target, double(reached.total()), 0.0, uint8_t(is_history)});
+    };
+    for (; state != NONE && states_[state].length >= min_match_ && children.empty(); state = states_[state].link) {
+      if (states_[state].token != NONE) add(states_[state].token, states_[state].target);
+      for (int32_t e = states_[state].more; e != NONE; e = edges_[e].next) add(edges_[e].token, edges_[e].target);
+    }
+    const auto before = [](const Node& a, const Node& b) {
+      return a.share != b.share ? a.share > b.share : a.token < b.token;
+    };
+    const size_t kept = std::min(children.size(), size_t(max_children));
+    std::partial_sort(children.begin(), children.begin() + kept, children.end(), before);
+    children.resize(kept);
+    for (Node& child : children) child.share /= total;
+  }
+
+  // Returns the state of the strings of `last` with the token behind them, whose longest is one token longer.
+  int32_t append(int32_t last, int32_t token) {
+    int32_t* target = find(last, token);
+    if (target) return states_[*target].length == states_[last].length + 1 ? *target : split(last, token, *target);
+    const int32_t added = int32_t(states_.size());
+    states_.push_back({states_[last].length + 1});
+    int32_t s = last;
+    for (; s != NONE && !(target = find(s, token)); s = states_[s].link) add_edge(s, token, added);
+    int32_t link = ROOT;
+    if (s != NONE) link = states_[*target].length == states_[s].length + 1 ? *target : split(s, token, *target);
+    states_[added].link = link;
+    return added;
+  }
+
+  // Splits from `whole` a state of its strings up to those of `owner` and the token, and returns it.
+  int32_t split(int32_t owner, int32_t token, int32_t whole) {
+    const int32_t part = int32_t(states_.size());
+    State copy = states_[whole];
+    copy.length = states_[owner].length + 1;
+    copy.more = NONE;
+    states_.push_back(copy);
+    for (int32_t e = states_[whole].more; e != NONE; e = edges_[e].next) {
+      add_edge(part, edges_[e].token, edges_[e].target);
+    }
+    states_[whole].link = part;
+    for (int32_t s = owner; s != NONE; s = states_[s].link) {
+      int32_t* target = find(s, token);
+      if (!target || *target != whole) break;
+      *target = part;
+    }
+    return part;
+  }
+
+  int32_t* find(int32_t state, int32_t token) {
+    State& s = states_[state];
+    if (s.token == token) return &s.target;
+    if (s.more == NONE) return nullptr;
+    const size_t mask = slots_.size() - 1;
+    for (size_t i = slot_of(state, token);; i = (i + 1) & mask) {
+      if (slots_[i] == NONE) return nullptr;
+      Edge& edge = edges_[slots_[i]];
+      if (edge.owner == state && edge.token == token) return &edge.target;
+    }
+  }
+
+  void add_edge(int32_t state, int32_t token, int32_t target) {
+    State& s = states_[state];
+    if (s.token == NONE) {
+      s.token = token, s.target = target;
+      return;
+    }
+    edges_.push_back({state, token, target, s.more});
+    s.more = int32_t(edges_.size()) - 1;
+    if (edges_.size() * 2 > slots_.size()) {
+      slots_.assign(slots_.size() * 2, NONE);
+      for (size_t e = 0; e + 1 < edges_.size(); ++e) put(int32_t(e));
+    }
+    put(s.more);
+  }
+
+  void put(int32_t edge) {
+    const size_t mask = slots_.size() - 1;
+    size_t i = slot_of(edges_[edge].owner, edges_[edge].token);
+    while (slots_[i] != NONE) i = (i + 1) & mask;
+    slots_[i] = edge;
+  }
+
+  size_t slot_of(int32_t state, int32_t token) const {
+    return mix((uint64_t(uint32_t(state)) << 32) | uint32_t(token)) & (slots_.size() - 1);
+  }
+
+  int min_match_;
+  int32_t start_ = ROOT; // state of the prompt
+  std::vector<State> states_;
+  std::vector<Edge> edges_;
+  std::vector<int32_t> slots_; // hash table of edges_ by owner and token
+  std::vector<Sequence> sequences_;
+};
+
+} // namespace
+
+// The functions that native.py calls. Arrays of n requests; texts and drafts are concatenated, offsets have n + 1
+// items.
+extern "C" {
+
+void* suffix_index_new(int min_match, const int32_t* prompt, int64_t size) {
+  return new SuffixIndex(min_match, prompt, size);
+}
+
+void suffix_index_delete(void* index) {
+  delete static_cast<SuffixIndex*>(index);
+}
+
+int32_t suffix_index_open(void* index, int source, uint32_t weight) {
+  return static_cast<SuffixIndex*>(index)->open(source, weight);
+}
+
+int64_t suffix_index_bytes(void* index) {
+  return static_cast<SuffixIndex*>(index)->bytes();
+}
+
+// Returns the bytes by which the indexes have grown.
+int64_t suffix_index_extend(
+    int64_t n, void* const* indexes, const int32_t* sequences, const int32_t* tokens, const int64_t* offsets) {
+  int64_t grown = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    auto* index = static_cast<SuffixIndex*>(indexes[i]);
+    grown -= index->bytes();
+    index->extend(sequences[i], tokens + offsets[i], offsets[i + 1] - offsets[i]);
+    grown += index->bytes();
+  }
+  return grown;
+}
+
+void suffix_index_draft(
+    int64_t n, void* const* indexes, const int32_t* sequences, const int32_t* max_depth, const int32_t* max_nodes,
+    int32_t max_children, int32_t bins, const double* acceptance, int64_t* offsets, int32_t* tokens, int32_t* parents,
+    double* shares, double* probabilities, uint8_t* sources) {
+  std::vector<Node> nodes;
+  int64_t at = 0;
+  offsets[0] = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    nodes.clear();
+    const Settings settings{max_depth[i], max_nodes[i], max_children, bins, acceptance};
+    static_cast<const SuffixIndex*>(indexes[i])->draft(sequences[i], settings, nodes);
+    for (const Node& node : nodes) {
+      tokens[at] = node.token, parents[at] = node.parent, shares[at] = node.share;
+      probabilities[at] = node.probability, sources[at] = node.source;
+      ++at;
+    }
+    offsets[i + 1] = at;
+  }
+}
+}

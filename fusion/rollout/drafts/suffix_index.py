@@ -1,0 +1,103 @@
+"""Predict the next tokens of a sequence from where its last tokens occurred before, in responses to one prompt.
+
+An index holds the prompt and any number of sequences that begin with it: the responses of a group, and earlier
+rollouts of the same prompt. `draft` returns the tokens that followed the longest suffix of a sequence that occurs
+elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in SuffixDecoding (arXiv 2411.04975); more
+are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4). Nodes come most probable first, so that any
+beginning of a draft is the best tree of its size.
+
+The share of a token: occurrences of the text before it followed by the token over those followed by anything.
+Sequences count with their weight; one of weight 0 only reads. The caller says how often a token of a share is right
+(`acceptance`); the probability of a node is the product along its path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+SIBLING, HISTORY = 0, 1
+"""Sources of a sequence: a response of the same group; a rollout of an earlier epoch"""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of n sequences, concatenated; draft i is ``offsets[i]:offsets[i + 1]``.
+
+    ``tokens`` int32 [m]; ``parents`` int32 [m]: index within the draft of the node before, -1: the sequence itself;
+    ``shares``, ``probabilities`` float64 [m]: of the token, and of the path to it; ``sources`` uint8 [m]: where the
+    token mostly occurred.
+    """
+
+    offsets: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
+    shares: np.ndarray
+    probabilities: np.ndarray
+    sources: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def of(self, i: int) -> slice:
+        """Return where draft ``i`` lies in the columns."""
+        return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+
+
+class SuffixIndexes(Protocol):
+    """Indexes by number. Calls are for many sequences at once, as a call costs more than a draft. Not thread-safe."""
+
+    def new(self, prompt: Sequence[int], min_match: int) -> int:
+        """Create an index of a prompt. ``min_match``: tokens of a sequence that must occur elsewhere for a draft."""
+
+    def open(self, index: int, source: int, weight: int = 1) -> int:
+        """Begin a sequence behind the prompt; return its number in the index."""
+
+    def extend(self, places: Sequence[tuple[int, int]], texts: Sequence[Sequence[int]]) -> None:
+        """Append ``texts[i]`` to sequence ``places[i]``: (index, sequence)."""
+
+    def draft(
+        self,
+        places: Sequence[tuple[int, int]],
+        max_depth: Sequence[int],
+        max_nodes: Sequence[int],
+        acceptance: np.ndarray,
+        max_children: int = 1,
+    ) -> Drafts:
+        """Draft at most ``max_nodes[i]`` tokens behind sequence ``places[i]``, none further than ``max_depth[i]`` from
+        it, with at most ``max_children`` behind a token. ``acceptance`` float64 [bins]: by share, in bins of 0 to 1."""
+
+    def remove(self, index: int) -> None:
+        """Free an index."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all indexes."""
+
+
+@cache
+def _native_library():
+    from fusion.npu.compiler import BuildError
+    from fusion.rollout.drafts.native import load
+
+    try:
+        return load()
+    except BuildError as error:
+        log.warning("drafts are found in Python, 50 times as slow: %s", error)
+        return None
+
+
+def make_indexes() -> SuffixIndexes:
+    """Create indexes in C++, or in Python where there is no compiler (said once)."""
+    from fusion.rollout.drafts.native import NativeIndexes
+    from fusion.rollout.drafts.plain import PlainIndexes
+
+    library = _native_library()
+    return PlainIndexes() if library is None else NativeIndexes(library)
