@@ -15,7 +15,8 @@ Invariants: a parameter is stored whole in one piece, at an offset that is a mul
 larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is. The content of a
 unit depends on the slices alone, so layouts that hold the same slices hold equal units, and two models on one card can
 share them. Dense and expert parameters never share a bucket (their gradients are reduced over different ranks), and a
-bucket's size is a multiple of its number of replicas, so that an optimizer can shard it evenly.
+bucket is padded, beyond ``bucket_bytes`` if need be, to a multiple of its number of replicas, so that an optimizer can
+shard it evenly.
 """
 
 from __future__ import annotations

@@ -8,19 +8,26 @@ bounded size.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusion.model.folder import INDEX, SINGLE, tensor_files
+from fusion.model.config import GENERATION, ModelConfig, read_json
+from fusion.model.folder import INDEX, SINGLE, check_tensor, stored_tensors
 from fusion.model.holder import WeightHolder
-from fusion.model.table import LocalParam, Part, global_params, local_params
+from fusion.model.parallel import Parallel
+from fusion.model.table import Box, LocalParam, Part, global_params, local_params
+from fusion.telemetry.files import replace_folder, sync
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,33 +37,31 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "tf_model*.h5*", "flax_model*.msgpack*")
+"""Names of the files that transformers loads weights from"""
 
 
 def load_weights(model: WeightHolder, folder: str | Path) -> None:
     """Load the model's local tensors from a checkpoint folder, converted to their dtype.
 
     Raises:
-        ValueError: a tensor (named) is missing, or its shape differs from what `config.json` implies.
+        ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json` implies.
     """
     folder = Path(folder)
-    files, shapes = tensor_files(folder), global_params(model.config)
+    stored, shapes = stored_tensors(folder), global_params(model.config)
     with ExitStack() as stack, torch.no_grad():
-        opened: dict[str, object] = {}
+        opened: dict[Path, Any] = {}
         for param in model.table:
             view = model.weights.views[param.name]
             for part in param.parts:
-                file = files.get(part.name)
-                if file is None:
+                found = stored.get(part.name)
+                if found is None:
                     raise ValueError(f"model.path: {folder} lacks the tensor {part.name!r}")
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
-                stored = opened[file].get_slice(part.name)  # type: ignore[attr-defined]
-                if tuple(stored.get_shape()) != shapes[part.name]:
-                    raise ValueError(
-                        f"model.path: {folder} holds {part.name!r} with shape {stored.get_shape()}; "
-                        f"config.json implies {list(shapes[part.name])}"
-                    )
-                part.view(view).copy_(stored[tuple(slice(start, stop) for start, stop in part.region)])
+                check_tensor(found, part.name, shapes[part.name])
+                if found.file not in opened:
+                    opened[found.file] = stack.enter_context(safe_open(found.file, framework="pt"))
+                tensor = opened[found.file].get_slice(part.name)
+                part.view(view).copy_(tensor[tuple(slice(start, stop) for start, stop in part.region)])
 
 
 def save_folder(
@@ -67,32 +72,84 @@ def save_folder(
     views: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write config.json, safetensors shards and, from ``tokenizer_from``, the tokenizer's files.
+    """Write config.json, generation_config.json, safetensors shards and the tokenizer's files of ``tokenizer_from``.
 
-    Collective over the model's mesh; rank 0 writes. `transformers.AutoModelForCausalLM` loads the folder.
+    Collective over the model's mesh; rank 0 writes. `transformers.AutoModelForCausalLM` loads the folder. An existing
+    folder is replaced atomically, as a whole; its files that describe no weights are kept.
 
     Args:
         views, group: as of `gather_tensors`.
     """
-    folder = Path(folder)
     group = group if group is not None else model.mesh.world_group
+    tensors = gather_tensors(model, views, group)
     if model.mesh.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype = str(model.weights.dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(model.config.to_hf(dtype), indent=2) + "\n")
-        if tokenizer_from is not None:
-            for name in TOKENIZER_FILES:
-                if (Path(tokenizer_from) / name).is_file():
-                    shutil.copy(Path(tokenizer_from) / name, folder / name)
-    writer = _ShardWriter(folder, shard_bytes) if model.mesh.rank == 0 else None
-    for name, tensor in gather_tensors(model, views, group):
-        if writer is not None:
-            assert tensor is not None
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.close()
+        whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
+        write_folder(
+            model.config, model.weights.dtype, whole, folder, tokenizer_from=tokenizer_from, shard_bytes=shard_bytes
+        )
+    else:
+        for _ in tensors:
+            pass
     if group is not None:
         dist.barrier(group=group)
+
+
+def write_folder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: str | Path,
+    *,
+    tokenizer_from: str | Path | None = None,
+    shard_bytes: int = 4 << 30,
+) -> None:
+    """Write the folder of `save_folder` from whole CPU tensors of ``dtype``, of which a shard is held at a time."""
+    folder = Path(folder).resolve()  # a link to a folder stays one
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_descriptions(config, dtype, partial, Path(tokenizer_from) if tokenizer_from is not None else None)
+    writer = _ShardWriter(partial, shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.close()
+    for path in partial.iterdir():
+        sync(path)
+    _keep_other_files(folder, partial)
+    replace_folder(partial, folder)
+
+
+def _write_descriptions(config: ModelConfig, dtype: torch.dtype, folder: Path, tokenizer_from: Path | None) -> None:
+    """Write what is not weights. The end tokens are stated twice, as transformers' `generate` reads the second file."""
+    generation = dict[str, Any]()
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copy(tokenizer_from / name, folder / name)
+        if (tokenizer_from / GENERATION).is_file():
+            generation = read_json(tokenizer_from / GENERATION)
+    hf = config.to_hf(str(dtype).removeprefix("torch."))
+    generation |= {name: hf[name] for name in ("eos_token_id", "pad_token_id") if hf[name] is not None}
+    for name, content in (("config.json", hf), (GENERATION, generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _keep_other_files(old: Path, new: Path) -> None:
+    """Link what an earlier export or a user left in a folder, except weights, which must not lie beside others."""
+    for path in old.iterdir() if old.is_dir() else ():
+        if any(fnmatch(path.name, pattern) for pattern in WEIGHTS) or (new / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(path, new / path.name)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # not every file system has hard links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def gather_tensors(
@@ -108,11 +165,7 @@ def gather_tensors(
     mesh = model.mesh
     views = model.weights.views if views is None else views
     group = group if group is not None else mesh.world_group
-    tables = [
-        local_params(model.config, mesh.parallel, rank, max_numel=model.max_numel)
-        for rank in range(mesh.parallel.world)
-    ]
-    for name, holders in _owners(tables).items():
+    for name, holders in _owners(model.config, mesh.parallel, model.max_numel).items():
         whole = None
         if mesh.rank == 0:
             shape = [max(part.region[d][1] for _, _, part in holders) for d in range(len(holders[0][2].region))]
@@ -131,14 +184,20 @@ def gather_tensors(
         yield name, whole
 
 
-def _owners(tables: list[tuple[LocalParam, ...]]) -> dict[str, list[tuple[int, LocalParam, Part]]]:
-    """Map each global tensor to the parts that make it up, each from the lowest rank that holds it."""
-    owners: dict[str, dict[tuple, tuple[int, LocalParam, Part]]] = {}
-    for rank, table in enumerate(tables):
-        for param in table:
+@lru_cache(maxsize=1)
+def _owners(
+    config: ModelConfig, parallel: Parallel, max_numel: int
+) -> Mapping[str, tuple[tuple[int, LocalParam, Part], ...]]:
+    """Map each global tensor to the parts that make it up, each from the lowest rank that holds it.
+
+    Cached, as every save of a run asks for the same.
+    """
+    owners: dict[str, dict[Box, tuple[int, LocalParam, Part]]] = {}
+    for rank in range(parallel.world):
+        for param in local_params(config, parallel, rank, max_numel=max_numel):
             for part in param.parts:
                 owners.setdefault(part.name, {}).setdefault(part.region, (rank, param, part))
-    return {name: list(parts.values()) for name, parts in owners.items()}
+    return {name: tuple(parts.values()) for name, parts in owners.items()}
 
 
 class _ShardWriter:
@@ -170,7 +229,6 @@ class _ShardWriter:
             final = SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             (self.folder / f"shard-{index}.safetensors").rename(self.folder / final)
             weight_map |= dict.fromkeys(names, final)
-        (self.folder / INDEX).unlink(missing_ok=True)
         if count > 1:
             index_json = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
             (self.folder / INDEX).write_text(json.dumps(index_json, indent=2) + "\n")

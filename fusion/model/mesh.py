@@ -45,10 +45,6 @@ class Mesh:
         return self.parallel.coordinate("ep", self.rank)
 
     @property
-    def edp_rank(self) -> int:
-        return self.parallel.coordinate("edp", self.rank)
-
-    @property
     def pp_rank(self) -> int:
         return self.parallel.coordinate("pp", self.rank)
 
@@ -81,7 +77,7 @@ class Mesh:
         group_by_members: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         def create_groups(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-            """Creates every group of an axis (collective) and returns the one of this rank."""
+            """Create every group of an axis, and return the one of this rank. Collective."""
             own_group = None
             for group in groups:
                 members = tuple(ranks[i] for i in group)

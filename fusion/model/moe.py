@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from fusion.model.config import ModelConfig
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.replay import Forced, Routed
-from fusion.npu.ops import grouped_linear
+from fusion.npu.ops import grouped_kernel, grouped_linear
 
 
 class Expert(nn.Module):
@@ -51,10 +52,10 @@ class MoE(nn.Module):
         self._down: list[Any] = [expert.down for expert in self.experts.values()]
 
     def forward(
-        self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None
-    ) -> tuple[torch.Tensor, Routed]:
-        """Return the output [n, D] and the routing. Rows with ``forced`` experts are sent to these, weighted by the
-        probabilities that this router gives them (with gradient), normalised like its own choice."""
+        self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None, *, record: bool = True
+    ) -> tuple[torch.Tensor, Routed | None]:
+        """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
+        weighted by the probabilities that this router gives them (with gradient), normalised like its own choice."""
         probs_nE = project(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
         weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
         num_mismatched = None
@@ -63,32 +64,43 @@ class MoE(nn.Module):
             weight_nk = probs_nE.gather(-1, expert_nk)
         if self.config.norm_topk_prob:
             weight_nk = weight_nk / weight_nk.sum(-1, keepdim=True)
-        counts_E = torch.bincount(expert_nk.flatten(), minlength=self.config.num_experts)
-        routed = Routed(torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)]), expert_nk, num_mismatched)
+        # With a grouped product of the card's own, the host need not wait for the card: `bincount` would, to size its
+        # result, and the products of single experts would for the number of rows of each.
+        on_card = grouped_kernel(x_nD, row_multiple) is not None
+        counts_E = _count(expert_nk.flatten(), self.config.num_experts, on_card)
+        routed = None
+        if record:
+            stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
+            routed = Routed(stats, expert_nk, num_mismatched)
 
         order = expert_nk.flatten().argsort(stable=True)
-        y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        y_nkD = y.index_select(0, place).unflatten(0, expert_nk.shape)
+        y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple, on_card)
+        y_nkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, expert_nk.shape)
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
 
-    def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int) -> torch.Tensor:
-        """Run the experts on rows sorted by expert; returns their outputs in the same order."""
+    def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int, on_card: bool) -> torch.Tensor:
+        """Run the experts on rows sorted by expert; return their outputs in the same order. ``on_card``: their products
+        take counts on the card."""
         mesh = self.mesh
         if mesh.ep_group is None and mesh.etp_group is None:
-            return self._swiglu(x, counts_E, row_multiple)
-        send, tables = self._exchange_counts(counts_E)
+            return self._swiglu(x, counts_E if on_card else counts_E.tolist(), row_multiple)
+        arriving = self._exchange_counts(counts_E)
+        # A layer's only copy from the card to the host, where the collectives need the sizes of what they send.
+        counts = torch.cat([counts_E, arriving.flatten()]).view(1 + mesh.parallel.etp, mesh.parallel.ep, -1).tolist()
+        send, tables = [sum(row) for row in counts[0]], counts[1:]
         receive = [sum(row) for row in tables[mesh.etp_rank]]
         by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
         sizes = [sum(map(sum, table)) for table in tables]
         grouping, back = _regroup(by_source, x.device)
         x = gather_uneven(exchange_rows(x, send, receive, mesh=mesh), sizes, mesh.etp_group)[grouping]
-        y = self._swiglu(x, [sum(column) for column in zip(*by_source, strict=True)], row_multiple)
+        rows = arriving.sum(0) if on_card else [sum(column) for column in zip(*by_source, strict=True)]
+        y = self._swiglu(x, rows, row_multiple)
         y = reduce_scatter_uneven(y[back], sizes, mesh.etp_group)
         return exchange_rows(y, receive, send, mesh=mesh)
 
-    def _exchange_counts(self, counts_E: torch.Tensor) -> tuple[list[int], list[list[list[int]]]]:
-        """Return the number of rows sent to each EP rank, and received as [etp rank][source rank][local expert]."""
+    def _exchange_counts(self, counts_E: torch.Tensor) -> torch.Tensor:
+        """Return the number of rows that arrive at each local expert, int64 [etp ranks * source ranks, E / EP], on the
+        card."""
         mesh, ranks = self.mesh, self.mesh.parallel.ep
         arriving = counts_E
         if mesh.ep_group is not None:
@@ -98,16 +110,16 @@ class MoE(nn.Module):
         if mesh.etp_group is not None:
             gathered = arriving.new_empty(mesh.parallel.etp * arriving.numel())
             dist.all_gather_into_tensor(gathered, arriving, group=mesh.etp_group)
-        counts = torch.cat([counts_E, gathered]).view(1 + mesh.parallel.etp, ranks, -1).tolist()
-        return [sum(row) for row in counts[0]], counts[1:]
+        return gathered.view(mesh.parallel.etp * ranks, -1)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
-        counts = counts if isinstance(counts, list) else counts.tolist()
-        gate, up = _grouped(x, self._gate_up, counts, row_multiple).chunk(2, dim=-1)
-        return _grouped(F.silu(gate) * up, self._down, counts, row_multiple)
+        gate, up = _grouped(x, self._gate_up, counts, row_multiple=row_multiple).chunk(2, dim=-1)
+        return _grouped(F.silu(gate) * up, self._down, counts, row_multiple=row_multiple)
 
 
-def _grouped(x: torch.Tensor, matrices: list[Matrix], counts: list[int], row_multiple: int) -> torch.Tensor:
+def _grouped(
+    x: torch.Tensor, matrices: list[Matrix], counts: list[int] | torch.Tensor, row_multiple: int
+) -> torch.Tensor:
     """Apply `grouped_linear` to matrices that may be cut into blocks of rows, all cut alike."""
     if isinstance(matrices[0], nn.Parameter):
         return grouped_linear(x, matrices, counts, row_multiple=row_multiple)  # type: ignore[arg-type]
@@ -116,29 +128,34 @@ def _grouped(x: torch.Tensor, matrices: list[Matrix], counts: list[int], row_mul
 
 
 def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse."""
-    starts: list[list[int]] = []
-    position = 0
-    for row in by_source:
-        starts.append([])
-        for rows in row:
-            starts[-1].append(position)
-            position += rows
-    pieces = [
-        torch.arange(starts[source][expert], starts[source][expert] + by_source[source][expert])
-        for expert in range(len(by_source[0]))
-        for source in range(len(by_source))
-    ]
-    grouping = torch.cat(pieces)
-    back = torch.empty_like(grouping)
-    back[grouping] = torch.arange(grouping.numel())
-    return grouping.to(device), back.to(device)
+    """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse; both int64 [n].
+
+    Args:
+        by_source: rows by [source][expert].
+    """
+    # In numpy, whose calls on small arrays take a fraction of torch's time: this runs in every layer of a decode step.
+    counts = np.array(by_source)
+    starts = counts.cumsum().reshape(counts.shape) - counts
+    sizes, place = counts.T.ravel(), np.arange(counts.sum())
+    grouping = place + np.repeat(starts.T.ravel() - (sizes.cumsum() - sizes), sizes)
+    indices = np.empty((2, len(grouping)), np.int64)
+    indices[0], indices[1, grouping] = grouping, place
+    grouping_n, back_n = torch.from_numpy(indices).to(device)  # both by one copy
+    return grouping_n, back_n
+
+
+def _count(expert_n: torch.Tensor, num_experts: int, on_card: bool) -> torch.Tensor:
+    """Count the rows of each expert, int64 [E]."""
+    if not on_card:
+        return torch.bincount(expert_n, minlength=num_experts)
+    return expert_n.new_zeros(num_experts).scatter_add_(0, expert_n, torch.ones_like(expert_n))
 
 
 def _weighted_sum(y_nkD: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
-    out = y_nkD[:, 0] * weight_nk[:, :1]
-    for k in range(1, y_nkD.shape[1]):
-        out = out + y_nkD[:, k] * weight_nk[:, k : k + 1]
+    first, *others = (y_nkD * weight_nk.unsqueeze(-1)).unbind(1)
+    out = first
+    for weighted in others:
+        out = out + weighted
     return out
 
 

@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         bucket_bytes: determines the size of the largest unit of storage (`unit_bytes`).
         batch_invariant: make a row's result bitwise independent of the other rows in its batch.
         share: weights of another model on this card; units that both hold are stored once, in ``share``.
-        resident: False: allocate no memory for the weights yet.
+        resident: False: hold no memory for the weights after construction.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident)
         views = self.weights.views
         self.layers = nn.ModuleDict(
-            {str(i): Layer(config, mesh, n, _below(f"layers.{i}.", views))
+            {str(i): Layer(config, mesh, n, weights=_below(f"layers.{i}.", views))
              for n, i in enumerate(mesh.parallel.layers(config.num_layers, mesh.pp_rank))}
         )  # fmt: skip
         tied = config.tie_embeddings and not config.num_labels
@@ -127,7 +127,12 @@ class Transformer(nn.Module):
         for index, layer in enumerate(self.layers.values()):
             forced = None if replay is None else replay.layer(index)
             inputs: dict[str, Any] = dict(
-                rows=rows, rope=rope, attend=attend, row_multiple=self.row_multiple, forced=forced
+                rows=rows,
+                rope=rope,
+                attend=attend,
+                row_multiple=self.row_multiple,
+                forced=forced,
+                record=routed is not None,
             )
             if self.recompute and torch.is_grad_enabled():
                 x, layer_routed = checkpoint(layer, x, use_reentrant=False, early_stop=False, **inputs)
@@ -167,10 +172,11 @@ class Transformer(nn.Module):
         return reduce_scatter_rows(partial, self.mesh)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [N, 1, C]; the sines of the first half with the sign of the rotation."""
         angles = positions_N.to(torch.float32)[:, None] * self.inv_freq
-        angles_NC = torch.cat([angles, angles], dim=-1)
-        dtype = self.weights.dtype
-        return angles_NC.cos().to(dtype).unsqueeze(1), angles_NC.sin().to(dtype).unsqueeze(1)
+        cos, sin, dtype = angles.cos(), angles.sin(), self.weights.dtype
+        cos_NC, sin_NC = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return cos_NC.to(dtype).unsqueeze(1), sin_NC.to(dtype).unsqueeze(1)
 
 
 class Layer(nn.Module):
@@ -188,12 +194,21 @@ class Layer(nn.Module):
             self.mlp = MLP(mesh, _below("mlp.", weights))
 
     def forward(
-        self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int, forced: Forced | None = None
+        self,
+        x: torch.Tensor,
+        rows: int,
+        rope: Any,
+        attend: Attend,
+        row_multiple: int,
+        forced: Forced | None = None,
+        record: bool = True,
     ) -> tuple[torch.Tensor, Routed | None]:
-        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), rows, rope, attend, row_multiple)
+        x = x + self.attention(
+            rms_norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple
+        )
         normed = rms_norm(x, self.post_norm, self.eps)
         if hasattr(self, "moe"):
-            y, routed = self.moe(normed, row_multiple, forced)
+            y, routed = self.moe(normed, row_multiple, forced, record=record)
             return x + y, routed
         return x + self.mlp(normed, rows, row_multiple), None
 
@@ -243,7 +258,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def apply_rope(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x_NHC.chunk(2, dim=-1)
-    return x_NHC * cos + torch.cat([-second, first], dim=-1) * sin
+    return x_NHC * cos + torch.cat([second, first], dim=-1) * sin
 
 
 def _below(prefix: str, weights: Weights) -> Weights:

@@ -19,7 +19,7 @@ class Buckets:
     Args:
         share: pieces equal to one of these (same parameters, slices and dtype) use its storage, which only ``share``
             allocates and releases; `shared` maps their indices.
-        resident: False: allocate no memory yet.
+        resident: False: hold no memory after construction, which allocates and frees one piece after the other.
     """
 
     def __init__(
