@@ -5,9 +5,9 @@
     RewardPool.score ──── one frame per sample ────────────────────────────────────────
          ▲                     │                   guarded children (no torch in them)
          │                     ▼
-         │      arithmetic   exact match             a sample that raises, hangs past
-         │      math         math-verify             `reward.time_limit_s`, returns no number or
-         │      user         file.py:function        kills its process fails alone
+         │      arithmetic   exact match             a sample that raises, exceeds `reward.time_limit_s`
+         │      math         math-verify             or `reward.memory_mib`, returns no number or kills
+         │      user         file.py:function        its process fails alone; what it started is killed
          │                     │
     RewardOutcome(reward | None, error | None, …) ◄┘
 

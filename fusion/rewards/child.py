@@ -7,60 +7,94 @@ second.
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import json
 import math
 import numbers
 import os
 import pickle
-import select
+import resource
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from fusion.rewards.wire import HEADER, START, pack
+from fusion.rewards.keeper import children, end_descendants, run_kept
+from fusion.rewards.wire import HEADER, START, Result, Started, pack_reply
 
-RESERVED = ("prompt", "response", "answer")
-DETAIL_CHARS = 8000
+DETAIL_CHARS, SHOWN_CHARS = 8000, 200
+RESERVE_BYTES = 64 << 20
+"""Memory beyond the limit in which a sample that has reached it is reported"""
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """``score``: called as `score(prompt, response, answer, **fields of the row)`; ``required_fields``: fields without
+    which it cannot be called."""
+
+    score: Callable[..., float]
+    required_fields: tuple[str, ...] = ()
 
 
 def main(options_json: str) -> None:
     """Run a child with the options that `process.start_child` writes."""
     options = json.loads(options_json)
-    die_with_parent(options["life_fd"])
+    run_kept(options["life_fd"], child_fds=(options["socket_fd"], options["trace_fd"]))
     # Both write from C, so they also report code that blocks the interpreter (a runaway regular expression, a crash).
     faulthandler.enable(file=options["trace_fd"])
     faulthandler.register(signal.SIGUSR1, file=options["trace_fd"], all_threads=False)
     connection = socket.socket(fileno=options["socket_fd"])
+    limit_memory(options["memory_mib"])
+    pid, reward, error = os.getpid(), None, ""
+    where = f"reward.path={options['path']!r}" if options["path"] else f"reward.name={options['kind']!r}"
     try:
-        function = load(options["kind"], options["path"])
-    except ValueError as error:
-        connection.sendall(pack(START, str(error)))
-        return
+        reward = load(options["kind"], options["path"])
+    except ValueError as invalid:
+        error = str(invalid)[:DETAIL_CHARS]
+    except MemoryError:
+        raise_memory_limit()
+        error = f"{where}: loading it exceeded the {memory_limit(options['memory_mib'])}\n{trace_of_exception()}"
     except BaseException:
-        connection.sendall(pack(START, traceback.format_exc()))
-        return
-    connection.sendall(pack(START, None))
-    serve(connection, function)
+        error = f"{where}: loading it raised\n{trace_of_exception()}"
+    end_if_forked(pid)
+    connection.sendall(pack_reply(START, Started(error, list(reward.required_fields) if reward else [])))
+    if reward is not None:
+        serve(connection, reward.score, memory_mib=options["memory_mib"])
 
 
-def die_with_parent(life_fd: int) -> None:
-    """Make the kernel kill this process group when the other end of the pipe, held only by the pool's process, closes.
+def limit_memory(mib: int | None) -> None:
+    """Bound the private memory of this process, and of each that it starts; an allocation beyond raises MemoryError.
 
-    A watchdog thread could be blocked by the code that it watches, and a parent-death signal follows the *thread* that
-    started the child, not the process.
+    `RLIMIT_DATA` counts what can be written, so that address space which libraries only reserve is free.
     """
-    fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
-    fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)  # type: ignore[attr-defined]
-    closed, _, _ = select.select([life_fd], [], [], 0)
-    if closed:
-        os._exit(1)
+    if mib is None:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = mib << 20
+    ceiling = limit + RESERVE_BYTES
+    if hard != resource.RLIM_INFINITY:
+        limit, ceiling = min(limit, hard), min(ceiling, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, ceiling))
 
 
-def load(kind: str, path: str | None) -> Callable[..., float]:
+def raise_memory_limit() -> None:
+    """Give this process the memory in which it reports that it reached its limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def memory_limit(mib: int | None) -> str:
+    return f"memory limit of {mib} MiB (reward.memory_mib)"
+
+
+def end_if_forked(pid: int) -> None:
+    """End this process if it is a copy that the reward has forked: only the process ``pid`` replies to the pool."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
+def load(kind: str, path: str | None) -> LoadedReward:
     """Load the reward function.
 
     Raises:
@@ -70,7 +104,7 @@ def load(kind: str, path: str | None) -> Callable[..., float]:
         from fusion.rewards.user import load_user_function
 
         assert path is not None
-        return load_user_function(path)
+        return LoadedReward(*load_user_function(path))
     if kind == "math":
         try:
             import math_verify  # noqa: F401  (imported now, so that the time does not count against a sample's limit)
@@ -78,32 +112,72 @@ def load(kind: str, path: str | None) -> Callable[..., float]:
             raise ValueError(f"reward.name='math' needs the package math-verify: {error}") from error
         from fusion.rewards.math import math_answer
 
-        return math_answer
+        return LoadedReward(without_fields(math_answer))
     from fusion.rewards.arithmetic import arithmetic
 
-    return arithmetic
+    return LoadedReward(without_fields(arithmetic))
 
 
-def serve(connection: socket.socket, function: Callable[..., float]) -> None:
-    """Score samples from the socket until it closes."""
-    requests = connection.makefile("rb")
+def without_fields(function: Callable[..., float]) -> Callable[..., float]:
+    """Return the function without the fields of the row, whose names may be those of its arguments."""
+
+    def call(prompt: str, response: str, answer: str, /, **fields: object) -> float:
+        return function(prompt, response, answer)
+
+    return call
+
+
+def serve(connection: socket.socket, function: Callable[..., float], *, memory_mib: int | None) -> None:
+    """Score samples from the socket until it closes. After each, end the processes that it has started; those started
+    when the reward was loaded stay."""
+    requests, pid, own = connection.makefile("rb"), os.getpid(), children()
     while header := requests.read(HEADER.size):
         index, size = HEADER.unpack(header)
         started = time.perf_counter()
-        reward, error, detail, key = score(function, requests.read(size))
-        connection.sendall(pack(index, (reward, error, detail, key, time.perf_counter() - started)))
+        result = score(function, requests.read(size), memory_mib=memory_mib)
+        end_if_forked(pid)
+        end_descendants(spared=own)
+        connection.sendall(pack_reply(index, Result(*result[:-1], seconds=time.perf_counter() - started)))
+        if result.error == "memory":
+            os._exit(0)  # what has filled the memory may still be referenced
 
 
-def score(function: Callable[..., float], payload: bytes) -> tuple[float | None, str | None, str, str]:
-    """Score one sample; returns (reward, error, detail, key). Errors with the same key are logged once."""
+def score(function: Callable[..., float], payload: bytes, *, memory_mib: int | None = None) -> Result:
+    """Score one sample."""
     try:
         prompt, response, answer, fields = pickle.loads(payload)
-        value = function(prompt, response, answer, **{k: v for k, v in fields.items() if k not in RESERVED})
+        value = function(prompt, response, answer, **fields)
+        if (reward := finite(value)) is not None:
+            return Result(reward, None, "", "")
+        kind = type(value).__name__
+        return Result(None, "bad_type", f"returned {shown(value)} ({kind}); expected a finite number", kind)
     except BaseException as error:  # including a user's sys.exit()
+        out_of_memory = isinstance(error, MemoryError) and memory_mib is not None
+        if out_of_memory:
+            raise_memory_limit()
         frame = traceback.extract_tb(error.__traceback__)[-1]
         key = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
-        return None, "raised", traceback.format_exc()[-DETAIL_CHARS:], key
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value), None, "", ""
-    detail = f"returned {value!r:.200} ({type(value).__name__}); expected a finite number"
-    return None, "bad_type", detail, type(value).__name__
+        trace = trace_of_exception()
+        if out_of_memory:
+            return Result(None, "memory", f"exceeded the {memory_limit(memory_mib)}\n{trace}", key)
+        return Result(None, "raised", trace, key)
+
+
+def trace_of_exception() -> str:
+    return traceback.format_exc()[-DETAIL_CHARS:]
+
+
+def finite(value: object) -> float | None:
+    """Return a number as a finite float; None for everything else."""
+    if type(value) is not float and not isinstance(value, numbers.Real):  # the latter takes ten times as long
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond the range of a float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: object) -> str:
+    """Return the beginning of the value's representation, which for a long text is not computed as a whole."""
+    return repr(value[:SHOWN_CHARS] if isinstance(value, (str, bytes)) else value)[:SHOWN_CHARS]

@@ -9,6 +9,8 @@ from fusion.telemetry.validation import Checks
 
 BUILT_IN = ("arithmetic", "math")
 NAMES = (*BUILT_IN, "custom")
+MIN_MEMORY_MIB = 128
+"""An interpreter with the packages of a simple reward needs about as much."""
 
 
 @dataclass
@@ -33,6 +35,14 @@ class RewardConfig:
     workers: int = 2
     """Number of processes that score samples in parallel."""
 
+    memory_mib: int | None = 4096
+    """Maximum private memory in MiB of a process that scores, and of each process that it starts; a sample that exceeds
+    it counts as failed. null: no limit."""
+
+    max_failed_share: float = 0.5
+    """The run ends if more than this share of the last 256 samples could not be scored (from the 64th on; at the end of
+    the run any number is judged). 1: never."""
+
     @property
     def kind(self) -> str:
         """The effective reward: `model` or `custom` where `reward.model` or `reward.path` is set, else `name`."""
@@ -52,6 +62,8 @@ class RewardConfig:
             split_path(self.path)
         check.number("time_limit_s", above=0)
         check.integer("workers", at_least=1)
+        check.integer("memory_mib", at_least=MIN_MEMORY_MIB, null=True)
+        check.number("max_failed_share", at_least=0, at_most=1)
 
 
 def split_path(path: str | None) -> tuple[Path, str]:

@@ -2,10 +2,13 @@
 
 Invariants:
 1. Every sample gets exactly one outcome, in the order of the arguments.
-2. A sample that raises, exceeds the time limit, returns no finite number or kills its process fails alone: the samples
-   queued behind it are still scored, each exactly once.
+2. A sample that raises, exceeds the limit of time or memory, returns no finite number or kills its process fails alone:
+   the samples queued behind it are still scored, each exactly once.
 3. `reward` is None if and only if `error` is set; a failure is never reported as 0.
-4. No child survives `close` or the end of this process, however it ends.
+4. No child survives `close` or the end of this process, however it ends; none is started after `close`. A call of
+   `score` under way on another thread raises then.
+5. No process that a sample starts survives its outcome, and none that a child starts survives the child, also in a
+   session of its own (`keeper.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from collections.abc import Sequence
 
 from fusion.rewards.config import RewardConfig
 from fusion.rewards.outcome import RewardOutcome, RewardSample
-from fusion.rewards.process import Child, start_child
-from fusion.rewards.wire import START
+from fusion.rewards.process import END_S, Child, start_child
+from fusion.rewards.wire import Result, Started
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class RewardPool:
         self._logged_errors: set[tuple[str, str]] = set()
         self._start_error = ""
         self._closed = False
+        self.required_fields: frozenset[str] = frozenset()
+        """Fields of the data row without which the reward cannot be called"""
         try:
             self._fill()
             while not self._start_error and not all(child.ready for child in self._children):
@@ -62,21 +67,21 @@ class RewardPool:
         logged once per distinct error.
 
         Raises:
-            RuntimeError: the pool is closed.
+            RuntimeError: the pool is closed, or another thread closes it meanwhile.
         """
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the reward pool is closed")
+            self._check_open()
             batch = _Batch(samples)
             try:
                 self._replace_dead()
                 self._fill()
                 while batch.num_open:
+                    self._check_open()
                     if not self._children:
                         self._fail_remaining(batch)
                         break
                     for child in self._children:
-                        if child.ready and not child.pending:
+                        if child.ready and not child.pending and not child.retired:
                             self._dispatch(child, batch)
                     self._process_events(batch)
             except BaseException:
@@ -86,10 +91,13 @@ class RewardPool:
             return [outcome for outcome in batch.outcomes if outcome is not None]
 
     def close(self) -> None:
-        """Kill every child; idempotent."""
+        """Kill every child, and wait until a call of `score` on another thread has ended; idempotent."""
         self._closed = True
-        self._end_all()
-        self._selector.close()
+        for child in list(self._children):
+            child.kill()  # wakes that call
+        with self._lock:
+            self._end_all()
+            self._selector.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -109,10 +117,12 @@ class RewardPool:
 
     def _process_events(self, batch: _Batch) -> None:
         """Wait for the next event (a result, a socket that accepts data, a deadline) and process it."""
-        busy = [child for child in self._children if child.pending or not child.ready]
+        busy = [child for child in self._children if child.pending or child.retired or not child.ready]
         wait_s = min((child.deadline for child in busy), default=0.0) - time.monotonic()
         responsive = set()
-        for key, events in self._selector.select(max(wait_s, 0.0)):
+        events_by_child = self._selector.select(max(wait_s, 0.0))
+        self._check_open()  # if another thread has closed the pool, it has killed the children
+        for key, events in events_by_child:
             child = key.data
             responsive.add(child)
             if events & selectors.EVENT_WRITE:
@@ -127,28 +137,40 @@ class RewardPool:
                 self._expire(child, batch)
 
     def _read(self, child: Child, batch: _Batch) -> None:
-        frames, alive = child.receive()
-        for index, value in frames:
-            if index == START:
-                if value is not None:
-                    self._start_error = value
-                    self._drop(child)
-                    return
-                child.ready, self._start_error = True, ""
-                continue
-            expected = child.pending.popleft()
-            assert expected == index, f"a child returned sample {index}, expected {expected}"
-            child.deadline = time.monotonic() + self._config.time_limit_s
-            reward, error, detail, distinct, seconds = value
-            self._settle(batch, index, RewardOutcome(reward, error, detail, seconds=seconds), distinct)
-        if not alive:
+        replies, alive = child.receive()
+        for index, reply in replies:
+            if isinstance(reply, Result) and child.pending and child.pending[0] == index:
+                self._take(child, reply, batch)
+            elif isinstance(reply, Started) and not child.ready:
+                self._start(child, reply)
+            else:
+                alive = False
+                child.unreadable = f"was killed, as it had sent a result of sample {index}, which it was not scoring"
+                break
+        if not alive and child in self._children:
             self._handle_exit(child, batch)
+
+    def _start(self, child: Child, started: Started) -> None:
+        self._start_error = started.error
+        if started.error:
+            self._drop(child)
+            return
+        child.ready = True
+        self.required_fields = frozenset(started.required_fields)
+
+    def _take(self, child: Child, result: Result, batch: _Batch) -> None:
+        index = child.pending.popleft()
+        child.deadline = time.monotonic() + self._config.time_limit_s
+        child.retired = result.error == "memory"
+        outcome = RewardOutcome(result.reward, result.error, result.detail, seconds=result.seconds)
+        self._settle(batch, index, outcome, result.key)
 
     def _handle_exit(self, child: Child, batch: _Batch) -> None:
         trace = child.written_trace()
-        # The socket closes shortly before the exit status can be read.
-        status = self._drop(child, grace_s=1.0)
-        end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        # The socket closes before the keeper has ended the child's descendants and exits with its status.
+        status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
+        end = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        end = child.unreadable or end
         if not child.ready:
             self._start_error = f"{self._source()}: its process {end} before it was ready\n{trace}".rstrip()
             return
@@ -163,22 +185,24 @@ class RewardPool:
             self._start_error = f"{self._source()}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip()
             return
         limit = self._config.time_limit_s
-        distinct = next((line.rpartition(" in ")[2] for line in trace.splitlines() if " in " in line), None)
-        if distinct is None:  # no stack could be read, which says nothing that an earlier timeout did not say
-            distinct = next((key for error, key in self._logged_errors if error == "timeout"), "")
+        distinct = next((line.rpartition(" in ")[2] for line in trace.splitlines() if " in " in line), "")
         detail = f"exceeded reward.time_limit_s={limit}; its stack was\n{trace}".rstrip()
         self._fail_current(child, batch, error="timeout", detail=detail, distinct=distinct)
         self._fill()
 
     def _fail_current(self, child: Child, batch: _Batch, *, error: str, detail: str, distinct: str) -> None:
         """Fail the sample that the child was scoring; requeue the samples behind it at the front."""
-        if not child.pending:
+        if child.retired or not child.pending:
+            self._requeue(child, batch)
             return
         index = child.pending.popleft()
-        batch.waiting.extendleft(reversed(child.pending))
-        child.pending.clear()
+        self._requeue(child, batch)
         seconds = time.monotonic() - child.deadline + self._config.time_limit_s
         self._settle(batch, index, RewardOutcome(None, error, detail, seconds=seconds), distinct)
+
+    def _requeue(self, child: Child, batch: _Batch) -> None:
+        batch.waiting.extendleft(reversed(child.pending))
+        child.pending.clear()
 
     def _settle(self, batch: _Batch, index: int, outcome: RewardOutcome, distinct: str) -> None:
         """Store a sample's outcome; log its error unless one of the same kind and ``distinct`` key was logged."""
@@ -199,13 +223,17 @@ class RewardPool:
         batch.waiting.clear()
         assert not batch.num_open
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+
     def _source(self) -> str:
         config = self._config
         return f"reward.path={config.path!r}" if config.kind == "custom" else f"reward.name={config.name!r}"
 
     def _fill(self) -> None:
-        """Start children until there are `config.workers`."""
-        while len(self._children) < self._config.workers:
+        """Start children until there are `config.workers`; none if the pool is closed."""
+        while not self._closed and len(self._children) < self._config.workers:
             child = start_child(self._config)
             child.deadline = time.monotonic() + START_LIMIT_S
             self._children.append(child)
@@ -213,7 +241,7 @@ class RewardPool:
 
     def _replace_dead(self) -> None:
         """Drop children that died while idle (killed from outside), so that they fail no sample."""
-        for child in [c for c in self._children if c.process.poll() is not None]:
+        for child in [c for c in self._children if c.has_ended]:
             self._drop(child)
 
     def _watch(self, child: Child) -> None:
@@ -226,8 +254,15 @@ class RewardPool:
         return child.end(grace_s)
 
     def _end_all(self) -> None:
+        for child in self._children:
+            child.kill()
         for child in list(self._children):
             self._drop(child)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number: real-time signals have no name."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 class _Batch:

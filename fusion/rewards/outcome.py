@@ -1,18 +1,22 @@
-"""Define the input and outcome of a reward, and compute a batch's reward metrics."""
+"""Define the input and outcome of a reward, and compute a batch's reward metrics. Both are plain data, not changed
+after it was created (a frozen dataclass would take twice as long to create, and there are some for every sample)."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ERRORS = ("raised", "timeout", "bad_type", "died", "too_long")
-"""Rules: `raised`, `timeout`, `died` (the function killed its process). Rules and reward models: `bad_type` (the reward
-is not a finite number). Reward models: `too_long` (the sample has more tokens than the model has positions)."""
+ERRORS = ("raised", "timeout", "memory", "bad_type", "died", "too_long", "lost")
+"""Rules: `raised`, `timeout`, `memory` (it exceeded `reward.memory_mib`), `died` (the function killed its process).
+Rules and reward models: `bad_type` (the reward is not a finite number). Reward models: `too_long` (the sample has more
+tokens than the model has positions). Both: `lost` (the queue has lost the sample, because its stored bytes are damaged
+or gone)."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RewardSample:
     """Holds one response to score. `fields` (picklable) are the other columns of the data row."""
 
@@ -22,7 +26,7 @@ class RewardSample:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RewardOutcome:
     """Holds the result of one sample: a finite `reward`, or None with `error` one of `ERRORS` and `detail` its
     traceback or message; `seconds` of wall time were spent on it."""
@@ -35,16 +39,19 @@ class RewardOutcome:
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
     """Compute `critic/rewards/{mean,max,min,std}` over the scored samples (absent where there are none; std is the
-    population's) and the counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_bad_type`, `…_died`,
-    `…_too_long`."""
+    population's), the counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_memory`, `…_bad_type`, `…_died`,
+    `…_too_long`, `…_lost`, and `reward/failed_share` of all samples, where there are any."""
     rewards = [o.reward for o in outcomes if o.reward is not None]
     metrics: dict[str, float] = {"reward/failed": float(len(outcomes) - len(rewards))}
+    num_by_error = Counter([outcome.error for outcome in outcomes])
     for error in ERRORS:
-        metrics[f"reward/failed_{error}"] = float(sum(o.error == error for o in outcomes))
+        metrics[f"reward/failed_{error}"] = float(num_by_error[error])
+    if outcomes:
+        metrics["reward/failed_share"] = metrics["reward/failed"] / len(outcomes)
     if rewards:
         mean = sum(rewards) / len(rewards)
         metrics["critic/rewards/mean"] = mean
         metrics["critic/rewards/max"] = max(rewards)
         metrics["critic/rewards/min"] = min(rewards)
-        metrics["critic/rewards/std"] = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+        metrics["critic/rewards/std"] = math.sqrt(sum([(r - mean) ** 2 for r in rewards]) / len(rewards))
     return metrics

@@ -15,9 +15,16 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from fusion.rewards.config import RewardConfig
-from fusion.rewards.wire import pack, take_frames
+from fusion.rewards.wire import Result, Started, pack_samples, take_replies
 
-DUMP_WAIT_S = 0.2
+RECEIVE_BYTES = 1 << 16
+"""The allocator takes memory from the system, and gives it back, for more"""
+DUMP_WAIT_S = 0.5
+"""Maximum seconds to wait for a child's stack"""
+FRAME = "\n  File "
+"""Start of a frame in a stack of `faulthandler`"""
+END_S = 5.0
+"""Maximum seconds to wait until a keeper has ended its descendants and itself"""
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])["sys_path"]
 from fusion.rewards.child import main
@@ -25,8 +32,9 @@ main(sys.argv[1])"""
 
 
 class Child:
-    """Holds a process and the indices of its unfinished samples. `pending[0]` is the sample being scored, and
-    `deadline` (`time.monotonic`) its time limit."""
+    """Holds a keeper's process, the connection to its child, and the indices of the child's unfinished samples.
+    `pending[0]` is the sample being scored, and `deadline` (`time.monotonic`) its time limit. `retired`: the child ends
+    by itself, and scores none of them. `unreadable`: why its replies cannot be read any more, "" if they can."""
 
     def __init__(self, process: subprocess.Popen, connection: socket.socket, life_fd: int, trace: IO[bytes]) -> None:
         self.process = process
@@ -34,6 +42,8 @@ class Child:
         self.pending: deque[int] = deque()
         self.deadline = 0.0
         self.ready = False
+        self.retired = False
+        self.unreadable = ""
         self._life_fd = life_fd
         self._trace = trace
         self._inbox = bytearray()
@@ -49,8 +59,7 @@ class Child:
     def enqueue(self, samples: Sequence[tuple[int, Any]]) -> None:
         """Queue samples (index, picklable) for the child and send as much as the socket accepts."""
         self.pending.extend(index for index, _ in samples)
-        for index, sample in samples:
-            self._outbox += pack(index, sample)
+        self._outbox += pack_samples(samples)
         self.flush()
 
     def flush(self) -> None:
@@ -63,54 +72,77 @@ class Child:
             # The child has ended; `receive` reports that after the results that it still wrote.
             self._outbox.clear()
 
-    def receive(self) -> tuple[list[tuple[int, Any]], bool]:
-        """Return the frames that arrived and whether the connection is still open."""
+    def receive(self) -> tuple[list[tuple[int, Started | Result]], bool]:
+        """Return the replies that arrived, and whether more may; sets `unreadable` if something else arrived."""
         alive = True
         try:
-            data = self.connection.recv(1 << 18)
+            data = self.connection.recv(RECEIVE_BYTES)
             alive = bool(data)
             self._inbox += data
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             alive = False
-        return list(take_frames(self._inbox)), alive
+        replies: list[tuple[int, Started | Result]] = []
+        try:
+            replies.extend(take_replies(self._inbox))
+        except ValueError as error:
+            self.unreadable, alive = f"was killed, as it had written to descriptors of others ({error})", False
+        return replies, alive
 
     def dump_stack(self) -> str:
-        """Return the child's current stack as `faulthandler` writes it; empty if there is none in `DUMP_WAIT_S`."""
+        """Return the child's current stack as `faulthandler` writes it; the part written so far after `DUMP_WAIT_S`."""
         self.process.send_signal(signal.SIGUSR1)
         until = time.monotonic() + DUMP_WAIT_S
         text = self.written_trace()
         while time.monotonic() < until:
             time.sleep(0.01)
             before, text = text, self.written_trace()
-            if text and text == before:
+            # A busy machine may interrupt the child within a line, or after the headline.
+            if text == before and FRAME in text and text.endswith("\n"):
                 break
         return text
 
     def written_trace(self) -> str:
         """Return what `faulthandler` has written so far."""
-        self._trace.seek(0)
-        return self._trace.read().decode(errors="replace")
+        handle = self._trace.fileno()  # its position is the child's, too: it must not move
+        return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an idle child has ended. Its connection closes before the keeper has ended."""
+        try:
+            return self.process.poll() is not None or not self.connection.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
+    def kill(self) -> None:
+        """Make the keeper kill the child and all its descendants; `end` must follow. Any thread may call it."""
+        self.process.terminate()
 
     def end(self, grace_s: float = 0.0) -> int:
-        """Kill the child's process group, after `grace_s` seconds to exit by itself; returns the child's exit status
+        """Kill the child and all its descendants, after `grace_s` seconds to exit by itself; returns its exit status
         (negative: the signal)."""
         try:
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            pass
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
+            self._end_keeper()
         if self._life_fd >= 0:
             os.close(self._life_fd)
             self._life_fd = -1
         self.connection.close()
         self._trace.close()
         return self.process.returncode
+
+    def _end_keeper(self) -> None:
+        self.kill()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:  # stopped by a signal; its child dies with it
+            self.process.kill()
+            self.process.wait()
 
 
 def start_child(config: RewardConfig) -> Child:
@@ -123,6 +155,7 @@ def start_child(config: RewardConfig) -> Child:
         "sys_path": [path or os.getcwd() for path in sys.path],
         "kind": config.kind,
         "path": config.path,
+        "memory_mib": config.memory_mib,
         "socket_fd": child_end.fileno(),
         "life_fd": life_read,
         "trace_fd": trace.fileno(),

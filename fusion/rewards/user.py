@@ -10,17 +10,20 @@ from collections.abc import Callable
 from fusion.rewards.config import split_path
 
 RewardFunction = Callable[..., float]
+PARAMETERS = "(prompt, response, answer, **fields)"
 
 
-def load_user_function(path: str) -> RewardFunction:
-    """Import the file (its folder becomes importable) and return `fn(prompt, response, answer, **fields) -> float`.
+def load_user_function(path: str) -> tuple[RewardFunction, tuple[str, ...]]:
+    """Import the file (its folder becomes importable) and return `fn(prompt, response, answer, **fields) -> float`, and
+    the fields of the data row without which it cannot be called.
 
-    A function without `**fields` receives only the fields of the data row that it names. Executes the file's code: call
-    it in a guarded child only.
+    A function without `**fields` receives only the fields that it names. A parameter with a default keeps it where a
+    row's field is null. Executes the file's code: call it in a guarded child only.
 
     Raises:
         ValueError: the file or function does not exist, the file cannot be imported, or the function does not accept
             the arguments (names `reward.path`).
+        MemoryError: the file exceeds the memory limit.
     """
     file, name = split_path(path)
     file = file.absolute()
@@ -32,6 +35,8 @@ def load_user_function(path: str) -> RewardFunction:
     sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
+    except MemoryError:
+        raise
     except Exception as error:
         raise ValueError(f"reward.path={path!r}: importing it raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -41,20 +46,49 @@ def load_user_function(path: str) -> RewardFunction:
     return _fit_arguments(function, path)
 
 
-def _fit_arguments(function: RewardFunction, path: str) -> RewardFunction:
-    signature = inspect.signature(function)
+def _fit_arguments(function: RewardFunction, path: str) -> tuple[RewardFunction, tuple[str, ...]]:
+    signature = _signature(function, path)
     parameters = signature.parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    # The first three are given by position, whatever their names; a field of such a name cannot be passed, too.
+    by_position = {p.name for p in positional[:3]}
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepted = named.keys() - by_position
+    optional = {name for name in accepted if named[name].default is not inspect.Parameter.empty}
     accepts_any_field = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    try:
-        signature.bind_partial("", "", "")
-    except TypeError as error:
+
+    def call(prompt: str, response: str, answer: str, /, **fields: object) -> float:
+        passed = {
+            name: value
+            for name, value in fields.items()
+            if name not in by_position
+            and (accepts_any_field or name in accepted)
+            and not (value is None and name in optional)
+        }
+        return function(prompt, response, answer, **passed)
+
+    return call, tuple(sorted(accepted - optional))
+
+
+def _signature(function: RewardFunction, path: str) -> inspect.Signature:
+    """Return the signature of a function that three texts and further arguments by name can be passed to.
+
+    Raises:
+        ValueError: it is not such a function.
+    """
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    if any(is_kind(called) for is_kind in kinds for called in (function, type(function).__call__)):
         raise ValueError(
-            f"reward.path={path!r}: it takes {signature}, expected (prompt, response, answer, **fields): {error}"
-        ) from error
-
-    def call(prompt: str, response: str, answer: str, **fields: object) -> float:
-        accepted = fields if accepts_any_field else {k: v for k, v in fields.items() if k in named}
-        return function(prompt, response, answer, **accepted)
-
-    return call
+            f"reward.path={path!r}: it is asynchronous or a generator; expected a function that returns a number"
+        )
+    signature = None
+    try:
+        signature = inspect.signature(function)
+        signature.bind_partial("", "", "")
+    except (TypeError, ValueError) as error:
+        takes = f"it takes {signature}" if signature else "its arguments are not known"
+        raise ValueError(f"reward.path={path!r}: {takes}, expected {PARAMETERS}: {error}") from error
+    unnamed = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if len(unnamed) > 3:
+        raise ValueError(f"reward.path={path!r}: it takes {signature}, expected {PARAMETERS}: {unnamed[3]} has no name")
+    return signature

@@ -1,34 +1,113 @@
-"""Encode and decode frames between the pool and its children: `<index, size>` and a pickle, in both directions."""
+"""Encode and decode frames between the pool and its children: `<index, size>` and a payload, in both directions.
+
+Samples are pickled, because fields of a data row may have any type. What a child sends is only numbers and JSON, so
+that the pool executes nothing that the process of a reward writes.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 import struct
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from fusion.rewards.outcome import ERRORS
 
 HEADER = struct.Struct("<II")
 START = 0xFFFFFFFF
-"""Index of the frame that a child sends before any sample: None, or why it cannot score."""
+"""Index of the frame that a child sends before any sample: a `Started`."""
+SCORED = struct.Struct("<dd")
+"""Payload of a sample that was scored: reward and seconds. Every other payload of a sample is JSON, and longer."""
+SCORED_FRAME = struct.Struct("<IIdd")
+"""Header and payload of such a sample"""
+MAX_REPLY_BYTES = 1 << 20
+"""Larger than any message of a child"""
 
 
-def pack(index: int, value: Any) -> bytes:
-    """Encode one frame."""
-    payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(index, len(payload)) + payload
+class Started(NamedTuple):
+    """``error``: why the child cannot score, "" if it can; ``required_fields``: fields of the data row without which
+    the reward cannot be called."""
+
+    error: str
+    required_fields: list[str]
 
 
-def take_frames(buffer: bytearray) -> Iterator[tuple[int, Any]]:
-    """Remove the complete frames at the front of `buffer` and yield them as (index, value)."""
+class Result(NamedTuple):
+    """A sample's `RewardOutcome`; errors with the same ``key`` are logged once."""
+
+    reward: float | None
+    error: str | None
+    detail: str
+    key: str
+    seconds: float = 0.0
+
+
+def pack_samples(samples: Iterable[tuple[int, Any]]) -> bytes:
+    """Encode samples (index, picklable) for a child. Each is pickled by itself, so that one that cannot be loaded, or
+    exceeds the memory, costs no other."""
+    return b"".join([_frame(index, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)) for index, sample in samples])
+
+
+def pack_reply(index: int, reply: Started | Result) -> bytes:
+    """Encode what a child sends."""
+    if isinstance(reply, Result) and reply.reward is not None:
+        return SCORED_FRAME.pack(index, SCORED.size, reply.reward, reply.seconds)
+    return _frame(index, json.dumps(reply).encode())
+
+
+def take_replies(buffer: bytearray) -> Iterator[tuple[int, Started | Result]]:
+    """Remove the complete frames at the front of `buffer` and yield them as (index, reply).
+
+    Raises:
+        ValueError: a frame is not what `pack_reply` writes.
+    """
     at = 0
     try:
         while len(buffer) - at >= HEADER.size:
             index, size = HEADER.unpack_from(buffer, at)
+            if size > MAX_REPLY_BYTES:
+                raise ValueError(f"a reply of {size} bytes")
             end = at + HEADER.size + size
             if len(buffer) < end:
                 break
-            value = pickle.loads(memoryview(buffer)[at + HEADER.size : end])
-            at = end
-            yield index, value
+            start, at = at + HEADER.size, end
+            if size != SCORED.size or index == START:
+                yield index, _reply(index, bytes(buffer[start:end]))
+                continue
+            reward, seconds = SCORED.unpack_from(buffer, start)
+            if not math.isfinite(reward):
+                raise ValueError(f"a reward of {reward}")
+            yield index, Result(reward, None, "", "", seconds)
     finally:
         del buffer[:at]
+
+
+def _reply(index: int, payload: bytes) -> Started | Result:
+    kind: type[Started] | type[Result] = Started if index == START else Result
+    try:
+        values = json.loads(payload)
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+    if not isinstance(values, list) or len(values) != len(kind._fields):
+        raise ValueError(f"expected a {kind.__name__}")
+    reply = kind(*values)
+    if not (_is_started(reply) if isinstance(reply, Started) else _is_failed(reply)):
+        raise ValueError(f"expected a {kind.__name__} with other values")
+    return reply
+
+
+def _is_started(reply: Started) -> bool:
+    names = reply.required_fields
+    return isinstance(reply.error, str) and isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _is_failed(reply: Result) -> bool:
+    """Whether it is a failure: scores are not sent as JSON."""
+    texts = all(isinstance(text, str) for text in (reply.detail, reply.key))
+    return reply.reward is None and reply.error in ERRORS and texts and type(reply.seconds) in (int, float)
+
+
+def _frame(index: int, payload: bytes) -> bytes:
+    return HEADER.pack(index, len(payload)) + payload
