@@ -16,7 +16,10 @@
     engine        EmbeddedTrainEngine: the same code for every layout
     shards        which elements an optimizer owns, shares and counts, pure
     optimizer     ShardedAdamW, bucket by bucket;                   states     storage of its states
-    schedule      learning rate by step, pure;                      checkpoint one file per rank, atomic, bitwise
+    schedule      learning rate by step, pure
+    checkpoint    saves global tensors and loads them in any layout, bitwise
+    chunk_files   writes boxes of global tensors to files;          chunk_reader reads them with torch's resharding
+    export        a checkpoint as a Hugging Face folder, on the host alone
 
 `EmbeddedTrainEngine` is the embedded `TrainEngine`; adapters of other trainers go into `backends/`.
 """

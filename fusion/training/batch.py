@@ -26,7 +26,7 @@ import torch
 UNREAD = -1
 """Placeholder for a token that this rank does not read."""
 
-NOT_COLUMNS = ("lengths", "version")
+NOT_COLUMNS = ("lengths", "version", "updated")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Sequences:
         normaliser: float32 [N]; the sum of losses is divided by its sum over the trained tokens. None: token_weight,
             which gives the weighted mean.
         version: the policy version being trained.
+        updated: the weights have been updated since the start of the training step: these sequences are not of its
+            first minibatch.
     """
 
     held_tokens: torch.Tensor | None
@@ -62,6 +64,7 @@ class Sequences:
     token_weight: torch.Tensor | None = None
     normaliser: torch.Tensor | None = None
     version: int | None = None
+    updated: bool = False
     routing: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -131,8 +134,8 @@ class Sequences:
     @classmethod
     def from_packed(
         cls,
-        prompt_lengths: Sequence[int],
-        response_lengths: Sequence[int],
+        prompt_lengths: Sequence[int] | torch.Tensor,
+        response_lengths: Sequence[int] | torch.Tensor,
         *,
         prompts: torch.Tensor | None = None,
         responses: torch.Tensor | None = None,
@@ -153,8 +156,17 @@ class Sequences:
             behaviour_logprobs, ref_logprobs, versions: one number per response token.
             trained: as in `from_samples`.
             routing: [tokens, L, k], of every token except the last of each sample.
+
+        Raises:
+            ValueError: prompts and responses differ in number.
         """
-        sizes = torch.tensor(list(zip(prompt_lengths, response_lengths, strict=True)), dtype=torch.int64).reshape(-1, 2)
+        if len(prompt_lengths) != len(response_lengths):
+            raise ValueError(
+                f"{len(prompt_lengths)} prompt_lengths and {len(response_lengths)} response_lengths; "
+                "expected one of each per sample"
+            )
+        both = prompt_lengths, response_lengths
+        sizes = torch.stack([torch.as_tensor(lengths, dtype=torch.int64) for lengths in both], dim=1)
         lengths = sizes.sum(1)
         of_response = torch.tensor([False, True]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
 
@@ -179,9 +191,8 @@ class Sequences:
     def with_routing(self, routing: torch.Tensor) -> Sequences:
         """Returns the sequences with ``routing`` [tokens, L, k] of every token except the last of each
         sequence."""
-        has_routing = torch.ones(self.rows, dtype=torch.bool)
-        has_routing[self.last_rows()] = False
-        return replace(self, routing=_fill(routing.new_zeros(self.rows, *routing.shape[1:]), has_routing, routing))
+        routing_NLk = routing.new_zeros(self.rows, *routing.shape[1:])
+        return replace(self, routing=_fill(routing_NLk, self.before_last_N, routing))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -212,15 +223,28 @@ class Sequences:
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return lengths.cumsum(0)[lengths > 0] - 1
 
+    @property
+    def before_last_N(self) -> torch.Tensor:
+        """Whether a token is followed by another one of its sequence: bool [N]."""
+        before_last_N = torch.ones(self.rows, dtype=torch.bool)
+        before_last_N[self.last_rows()] = False
+        return before_last_N
+
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
         """Returns the rows of the tokens of some sequences, sequence by sequence: int64."""
-        starts = self._starts(keep_empty=True).tolist()
-        pieces = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in indices]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts, lengths = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
+        new_starts = lengths.cumsum(0) - lengths
+        return torch.arange(int(lengths.sum())) + (starts - new_starts).repeat_interleave(lengths)
 
-    def select(self, indices: Sequence[int]) -> Sequences:
-        """Returns the sequences at ``indices``, in that order; [] gives an empty batch with the same columns."""
-        rows = self.rows_of(indices)
+    def select(self, indices: Sequence[int], rows: torch.Tensor | None = None) -> Sequences:
+        """Returns the sequences at ``indices``, in that order; [] gives an empty batch with the same columns.
+
+        Args:
+            rows: `rows_of` the indices, if the caller has computed them.
+        """
+        rows = self.rows_of(indices) if rows is None else rows
         columns: dict[str, Any] = {name: column[rows] for name, column in self._columns().items()}
         return replace(self, lengths=[self.lengths[i] for i in indices], **columns)
 
@@ -252,9 +276,11 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
 def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Returns the indices of the sequences of each rank, balanced by tokens (invariants above). Longest first, each to
     the least loaded rank."""
+    if ranks == 1:
+        return [list(range(len(lengths)))]
     heap = [(0, 0, rank) for rank in range(ranks)]  # (tokens, sequences, rank)
     split: list[list[int]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable: of equal ones the first
         tokens, count, rank = heap[0]
         split[rank].append(index)
         heapq.heapreplace(heap, (tokens + lengths[index], count + 1, rank))

@@ -1,11 +1,21 @@
-"""Save and load the trainer's state: one file per rank, for a bitwise resume in the layout it was saved in.
+"""Save the trainer's state as global tensors, and load it in any layout and on any number of cards.
 
-A checkpoint is written atomically: all ranks write into a temporary folder, which is renamed when the last rank has
-synced its file. (`fusion.model.save_folder` exports weights for other layouts and other programs.)
+    rank-00000.safetensors, …   each rank's own chunks of `master/…`, `exp_avg/…`, `exp_avg_sq/…` (float32)
+    tensors.json                which chunk of which global tensor is in which file
+    trainer.json                steps, dtype, layout and model
+    manifest.json               sizes and digests of these files, written last
+
+Every element is saved once, by the rank whose optimizer owns it; the weights are not saved, as they are the masters,
+rounded. A rank loads the boxes of its own shard, whoever saved them, and publishes the weights to its replicas as after
+a step. So a resume in the same layout is bitwise, and in another layout the global tensors are bitwise the same.
+
+A checkpoint is written atomically: all ranks write into a temporary folder, which is renamed when its manifest is on
+disk; an older one of the same name is replaced in the same operation (`replace_folder`). Each rank hashes what it
+writes while it writes it.
 
 To continue training while it is written, copy the state and write the copy in another thread, over a separate process
-group. `torch.distributed.checkpoint.async_save` is not suitable: it treats tensors of the same name on several ranks as
-replicas, whereas these are flat pieces of each rank; it also copies states that are on the host already.
+group. `torch.distributed.checkpoint.async_save` is not suitable: it copies states that are on the host already, and its
+collectives exchange pickles.
 """
 
 from __future__ import annotations
@@ -15,13 +25,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from fusion.telemetry.files import sync
+from fusion.npu.all_or_none import all_or_none
+from fusion.telemetry.files import replace_folder, sync
+from fusion.telemetry.manifest import FileRecord, find_damage, read_manifest, write_manifest
+from fusion.training.chunk_files import TENSORS, file_of, merge_tables, table_of, write_chunks
 from fusion.training.interface import TrainEngine
 
-MANIFEST = "trainer.json"
+TRAINER = "trainer.json"
+NOT_COMPUTED_WITH = {"dtype", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings"}
+"""Fields of a model's config that do not change what it computes"""
 
 
 def save_checkpoint(
@@ -30,14 +44,14 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes weights, optimizer and step. Collective over the mesh; all ranks must see the same file system. Returns
-    when everything is on disk.
+    """Writes masters, moments and step. Collective over the mesh; all ranks must see the same file system. Returns when
+    everything is on disk.
 
     An older checkpoint of the same name is kept until the new one is complete.
 
     Args:
-        state: a copy of the trainer's `state_dict` on the host that does not change, each tensor with separate storage;
-            any thread may write it. None: the trainer's current state.
+        state: a copy of the trainer's `state_dict` on the host that does not change; any thread may write it. None: the
+            trainer's current state.
         group: over the ranks of the mesh in their order, not in use elsewhere during the call. None: the mesh's group.
 
     Raises:
@@ -50,37 +64,90 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier(group)
-    if state is None:
-        state = trainer.state_dict()
-        # Copies, because a state on the host is a slice of a larger region, all of which would be written.
-        state["tensors"] = {name: tensor.to("cpu", copy=True) for name, tensor in state["tensors"].items()}
-    torch.save(state, partial / _file(mesh.rank))
-    sync(partial / _file(mesh.rank))
-    if mesh.rank == 0:
-        (partial / MANIFEST).write_text(json.dumps({"layout": _layout(trainer), "steps": state["steps"]}) + "\n")
-        sync(partial / MANIFEST)
+    state = trainer.state_dict() if state is None else state
+    owned = [chunk for chunk in trainer.chunks(state) if chunk.owned]
+    record = write_chunks(partial / file_of(mesh.rank), owned)
+    note = {"bytes": record.nbytes, "xxh3_128": record.xxh3_128, "tensors": table_of(mesh.rank, owned)}
+    _note(partial, mesh.rank).write_text(json.dumps(note))
     _barrier(group)
     if mesh.rank == 0:
+        _complete(trainer, partial, state["steps"])
         replace_folder(partial, folder)
     _barrier(group)
 
 
-def load_checkpoint(trainer: TrainEngine, folder: str | Path) -> None:
-    """Loads a saved state bitwise. Every rank reads its own file.
+def load_checkpoint(trainer: TrainEngine, folder: str | Path, verify: bool = True) -> None:
+    """Loads a saved state into a trainer of any layout, bitwise. Collective over the mesh.
+
+    Args:
+        verify: read all files first and compare them with the manifest; the ranks share the work.
 
     Raises:
-        ValueError: there is no checkpoint, or it was saved in another layout.
+        ValueError: there is no checkpoint, or it is of another model or dtype.
+        AbortedOnAllRanks: on all ranks, if a file is damaged or could not be read. The trainer must not be used.
     """
-    folder = Path(folder)
-    if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder} holds no trainer checkpoint ({MANIFEST} is missing)")
-    saved = json.loads((folder / MANIFEST).read_text())["layout"]
-    if saved != _layout(trainer):
+    folder, mesh = Path(folder), trainer.model.mesh
+    saved = read_trainer(folder)
+    dtype = _dtype(trainer)
+    if saved["dtype"] != dtype:
+        raise ValueError(f"model.dtype={dtype}: {folder} was saved with model.dtype={saved['dtype']}")
+    _check_model(saved["model"], trainer.model.config.to_hf(dtype), folder)
+
+    def check() -> None:
+        damage = find_damage(folder, sorted(read_manifest(folder))[mesh.rank :: mesh.parallel.world])
+        if damage is not None:
+            raise ValueError(f"{folder} is damaged: {damage}")
+
+    def read() -> None:
+        from fusion.training.chunk_reader import ChunkReader, read_chunks
+
+        read_chunks(ChunkReader(folder), trainer.chunks(trainer.state_dict()))
+
+    if verify:
+        all_or_none(check, group=mesh.world_group, rank=mesh.rank, stage="restore")
+    all_or_none(read, group=mesh.world_group, rank=mesh.rank, stage="restore")
+    trainer.resume_at(saved["steps"])
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """Reads what a checkpoint says about itself: `steps`, `dtype`, `layout` and `model` (a Hugging Face config).
+
+    Raises:
+        ValueError: there is no checkpoint, or one of an earlier version.
+    """
+    if not (folder / TRAINER).is_file():
+        raise ValueError(f"{folder} holds no trainer checkpoint ({TRAINER} is missing)")
+    saved = json.loads((folder / TRAINER).read_text())
+    if not (folder / TENSORS).is_file():
         raise ValueError(
-            f"parallel.train: {folder} was saved in the layout {saved}, this run trains in {_layout(trainer)}; "
-            "resume in the same layout, or start from the exported model"
+            f"{folder} was written by an earlier version, in a format that is not read any more; start from the "
+            "exported model"
         )
-    trainer.load_state_dict(torch.load(folder / _file(trainer.model.mesh.rank), map_location="cpu", weights_only=True))
+    return saved
+
+
+def _check_model(saved: dict[str, Any], own: dict[str, Any], folder: Path) -> None:
+    for key in own.keys() - NOT_COMPUTED_WITH:
+        if saved.get(key) != json.loads(json.dumps(own[key])):
+            raise ValueError(
+                f"model.path: {folder} was saved by a model with {key}={saved.get(key)!r}; this run's has {own[key]!r}"
+            )
+
+
+def _complete(trainer: TrainEngine, partial: Path, steps: int) -> None:
+    """Merges the ranks' notes and writes all other files, the manifest last."""
+    world = trainer.model.mesh.parallel.world
+    notes = [json.loads(_note(partial, rank).read_text()) for rank in range(world)]
+    records = {file_of(rank): FileRecord(note["bytes"], note["xxh3_128"]) for rank, note in enumerate(notes)}
+    (partial / TENSORS).write_text(json.dumps(merge_tables(note["tensors"] for note in notes)))
+    dtype = _dtype(trainer)
+    about = {"steps": steps, "dtype": dtype, "layout": _layout(trainer), "model": trainer.model.config.to_hf(dtype)}
+    (partial / TRAINER).write_text(json.dumps(about) + "\n")
+    for name in (TENSORS, TRAINER):
+        sync(partial / name)
+    for rank in range(world):
+        _note(partial, rank).unlink()
+    write_manifest(partial, records)
 
 
 def _layout(trainer: TrainEngine) -> dict[str, int]:
@@ -88,20 +155,13 @@ def _layout(trainer: TrainEngine) -> dict[str, int]:
     return {axis: getattr(parallel, axis) for axis in ("world", "tp", "ep", "pp", "etp")}
 
 
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
+def _dtype(trainer: TrainEngine) -> str:
+    return str(trainer.model.weights.dtype).removeprefix("torch.")
 
 
-def replace_folder(new: Path, folder: Path) -> None:
-    """Renames ``new`` to ``folder`` durably, and deletes the previous folder of that name."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    sync(new)
-    new.rename(folder)
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _note(partial: Path, rank: int) -> Path:
+    """What a rank tells rank 0 about its file."""
+    return partial / f"rank-{rank:05d}.json"
 
 
 def _barrier(group: dist.ProcessGroup | None) -> None:

@@ -52,8 +52,10 @@ class TrainingConfig:
     """Weight of the load-balancing loss of the experts; null: `router_aux_loss_coef` of the model; 0: none."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("training", self)
         check.number("lr", "weight_decay", "clip_grad", at_least=0)
@@ -133,8 +135,10 @@ class AlgorithmConfig:
         return self.correction or "none"
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("algorithm", self)
         check.one_of("name", ALGORITHM_NAMES)

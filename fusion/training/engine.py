@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fusion.model import Buckets, Mesh, PackedAttention, Routed, Transformer, routing_of
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
+from fusion.training.chunks import Chunk
 from fusion.training.config import TrainingConfig
 from fusion.training.interface import TrainEngine
 from fusion.training.logprobs import vocab_parallel_logprobs
@@ -101,7 +102,7 @@ class EmbeddedTrainEngine:
         batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass without
         gradients computes it.
         """
-        batches, totals = self._micro_batches(sequences)
+        batches, _, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
         counts_E = self._routing_counts(batches) if needs_counts else None
         objective = Objective(
@@ -149,21 +150,19 @@ class EmbeddedTrainEngine:
         the experts of all rows in the layers of this stage.
         """
         values_2N = torch.zeros(2, sequences.rows)
-        plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
-        batches, _ = self._micro_batches(sequences, plan)
-        places = [sequences.rows_of(indices) for indices in plan]
+        batches, places, _ = self._micro_batches(sequences)
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
             routed: list[Routed] | None = None if record is None else []
             out = self._hidden(batches[i], hidden, routed)
-            if record is not None and routed and i < len(plan):
+            if record is not None and routed and i < len(places):
                 record[places[i]] = routing_of(
                     routed, batches[i].rows, self.mesh, num_experts=self.model.config.num_experts
                 )
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)
-            if i < len(plan):
+            if i < len(places):
                 values_2N[:, places[i][tokens.rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
             return None, None
 
@@ -225,19 +224,16 @@ class EmbeddedTrainEngine:
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
         return {"tensors": weights | self.optimizer.tensors(), "steps": self.optimizer.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies the values of a `state_dict` of the same layout and rank.
+    def chunks(self, state: dict[str, Any]) -> list[Chunk]:
+        """Returns this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
+        tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name)."""
+        return list(self.optimizer.chunks(state["tensors"], self.weight_views(state)))
 
-        Raises:
-            ValueError: it belongs to another model, layout or dtype.
-        """
-        own, saved = self.state_dict()["tensors"], state["tensors"]
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-        if shapes != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}:
-            raise ValueError("the trainer's state belongs to another model, layout or model.dtype than this run's")
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-        self.optimizer.steps = state["steps"]
+    def resume_at(self, steps: int) -> None:
+        """Continues from the live `chunks`, which were overwritten: publishes the masters as weights on all replicas,
+        and sets the number of optimizer steps. Collective."""
+        self.optimizer.publish()
+        self.optimizer.steps = steps
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the weights in a copy of `state_dict` by local name, as views of the copy."""
@@ -258,12 +254,11 @@ class EmbeddedTrainEngine:
 
             param.register_post_accumulate_grad_hook(add)
 
-    def _micro_batches(
-        self, sequences: Sequences, plan: list[list[int]] | None = None
-    ) -> tuple[list[Sequences], Totals]:
-        """Returns this rank's micro-batches, padded with empty ones to the largest number of any rank, and the totals.
-        One collective."""
-        plan = plan_micro_batches(sequences.lengths, self.config.token_budget) if plan is None else plan
+    def _micro_batches(self, sequences: Sequences) -> tuple[list[Sequences], list[torch.Tensor], Totals]:
+        """Returns this rank's micro-batches, padded with empty ones to the largest number of any rank, the rows of
+        ``sequences`` in each that is not padding, and the totals. One collective."""
+        plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
+        places = [sequences.rows_of(indices) for indices in plan]
         local = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
         by_rank = local
         if self.mesh.dp_group is not None:
@@ -271,8 +266,9 @@ class EmbeddedTrainEngine:
             dist.all_gather_into_tensor(by_rank, local, group=self.mesh.dp_group)
         weight, normaliser, rows, _ = by_rank.sum(0).tolist()
         totals = Totals(weight, normaliser, rows=int(rows), micro_batches=int(by_rank[:, 3].max()))
-        plan = plan + [[]] * (totals.micro_batches - len(plan))
-        return [sequences.select(indices) for indices in plan], totals
+        batches = [sequences.select(indices, rows) for indices, rows in zip(plan, places, strict=True)]
+        batches += [sequences.select([])] * (totals.micro_batches - len(plan))
+        return batches, places, totals
 
     def _hidden(
         self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None

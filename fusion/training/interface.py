@@ -19,6 +19,7 @@ import torch
 from fusion.model import Buckets
 from fusion.model.holder import WeightHolder
 from fusion.training.batch import Sequences
+from fusion.training.chunks import Chunk
 from fusion.training.loss import Loss
 
 
@@ -52,7 +53,8 @@ class TrainEngine(Protocol):
             `actor/grad_norm` (before clipping) and `actor/lr`, the same on every rank.
 
         Raises:
-            FloatingPointError: on all ranks, if the gradient is not finite; nothing has been changed.
+            FloatingPointError: on all ranks, if the gradient is not finite. Weights and states are unchanged; the
+                gradients may be reduced already.
         """
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,12 +107,16 @@ class TrainEngine(Protocol):
         """Returns this rank's state: ``tensors``, the live weights and optimizer states by name, and ``steps``. All
         must be resident, in HBM or on the host."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the `state_dict` of the same layout and rank, bitwise.
-
-        Raises:
-            ValueError: it belongs to another model, layout or dtype.
+    def chunks(self, state: dict[str, Any]) -> list[Chunk]:
+        """Returns this rank's part of what a checkpoint needs, in a `state_dict` or a copy of one: boxes of global
+        tensors, whose names and shapes are the same in every layout. Over all ranks the owned chunks cover every
+        element of every global tensor once. `master/NAME` holds the weights that are exported as the Hugging Face
+        tensor NAME. Can be called on any thread.
         """
+
+    def resume_at(self, steps: int) -> None:
+        """Continues from the live `chunks`, all of which were overwritten with the values of a checkpoint: derives all
+        other state from them, and sets the number of optimizer steps. Collective."""
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the weights in a copy of `state_dict` by the names of ``model.table``, each in its local shape, as

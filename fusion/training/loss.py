@@ -25,9 +25,11 @@ class LossInput:
         logprobs, entropy: of the policy being trained; they carry gradients.
         lengths: number of trained tokens of each sequence, n in total; sequence-level ratios are computed over them.
         advantages, behaviour_logprobs, ref_logprobs: None if the batch has no such column.
-        proximal_logprobs: of the policy at the start of this training step. None: the policy has not changed since.
+        proximal_logprobs: of the policy at the start of this training step. None: not computed; if the weights are not
+            ``updated``, ``logprobs`` are those.
         versions: int32 [n], the policy version that sampled each token; None: unknown.
         version: the policy version being trained.
+        updated: the weights have been updated since the start of this training step.
     """
 
     logprobs: torch.Tensor
@@ -39,6 +41,7 @@ class LossInput:
     proximal_logprobs: torch.Tensor | None = None
     versions: torch.Tensor | None = None
     version: int | None = None
+    updated: bool = False
 
     def needed(self, name: str, by: str) -> torch.Tensor:
         """Return the column ``name``.

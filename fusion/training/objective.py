@@ -18,12 +18,11 @@ import torch.distributed as dist
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
-from fusion.training.gaps import gap_metrics, gap_sums
+from fusion.training.gaps import SUMS, gap_metrics, gap_sums
 from fusion.training.loss import Loss, LossInput
 
 BALANCE = "actor/load_balancing_loss"
 LOSS = "actor/loss"
-GAPS = "gaps"
 
 MISMATCH = "training/routing_mismatch"
 
@@ -89,6 +88,7 @@ class Objective:
             proximal_logprobs=column(batch.proximal_logprobs),
             versions=column(batch.versions),
             version=batch.version,
+            updated=batch.updated,
         )
         out, weight_n = self.loss(inputs), column(batch.token_weight)
 
@@ -100,7 +100,8 @@ class Objective:
         self._add("actor/entropy", total(tokens.entropy.detach()))
         self._add(LOSS, total(out.loss.detach()))
         if inputs.behaviour_logprobs is not None:
-            self._add(GAPS, gap_sums(inputs, weight_n))
+            for name, sums in gap_sums(inputs, weight_n).items():
+                self._add(name, sums)
         return total(out.loss) / max(self.totals.normaliser, 1e-12)
 
     def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
@@ -115,7 +116,8 @@ class Objective:
         return self.balancing_coef * balance
 
     def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
-        """Counts the rows for which this stage's routers would have chosen other experts than the replayed ones."""
+        """Counts the (row, layer) pairs of this stage for which the router would have chosen other experts than the
+        replayed ones."""
         if batch.routing is None:
             return
         mismatched = torch.stack([layer.num_mismatched for layer in routed if layer.num_mismatched is not None])
@@ -126,14 +128,13 @@ class Objective:
     def metrics(self) -> dict[str, float]:
         """Returns the means over the global batch, the same on every rank. Collective over the mesh."""
         sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
-        balance, loss, gaps, mismatched, replayed = (
-            sums.pop(name, None) for name in (BALANCE, LOSS, GAPS, MISMATCH, REPLAYED)
-        )
+        balance, loss, mismatched, replayed = (sums.pop(name, None) for name in (BALANCE, LOSS, MISMATCH, REPLAYED))
+        gaps = {name: sums.pop(name) for name in SUMS if name in sums}
         weight, means = self.totals.weight, {}
         if weight:
             means = {name: float(value) / weight for name, value in sums.items()}
             means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
-            means |= {} if gaps is None else gap_metrics(gaps)
+            means |= gap_metrics(gaps)
         if replayed and mismatched is not None:
             means[MISMATCH] = float(mismatched) / float(replayed)
         if balance is not None:

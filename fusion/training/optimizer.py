@@ -16,15 +16,16 @@ of which the first and the last stage have a copy each, are in separate buckets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from fusion.model import BucketPlan, Buckets, Transformer, local_params
-from fusion.training.shards import Piece, SharedElements, Wire, gradient_buckets, own_range, shard_pieces
+from fusion.model import BucketPlan, Buckets, Transformer, global_params, local_params
+from fusion.training.chunks import Chunk
+from fusion.training.shards import Piece, ShardBox, SharedElements, Wire, gradient_buckets, own_range, shard_pieces
 from fusion.training.states import MakeStates, ResidentStates, StateGroups, States
 
 EPSILON = 1e-8
@@ -40,6 +41,8 @@ class _Shard:
     pieces: list[Piece]
     counted: list[tuple[int, int]]
     """(start, stop) runs of the shard that this rank adds to the norm."""
+    boxes: list[ShardBox]
+    """The pieces as boxes of global tensors; owned where no other rank's shard is to save them"""
     wire: Wire
     tied: bool
     group: dist.ProcessGroup | None
@@ -85,18 +88,22 @@ class ShardedAdamW:
         self.states: StateGroups = states(
             self.device, [dict.fromkeys(kinds, shard.stop - shard.start) for shard in self.shards]
         )
+        self._shapes = global_params(config)
         self.take_masters()
 
     def _shard(self, index: int, shared: SharedElements, tied: bool) -> _Shard:
         plan, gradient, mesh = self.gradients.plans[index], self.gradients.flats[index], self.mesh
         start, stop = own_range(plan, mesh.parallel, mesh.rank)
         pieces = shard_pieces(plan, start, stop)
+        boxes = [box for piece in pieces for box in shared.boxes(piece)]
+        copied = tied and mesh.first_stage  # from the last stage
         return _Shard(
             plan=plan,
             start=start,
             stop=stop,
             pieces=pieces,
-            counted=[] if tied and mesh.first_stage else [span for piece in pieces for span in shared.counted(piece)],
+            counted=[] if copied else [span for piece in pieces for span in shared.counted(piece)],
+            boxes=[replace(box, owned=False) for box in boxes] if copied else boxes,
             wire=shared.wire(plan),
             tied=tied,
             group=mesh.edp_group if plan.expert else mesh.dp_group,
@@ -122,6 +129,34 @@ class ShardedAdamW:
         """Returns every tensor of the optimizer except the gradients by name (`exp_avg.3`), with separate storage."""
         return self.states.tensors()
 
+    def chunks(self, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
+        """Yields this rank's shard as boxes of the global tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
+        each a view. Over all ranks the owned ones cover every element of every global tensor once.
+
+        Args:
+            tensors: those of `tensors`, or copies of them.
+            weights: the weights by local name, or copies of them: the masters if they are float32.
+        """
+        for index, shard in enumerate(self.shards):
+            for box in shard.boxes:
+                offset = tuple(start for start, _ in box.region)
+                for kind in ("master", "exp_avg", "exp_avg_sq"):
+                    flat = tensors.get(f"{kind}.{index}")
+                    at = box.start if flat is None else box.at
+                    flat = weights[box.piece.param.name].flatten() if flat is None else flat
+                    yield Chunk(
+                        name=f"{kind}/{box.name}",
+                        shape=self._shapes[box.name],
+                        offset=offset,
+                        tensor=flat[at : at + box.numel].view(box.shape),
+                        owned=box.owned,
+                    )
+
+    def publish(self) -> None:
+        """Copies the masters to the weights, on all replicas. Collective."""
+        for index, states in self.states:
+            self._publish(self.shards[index], states)
+
     def zero_gradients(self) -> None:
         for flat in self.gradients.flats:
             flat.zero_()
@@ -133,7 +168,8 @@ class ShardedAdamW:
             before_update: called before the states are used; they may still be loading until then.
 
         Raises:
-            FloatingPointError: on all ranks, if the norm is not finite; nothing has been changed.
+            FloatingPointError: on all ranks, if the norm is not finite. Weights and states are unchanged; the gradients
+                are reduced already.
         """
         for shard in self.shards:
             self._reduce(shard)

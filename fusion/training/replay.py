@@ -24,9 +24,7 @@ def replay_of(batch: Sequences, model: Transformer) -> Replay | None:
     if batch.rows and batch.routing.shape[1:] != cell:
         raise ValueError(f"routing has {list(batch.routing.shape[1:])} (layers, k) per token; expected {list(cell)}")
     device = model.device.torch_device
-    replayed_N = torch.ones(batch.rows, dtype=torch.bool)
-    replayed_N[batch.last_rows()] = False
-    return Replay(batch.routing.reshape(batch.rows, *cell).to(device), replayed_N.to(device))
+    return Replay(batch.routing.reshape(batch.rows, *cell).to(device), batch.before_last_N.to(device))
 
 
 def new_record(sequences: Sequences, model: Transformer) -> torch.Tensor:

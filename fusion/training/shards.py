@@ -14,12 +14,15 @@ Invariants. `shard_pieces`: the pieces of a shard are disjoint and in order; ove
 bucket they cover every element of every parameter once, and no padding. `SharedElements.wire`: two ranks put elements
 in the same place if and only if they are the same element of the model; an element that a single rank holds has no
 place. `SharedElements.counted`: over the ranks of a TP group every element of the model that they hold is counted once.
+`SharedElements.boxes`: the boxes of a piece are disjoint, cover it, and are owned where it is counted. `boxes_of_run`:
+in order, the elements of the boxes are those of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -48,6 +51,33 @@ class Piece:
     def decay(self) -> bool:
         """Whether weight decay applies: to matrices, not to vectors (norms)."""
         return len(self.param.shape) > 1
+
+
+@dataclass(frozen=True)
+class ShardBox:
+    """Elements of ``piece`` as the box ``region`` of the global tensor ``name``.
+
+    ``start``: where they begin in the flattened local tensor; ``owned``: no other rank of the TP group owns them.
+    """
+
+    piece: Piece
+    name: str
+    region: Box
+    start: int
+    owned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.region)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def at(self) -> int:
+        """Where the elements begin in the flat tensor of the piece."""
+        return self.piece.at + self.start - self.piece.start
 
 
 @dataclass(frozen=True)
@@ -142,6 +172,35 @@ class SharedElements:
             if first < last and (expert or self.holders[key][0] == self.tp_rank):
                 spans.append((piece.at + first - piece.start, piece.at + last - piece.start))
         return spans
+
+    def boxes(self, piece: Piece) -> Iterator[ShardBox]:
+        """Yield the boxes of global tensors that the elements of ``piece`` are."""
+        for key, start, stop in _slices(piece.param):
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                (name, region), at = key, first
+                owned = piece.param.expert or self.holders[key][0] == self.tp_rank
+                for box in boxes_of_run(region, first - start, last - start):
+                    yield ShardBox(piece, name, region=box, start=at, owned=owned)
+                    at += prod(end - begin for begin, end in box)
+
+
+def boxes_of_run(region: Box, first: int, last: int) -> Iterator[Box]:
+    """Yield the boxes that make up elements [first, last) of the flattened ``region``: of a matrix at most the end of a
+    row, whole rows, and the beginning of a row."""
+    (row, _), *inner = region
+    width = prod(stop - start for start, stop in inner)
+    while first < last:
+        skipped, column = divmod(first, width)
+        num_rows = 0 if column else (last - first) // width
+        if num_rows:
+            yield ((row + skipped, row + skipped + num_rows), *inner)
+            first += num_rows * width
+            continue
+        end = min(last, (skipped + 1) * width)
+        for box in boxes_of_run(tuple(inner), column, column + end - first):
+            yield ((row + skipped, row + skipped + 1), *box)
+        first = end
 
 
 def _slices(param: LocalParam) -> list[tuple[_Slice, int, int]]:

@@ -7,8 +7,7 @@ or too hard.
 
 from __future__ import annotations
 
-import torch
-
+from fusion.training.algorithms.baseline import FloatArray, IntArray, subtract_mean
 from fusion.training.algorithms.interface import Algorithm
 
 
@@ -16,7 +15,6 @@ class DrGRPO(Algorithm):
     name = "dr_grpo"
     aggregation = "constant"
 
-    def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
+    def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
         """Subtract the mean of the group from each reward."""
-        for members in groups:
-            advantages_B[members] = rewards_B[members] - rewards_B[members].mean()
+        return subtract_mean(rewards_n, groups_n)

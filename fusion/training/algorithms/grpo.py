@@ -7,21 +7,17 @@ reference is `kl_in=loss`.
 
 from __future__ import annotations
 
-import torch
-
+from fusion.training.algorithms.baseline import FloatArray, IntArray, standard_deviation, subtract_mean
 from fusion.training.algorithms.interface import EPSILON, Algorithm
 
 
 class GRPO(Algorithm):
     name = "grpo"
 
-    def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
+    def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
         """Subtract the mean of the group from each reward and divide by the group's standard deviation (with n - 1)
         unless the config disables it. A group whose rewards are all equal gives zeros."""
-        for members in groups:
-            values = rewards_B[members]
-            if values.min() == values.max():
-                continue
-            centred = values - values.mean()
-            normalize = self.config.normalize_advantages
-            advantages_B[members] = centred / (values.std() + EPSILON) if normalize else centred
+        centred_n = subtract_mean(rewards_n, groups_n)
+        if not self.config.normalize_advantages:
+            return centred_n
+        return centred_n / (standard_deviation(centred_n, groups_n) + EPSILON)

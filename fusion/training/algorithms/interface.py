@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
 
 from fusion.training.algorithms import shaping
 from fusion.training.algorithms.aggregation import weigh
+from fusion.training.algorithms.baseline import FloatArray, IntArray, number_groups
 from fusion.training.batch import Sequences
 from fusion.training.config import AlgorithmConfig
 from fusion.training.corrections import make_correction
@@ -69,37 +71,43 @@ class Algorithm:
                 algorithm.kl_in=reward.
 
         Raises:
-            ValueError: the columns differ in length, or ``reference_kl`` is needed and None.
+            ValueError: the columns differ in length, or ``reference_kl`` is needed and is or contains None.
         """
-        shaped = self.shape_rewards(rewards, response_lengths, reference_kl)
-        members: dict[Hashable, list[int]] = {}
-        for index, (reward, group) in enumerate(zip(shaped, groups, strict=True)):
-            if not failed(reward):
-                members.setdefault(group, []).append(index)
-        values_B = torch.tensor([0.0 if failed(reward) else reward for reward in shaped], dtype=torch.float64)
-        trained_B = torch.tensor([not failed(reward) for reward in shaped], dtype=torch.bool)
-        advantages_B = torch.zeros(len(shaped), dtype=torch.float64)
-        self.estimate(values_B, list(members.values()), advantages_B)
-        return advantages_B.to(torch.float32), trained_B
+        if not len(rewards) == len(groups) == len(response_lengths):
+            raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(response_lengths)} lengths")
+        shaped_B = self.shape_rewards(rewards, response_lengths, reference_kl)
+        trained_B = ~np.isnan(shaped_B)
+        advantages_B = np.zeros(len(shaped_B))
+        groups_n = number_groups([group for group, trained in zip(groups, trained_B.tolist(), strict=True) if trained])
+        advantages_B[trained_B] = self.estimate(shaped_B[trained_B], groups_n)
+        return torch.from_numpy(advantages_B.astype(np.float32)), torch.from_numpy(trained_B)
 
     def shape_rewards(
         self, rewards: Sequence[Reward], response_lengths: Sequence[int], reference_kl: Sequence[float] | None = None
-    ) -> list[Reward]:
-        """Add the penalty on overlong responses; with `kl_in=reward`, subtract `kl_coef` times the KL."""
+    ) -> FloatArray:
+        """Add the penalty on overlong responses; with `kl_in=reward`, subtract `kl_coef` times the KL. Returns float64
+        [B], NaN where the reward failed."""
         config, longest = self.config, self.max_response_length
         buffer = config.overlong_buffer
         if buffer is None:
             buffer = int(self.overlong_share * longest)
-        shaped = shaping.penalise_overlong(rewards, response_lengths, longest=longest, buffer=buffer)
+        rewards_B = np.array(rewards, dtype=np.float64)  # None becomes NaN
+        shaped_B = rewards_B + shaping.overlong_penalty(np.array(response_lengths, dtype=np.int64), longest, buffer)
         if config.kl_in != "reward" or not config.kl_coef:
-            return shaped
+            return shaped_B
         if reference_kl is None:
             raise ValueError("algorithm.kl_in=reward needs each sample's reference_kl to compute advantages")
-        return shaping.subtract_kl(shaped, reference_kl, config.kl_coef)
+        if len(reference_kl) != len(rewards):
+            raise ValueError(
+                f"reference_kl has {len(reference_kl)} samples; expected {len(rewards)}, as many as rewards"
+            )
+        if None in reference_kl:
+            raise ValueError("reference_kl has a None; expected a number for each sample")
+        return shaping.subtract_kl(shaped_B, np.array(reference_kl, dtype=np.float64), config.kl_coef)
 
-    def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
-        """Fill ``advantages_B`` (float64, zeros) from shaped rewards float64 [B]. ``groups``: the indices of each
-        group's samples whose rewards did not fail."""
+    def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
+        """Return the advantages [n] of the samples whose rewards did not fail, from their shaped rewards. ``groups_n``:
+        the number of each sample's group, from 0."""
         raise NotImplementedError
 
     def weigh(self, sequences: Sequences) -> Sequences:

@@ -6,18 +6,18 @@ subtracts the KL's sum over the tokens, and mean and standard deviation are over
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
+from fusion.training.algorithms.baseline import FloatArray, IntArray, standard_deviation, subtract_mean
 from fusion.training.algorithms.interface import EPSILON, Algorithm
 
 
 class ReinforcePlusPlus(Algorithm):
     name = "reinforce_plus_plus"
 
-    def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
+    def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
         """Subtract the mean of the step's samples from each reward and divide by their standard deviation (with n - 1).
         Rewards that are all equal give zeros."""
-        scored = [index for members in groups for index in members]
-        values = rewards_B[scored]
-        if scored and values.min() < values.max():
-            advantages_B[scored] = (values - values.mean()) / (values.std() + EPSILON)
+        together_n = np.zeros_like(groups_n)
+        centred_n = subtract_mean(rewards_n, together_n)
+        return centred_n / (standard_deviation(centred_n, together_n) + EPSILON)

@@ -7,8 +7,9 @@ trains on-policy; here the ratio is clipped as in PPO, which has no effect on-po
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
+from fusion.training.algorithms.baseline import FloatArray, IntArray, subtract_mean
 from fusion.training.algorithms.interface import Algorithm
 
 
@@ -16,11 +17,8 @@ class RLOO(Algorithm):
     name = "rloo"
     aggregation = "constant"
 
-    def estimate(self, rewards_B: torch.Tensor, groups: list[list[int]], advantages_B: torch.Tensor) -> None:
+    def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
         """Subtract the mean of the other rewards of the group, which equals n / (n - 1) times the difference from the
         mean of all n. A reward without others gives zero."""
-        for members in groups:
-            num_others = len(members) - 1
-            if num_others:
-                values = rewards_B[members]
-                advantages_B[members] = (values - values.mean()) * len(members) / num_others
+        counts = np.bincount(groups_n)
+        return subtract_mean(rewards_n, groups_n) * (counts / np.maximum(counts - 1, 1))[groups_n]

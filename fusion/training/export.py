@@ -1,0 +1,37 @@
+"""Export a trainer's checkpoint as a Hugging Face folder, on the host alone: no card and no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fusion.model import ModelConfig, global_params
+from fusion.model.huggingface import write_folder
+from fusion.training.checkpoint import read_trainer
+from fusion.training.chunk_reader import ChunkReader, read_chunks
+from fusion.training.chunks import Chunk
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | None = None) -> None:
+    """Writes the weights of a folder of `save_checkpoint`, in the dtype that the run trained in. Holds one shard of the
+    folder in memory at a time.
+
+    Args:
+        checkpoint: its files must be whole: they are not verified here.
+        tokenizer_from: the folder whose tokenizer and generation settings are copied.
+
+    Raises:
+        ValueError: ``checkpoint`` is not a checkpoint.
+    """
+    saved, reader = read_trainer(checkpoint), ChunkReader(checkpoint)
+    config, dtype = ModelConfig.from_hf(saved["model"]), getattr(torch, saved["dtype"])
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in global_params(config).items():
+            whole = torch.empty(shape, dtype=dtype)
+            read_chunks(reader, [Chunk(f"master/{name}", shape, offset=(0,) * len(shape), tensor=whole)])
+            yield name, whole
+
+    write_folder(config, dtype, tensors(), folder, tokenizer_from=tokenizer_from)
