@@ -10,6 +10,7 @@
     parts, card        factories of a card's components; a loaded card
     paced              trainer, engine and switch of an emulated card that take the time of a modelled card
     checkpoint_writer  copies the trainer's state in a pause and writes it in the background
+    rendezvous         joins the cards in one process group
     worker, stages     Worker: switch, generate, reference, score, train, save; the report of each
 
 A worker does not depend on Ray: `stalesync` starts it as an actor, a test calls it in its own process.

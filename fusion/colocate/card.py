@@ -26,10 +26,12 @@ from fusion.colocate.weights.staged_weights import StagedWeights
 from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.colocate.weights.weight_receiver import WeightReceiver
 from fusion.inference import InferEngine
+from fusion.inference.stop_strings import StopStrings
 from fusion.model import ModelConfig
 from fusion.npu import Device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout.detokenize import Detokenizer
+from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import TrainEngine
@@ -77,10 +79,12 @@ def load_card(
     trainer = _load_trainer(spec, weights, device=device, pool=pool, parts=parts)
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
-    engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts)
+    drafter = None if weights.infer is None else TextDrafter.of(spec.rollout)
+    engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter)
     generation = None
     if engine is not None:
-        generation = EngineStage(engine, queue, Detokenizer(spec.detokenizer) if spec.detokenizer else None)
+        detokenize = Detokenizer(spec.detokenizer) if spec.detokenizer else None
+        generation = EngineStage(engine, queue, detokenize, routing=_records_routing(spec), drafter=drafter)
     staged = None
     if spec.ahead and engine is not None and trainer is None:
         staged = StagedWeights(weights, device, HostPool(device), in_hbm=spec.fusion.double_buffer)
@@ -144,7 +148,13 @@ def _load_trainer(
 
 
 def _load_engine(
-    spec: WorkerSpec, weights: PolicyWeights, *, device: Device, pool: HostPool, parts: WorkerParts
+    spec: WorkerSpec,
+    weights: PolicyWeights,
+    *,
+    device: Device,
+    pool: HostPool,
+    parts: WorkerParts,
+    drafter: TextDrafter | None,
 ) -> InferEngine | None:
     if weights.infer is None:
         return None
@@ -154,9 +164,22 @@ def _load_engine(
         device=device,
         config=spec.rollout,
         seed=spec.seed,
-        routing=spec.algorithm.replay == "rollout",
+        routing=_records_routing(spec),
         memory=pool,
+        stop_strings=_stop_strings(spec),
+        drafter=drafter,
     )
+
+
+def _stop_strings(spec: WorkerSpec) -> StopStrings | None:
+    if not spec.rollout.stop:
+        return None
+    assert spec.detokenizer is not None, "rollout.stop: stop strings need a tokenizer"
+    return StopStrings(spec.rollout.stop, Detokenizer(spec.detokenizer).decode)
+
+
+def _records_routing(spec: WorkerSpec) -> bool:
+    return spec.algorithm.replay == "rollout"
 
 
 def _checkpoint_writer(

@@ -11,9 +11,7 @@ Invariant: `copy` and `write` alternate; `write` writes the state of the last `c
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from fusion.model import save_folder
 from fusion.npu import Device
 from fusion.offload import HostPool
 from fusion.training import TrainEngine, save_checkpoint
-from fusion.training.checkpoint import replace_folder
 
 
 class CheckpointWriter:
@@ -55,9 +52,7 @@ class CheckpointWriter:
         live: Mapping[str, torch.Tensor] = state["tensors"]
         if not self._copies:
             regions = self._pool.take([tensor.nbytes for tensor in live.values()])
-            self._copies = {
-                name: _own_storage(region).view(live[name].dtype) for name, region in zip(live, regions, strict=True)
-            }
+            self._copies = {name: region.view(live[name].dtype) for name, region in zip(live, regions, strict=True)}
         with torch.no_grad():
             for name, tensor in live.items():
                 self._copies[name].copy_(tensor, non_blocking=True)
@@ -74,16 +69,5 @@ class CheckpointWriter:
         assert state is not None, "there is no snapshot to write"
         save_checkpoint(self._trainer, checkpoint, state=state, group=self._group)
         views = self._trainer.weight_views(state)
-        folder = Path(export)
-        partial = folder.with_name(folder.name + ".partial")
-        if model.mesh.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        save_folder(model, partial, tokenizer_from=self._tokenizer_from, views=views, group=self._group)
-        if model.mesh.rank == 0:
-            replace_folder(partial, folder)
+        save_folder(model, export, tokenizer_from=self._tokenizer_from, views=views, group=self._group)
         self._state = None
-
-
-def _own_storage(region: torch.Tensor) -> torch.Tensor:
-    """Returns the same memory as a separate storage: `torch.save` writes the whole storage of a slice."""
-    return torch.from_numpy(region.numpy())

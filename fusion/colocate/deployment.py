@@ -1,6 +1,6 @@
 """Assign roles to cards. Pure data: no device, no process.
 
-    separate     train │ train │ generate │ generate        weights travel from one side to the other
+    separate     train │ train │ generate │ generate        weights are sent from one side to the other
     colocated    train and generate, on every card          weights change their layout in place
     full         train, generate, reference, reward model   on every card
     hybrid       train and generate │ generate              more cards generate than train

@@ -7,6 +7,7 @@ by the kind.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from functools import wraps
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 
 from distqueue import QueueClosed
 from fusion.npu.failures import AbortedOnAllRanks, FailureKind, RankFailure, kind_of
+
+log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=type)
 
@@ -53,7 +56,8 @@ def stage_kind(error: Exception, rank: int) -> FailureKind:
 
 
 def ships_failures(*stages: str) -> Callable[[C], C]:
-    """Class decorator: makes these methods of a worker raise `StageFailed` instead of their exceptions."""
+    """Class decorator: makes these methods of a worker raise `StageFailed` instead of their exceptions, and log when
+    they begin and how they fail."""
 
     def decorate(worker: C) -> C:
         for stage in stages:
@@ -66,9 +70,11 @@ def ships_failures(*stages: str) -> Callable[[C], C]:
 def _shipped(method: Callable[..., Any], stage: str) -> Callable[..., Any]:
     @wraps(method)
     def shipped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        log.info("stage %s", stage)
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
+            log.error("stage %s failed", stage, exc_info=True)
             raise StageFailed.of(error, rank=self.rank, stage=stage) from None
 
     return shipped

@@ -44,14 +44,14 @@ class Meshes:
         engines = [mesh(spec.infer_of_one_engine, ranks) for ranks in spec.engines]
         reward = spec.reward_model
         return cls(
-            train,
-            next((engine for engine in engines if engine is not None), None),
-            mesh(spec.reference, deployment.reference),
-            mesh(reward.layout if reward else None, deployment.reward_model),
-            group_of(deployment.actor, rank),
-            group_of(deployment.train, rank),
-            _replicas(spec, rank) if spec.train.pp > 1 else train.tp_group if train else None,
-            group_of(deployment.train, rank, "gloo"),
+            train=train,
+            engine=next((engine for engine in engines if engine is not None), None),
+            reference=mesh(spec.reference, deployment.reference),
+            reward_model=mesh(reward.layout if reward else None, deployment.reward_model),
+            actor=group_of(deployment.actor, rank),
+            trainers=group_of(deployment.train, rank),
+            replica=_replicas(spec, rank) if spec.train.pp > 1 else train.tp_group if train else None,
+            checkpoint_group=group_of(deployment.train, rank, "gloo"),
         )
 
 

@@ -50,9 +50,10 @@ def observe_load(step: Step) -> EngineLoad:
     """Returns the properties of an engine's step that its cost depends on."""
     first_tokens = step.sampled[len(step.decodes) :]
     return EngineLoad(
-        decode_contexts=tuple(seq.computed + 1 for seq in step.decodes),
+        decode_contexts=tuple(seq.computed + 1 for seq in step.decodes + [one.seq for one in step.verified]),
         first_token_contexts=tuple(len(seq.tokens) for seq in first_tokens),
         prefill_chunks=tuple((count, seq.computed) for seq, count in step.chunks),
+        drafts=tuple((len(one) - 1, one.seq.computed + 1) for one in step.verified),
     )
 
 
@@ -155,7 +156,7 @@ class PacedRoles(FrozenRoles):
         with self.pacer.step(seconds, group=self.reference.mesh.world_group):
             return super().logprobs(sequences, trainer)
 
-    def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
+    def scores(self, samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[RewardOutcome]:
         assert self.reward_model is not None
         seconds = self.reward_cost.forward([len(prompt) + len(response) for prompt, response in samples], "score")
         with self.pacer.step(seconds, group=self.reward_model.mesh.world_group):

@@ -1,4 +1,4 @@
-"""The phases of a card as a table of allowed transitions, and what may be asked of it in each.
+"""Define the phases of a card, their transitions and the requests that each serves.
 
     cards that train                              other cards
 
@@ -96,8 +96,8 @@ class PhaseMachine:
         if target not in self.reachable:
             allowed = sorted(phase.value for phase in self.reachable)
             raise PhaseError(
-                f"rank {self.rank} ({self._roles()}) is in phase {self.phase.value} and was asked to switch to "
-                f"{target.value}; from here it can go to {allowed or 'nowhere'}"
+                f"rank {self.rank} ({self._roles()}) cannot switch from {self.phase.value} to {target.value}; "
+                f"allowed: {allowed or 'none'}"
             )
 
     def begin(self, target: Phase) -> None:
@@ -114,8 +114,8 @@ class PhaseMachine:
         if self.phase not in SERVES[request]:
             serving = sorted(phase.value for phase in SERVES[request])
             raise PhaseError(
-                f"rank {self.rank} ({self._roles()}) is in phase {self.phase.value} and was asked to {request}, "
-                f"which needs {serving}"
+                f"rank {self.rank} ({self._roles()}) cannot {request} in phase {self.phase.value}; "
+                f"allowed in: {serving}"
             )
 
     def _roles(self) -> str:

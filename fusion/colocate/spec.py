@@ -60,7 +60,6 @@ class WorkerSpec:
     reference: Parallel | None = None
     reward_model: RewardModelSpec | None = None
     topology: Topology | None = None
-    across_nodes: bool = False
     pace: Pace | None = None
     ahead: bool = False
     detokenizer: DetokenizerSpec | None = None

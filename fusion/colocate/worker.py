@@ -12,7 +12,6 @@ from the host). What a card consists of is `Card`; how it changes its phase is i
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,8 +26,15 @@ from fusion.colocate.card import Card, load_card
 from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
+from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, join
 from fusion.colocate.role_phase import in_role_phase
-from fusion.colocate.samples.sequences import REFERENCE, split_responses, summed_log_ratios, to_sequences
+from fusion.colocate.samples.sequences import (
+    REFERENCE,
+    response_column,
+    summed_log_ratios,
+    to_sequences,
+    tokens_of_samples,
+)
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport, wait_kind
@@ -56,6 +62,7 @@ class Worker:
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self._parts = parts
         self._card: Card | None = None
+        self._rendezvous: Rendezvous | None = None
 
     @property
     def card(self) -> Card:
@@ -63,12 +70,14 @@ class Worker:
         assert self._card is not None, f"rank {self.rank} is not prepared"
         return self._card
 
-    def rendezvous(self) -> str:
-        """Returns an address at which the other cards can reach this one."""
-        host = socket.gethostbyname(socket.gethostname()) if self.spec.across_nodes else "127.0.0.1"
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
+    def rendezvous(self, host: str = LOOPBACK) -> str:
+        """Returns the address for `prepare`, of which every card of the run must be told. Called on rank 0.
+
+        Args:
+            host: this machine's address that the other cards can reach.
+        """
+        self._rendezvous = Rendezvous(host)
+        return self._rendezvous.address
 
     def prepare(self, address: str, device: Device | None = None) -> str:
         """Opens the card (unless ``device`` is given), joins the other workers at ``address`` (unless they have
@@ -84,8 +93,8 @@ class Worker:
         log = StageLog(self.rank, device, parts.pacer)
         torch.set_num_threads(1)
         if spec.world > 1 and not dist.is_initialized():
-            backend = device.process_group_backend
-            dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=spec.world)
+            backend, opened = device.process_group_backend, self._rendezvous
+            join(address, rank=self.rank, world=spec.world, backend=backend, opened=opened)
         with log.work("prepare"):
             self._card = load_card(
                 spec=spec, rank=self.rank, phases=self.phases, queue=self.queue, parts=parts, log=log
@@ -135,9 +144,16 @@ class Worker:
         """
         card = self.card
         self.phases.require("generate")
-        with self._stage("generate", "gen"):
-            suspended = self._generation.run(requests, stay=stay, metrics=card.log.metrics, timeline=card.log.timeline)
-            card.log.record_memory("infer")
+        try:
+            with self._stage("generate", "gen"):
+                suspended = self._generation.run(
+                    requests, stay=stay, metrics=card.log.metrics, timeline=card.log.timeline
+                )
+                card.log.record_memory("infer")
+        except BaseException as error:
+            if card.receiver is not None:
+                card.receiver.abort(error)
+            raise
         return card.log.report(suspended=suspended)
 
     def answer(self, requests: Sequence[Request], rows: str = "") -> StageReport:
@@ -157,11 +173,11 @@ class Worker:
             card.log.record_memory("infer")
         return card.log.report(answers=answers)
 
-    def reference(self, shares: list[list[str]]) -> StageReport:
+    def reference(self, requested: Sequence[str]) -> StageReport:
         """Adds the column `ref_logprobs` to samples. Collective over the mesh of the reference model.
 
         Args:
-            shares: ids by DP rank of that mesh.
+            requested: ids of the samples of this card's replica.
 
         Returns:
             with algorithm.kl_in=reward the samples' `reference_kl`, from one card of each replica.
@@ -173,22 +189,23 @@ class Worker:
         in_phase = in_role_phase(self.phases, Phase.REFERENCE, mesh=mesh, weights=weights, device=card.device)
         with self._stage("reference", "reference"), in_phase:
             self.phases.require("reference")
-            ids = shares[mesh.dp_rank]
             in_reward = self.spec.algorithm.kl_in == "reward"
-            delivery = card.reader("reference", ids, mesh, loss_columns=("behaviour_logprobs",) if in_reward else ())
-            sequences = to_sequences(delivery)
+            delivery = card.reader(
+                "reference", requested, mesh, loss_columns=("behaviour_logprobs",) if in_reward else ()
+            )
+            ids, sequences = delivery.batch.ids, to_sequences(delivery)
             logprobs = card.roles.logprobs(sequences, card.trainer)
             if _first_of_replica(mesh) and ids:
-                columns = {REFERENCE: split_responses(logprobs, delivery)}
+                columns = {REFERENCE: response_column(logprobs, sequences, delivery)}
                 self.queue.put(PackedBatch.from_samples(ids, columns))
             card.log.record_memory("reference")
         reports_kl = in_reward and mesh.tp_rank == 0 and mesh.last_stage
         sums = summed_log_ratios(sequences, logprobs) if reports_kl else []
         return card.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
 
-    def score(self, shares: list[list[str]]) -> StageReport:
-        """Scores samples of the queue with the reward model, ``shares`` of ids by DP rank of its mesh. Collective over
-        the mesh; the first card of a replica reports the outcomes."""
+    def score(self, requested: Sequence[str]) -> StageReport:
+        """Scores samples of the queue with the reward model, ``requested``: ids of those of this card's replica.
+        Collective over its mesh; the first card of a replica reports the outcomes."""
         card = self.card
         mesh = card.meshes.reward_model
         assert mesh is not None
@@ -196,20 +213,17 @@ class Worker:
         in_phase = in_role_phase(self.phases, Phase.REWARD, mesh=mesh, weights=weights, device=card.device)
         with self._stage("score", "reward_model"), in_phase:
             self.phases.require("score")
-            ids = shares[mesh.dp_rank]
-            batch = card.reader("score", ids, mesh).batch
-            rows = range(len(batch))
-            samples = [(batch["prompt"][row].tolist(), batch["response"][row].tolist()) for row in rows]
-            outcomes = card.roles.scores(samples)
+            batch = card.reader("score", requested, mesh).batch
+            outcomes = card.roles.scores(tokens_of_samples(batch))
             card.log.record_memory("reward")
-        return card.log.report(scores=dict(zip(ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
+        return card.log.report(scores=dict(zip(batch.ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
-    def train(self, minibatches: list[list[list[str]]], version: int | None = None) -> StageReport:
+    def train(self, minibatches: Sequence[Sequence[str]], version: int | None = None) -> StageReport:
         """Runs one optimizer step per minibatch. Gradients accumulated before count for the first one. Collective over
         the cards that train.
 
         Args:
-            minibatches: sample ids, [minibatch][dp rank].
+            minibatches: ids of the samples of this card's replica, by minibatch.
             version: the policy version before this call; None: the samples' staleness is not reported.
         """
         card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
@@ -225,9 +239,8 @@ class Worker:
                     stage="gradients",
                     device=card.device,
                 )
-            own_ids = [shares[mesh.dp_rank] for shares in minibatches]
             weigh = partial(self._weigh, version)
-            for number, batch in enumerate(card.reader.minibatches(trainer, own_ids, weigh)):
+            for number, batch in enumerate(card.reader.minibatches(trainer, minibatches, weigh)):
                 with card.log.timeline.span("forward_backward", "train"):
                     card.log.metrics.update(trainer.forward_backward(batch, card.algorithm.loss))
                 before_update = card.switcher.await_optimizer if number == 0 else None
@@ -251,19 +264,19 @@ class Worker:
         self._checkpoint_writer.write(checkpoint, export)
 
     def restore(self, checkpoint: str) -> None:
-        """Loads the trainer's state from the folder ``checkpoint``.
+        """Loads the trainer's state from the folder ``checkpoint``, which was saved in any layout and whose files the
+        caller has verified. Collective over the cards that train.
 
         Raises:
-            ValueError: the folder is not a checkpoint, or belongs to another layout or model.
+            ValueError: the folder is not a checkpoint, or belongs to another model or dtype.
         """
         self.phases.require("restore")
         with self.card.log.work("restore"):
             self.card.switcher.load_optimizer()
             self.card.switcher.await_optimizer()
-            load_checkpoint(self._trainer, checkpoint)
+            load_checkpoint(self._trainer, checkpoint, verify=False)
 
-    # Control calls: answered while any stage runs. All except `status` are for cards that generate; all except `status`
-    # and `take_ended_chunks` for the first card of an engine.
+    # Control calls: answered while any stage runs. All except `status` are for the first card of an engine.
 
     def status(self) -> dict[str, Any]:
         """Reports rank, process id, phase and stage, and on a card that generates `InferEngine.status`."""
@@ -289,7 +302,7 @@ class Worker:
         self._generation.engine.pause()
 
     def take_ended_chunks(self) -> list[SuspendedSample]:
-        """Returns the requests of this card that were suspended at the end of their chunk since the last call."""
+        """Returns the requests of the engine that were suspended at the end of their chunk since the last call."""
         return self._generation.take_suspended()
 
     @property

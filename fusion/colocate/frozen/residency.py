@@ -4,8 +4,8 @@
     one       the role's weights replace the actor's, and then the reverse: one model in HBM at a time
     all       the role's weights always stay in HBM: nothing is copied, but the KV cache is smaller
 
-Invariants (property-tested in tests/colocate/test_residency.py): `exchange_order` names every unit once, units of one
-side in order; after every step of it the bytes in HBM are at most those of the larger side.
+Invariants (property-tested in tests/colocate/frozen/test_residency.py): `exchange_order` names every unit once, units
+of one side in order; after every step of it the bytes in HBM are at most those of the larger side.
 """
 
 from __future__ import annotations

@@ -5,16 +5,18 @@ If both tokenizers are the same, or the reward model's folder has none, ids are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a folder with a tokenizer has at least one."""
 
 
 def same_tokenizer(policy: str, reward_model: str) -> bool:
-    """Returns whether the two folders' tokenizers have the same vocabulary and the same end token."""
-    if not (Path(reward_model) / TOKENIZER_FILE).is_file():
+    """Returns whether the two folders' tokenizers have the same vocabulary and the same end token; also True if the
+    reward model's folder has no tokenizer."""
+    if not any((Path(reward_model) / name).is_file() for name in TOKENIZER_FILES):
         return True
     first, second = _load(policy), _load(reward_model)
     return first.get_vocab() == second.get_vocab() and first.eos_token_id == second.eos_token_id
@@ -22,15 +24,19 @@ def same_tokenizer(policy: str, reward_model: str) -> bool:
 
 class Retokenizer:
     """Converts the policy's tokens to the reward model's. Special tokens are left out of the text, as they have no
-    meaning there; if the response ends with the policy's end token, the reward model's own is appended."""
+    meaning there; if the response ends with an end token of the policy, the reward model's own is appended.
 
-    def __init__(self, policy: str, reward_model: str):
+    ``end_token_ids``: the policy's, besides its tokenizer's.
+    """
+
+    def __init__(self, policy: str, reward_model: str, end_token_ids: Iterable[int] = ()):
         self._policy, self._model = _load(policy), _load(reward_model)
+        self._ends = {self._policy.eos_token_id, *end_token_ids}
 
     def __call__(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
         text = self._policy.decode([*prompt, *response], skip_special_tokens=True)
         tokens = self._model(text)["input_ids"]
-        ended = bool(response) and response[-1] == self._policy.eos_token_id
+        ended = bool(response) and response[-1] in self._ends
         end = self._model.eos_token_id
         return tokens + [end] if ended and end is not None and tokens[-1:] != [end] else tokens
 

@@ -55,7 +55,8 @@ class FrozenRoles:
             if policy.train is not None:
                 self.on_host["reward_model"] = FrozenWeights(self.reward_model.weights, device, pool)
             if reward.retokenize:
-                self.retokenize = Retokenizer(spec.model.path, reward.path)
+                ends = spec.detokenizer.end_token_ids if spec.detokenizer else ()
+                self.retokenize = Retokenizer(spec.model.path, reward.path, ends)
 
     def choose_residency(self, free_bytes: int) -> None:
         """Chooses the residency when the trainer is in HBM. ``free_bytes``: the minimum over all cards."""
@@ -68,7 +69,7 @@ class FrozenRoles:
 
     @property
     def needs_room(self) -> bool:
-        """Whether roles must still be loaded into HBM, into memory that the optimizer does not use."""
+        """Whether roles must still be loaded into HBM, so that the optimizer stays on the host until training."""
         return bool(self.on_host) and self.residency != "all"
 
     @contextmanager
@@ -105,23 +106,26 @@ class FrozenRoles:
             temperature=self.spec.temperature,
         )
 
-    def scores(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[RewardOutcome]:
-        """Returns one outcome per sample (prompt, response), in order. In `reward_model_in_hbm`; collective over its
-        mesh."""
+    def scores(self, samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[RewardOutcome]:
+        """Returns one outcome per sample (prompt, response: int64 [L] each), in order. In `reward_model_in_hbm`;
+        collective over its mesh."""
         assert self.reward_model is not None
-        tokens = [
-            self.retokenize(prompt, response) if self.retokenize else [*prompt, *response]
-            for prompt, response in samples
-        ]
+        tokens = [self._reward_tokens(prompt, response) for prompt, response in samples]
         max_length = self.reward_model.config.max_positions
         fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= max_length]
         values = sequence_scores(
             self.reward_model,
-            [torch.tensor(tokens[index], dtype=torch.int64) for index in fits],
+            [tokens[index] for index in fits],
             self.spec.training.token_budget,
         )
         scores = dict(zip(fits, values, strict=True))
         return [_outcome(scores.get(index), len(ids), max_length) for index, ids in enumerate(tokens)]
+
+    def _reward_tokens(self, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+        """Returns a sample in the reward model's tokens, int64 [L]."""
+        if self.retokenize is None:
+            return torch.cat([prompt, response])
+        return torch.tensor(self.retokenize(prompt.tolist(), response.tolist()), dtype=torch.int64)
 
     @contextmanager
     def _in_hbm(self, role: str) -> Iterator[None]:

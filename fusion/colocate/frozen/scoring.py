@@ -23,7 +23,11 @@ def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_b
 
     Collective over the model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; may be empty.
     """
-    sequences = Sequences.from_samples(samples, [()] * len(samples))
+    no_tokens = torch.empty(0, dtype=torch.int64)
+    lengths = [len(sample) for sample in samples]
+    sequences = Sequences.from_packed(
+        lengths, [0] * len(lengths), prompts=torch.cat([no_tokens, *samples]), responses=no_tokens
+    )
     scores = torch.zeros(len(samples))
     for indices, batch, hidden_ND in _forward(model, sequences, token_budget):
         if indices:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from distqueue import SamplesLost
 from distqueue.hierarchy import GroupReader, Received
 from fusion.colocate.meshes import Meshes
+from fusion.colocate.samples.read_ahead import ReadAhead
 from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, stage_columns, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
@@ -15,13 +18,15 @@ from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Timeline
 from fusion.training import Sequences, TrainEngine
 
+log = logging.getLogger(__name__)
+
 
 class StageReader:
     """Reads samples for the stages of a card. Collective over a replica of the stage's mesh, which makes one request to
     the queue. ``timeline``: records the wait."""
 
     def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, timeline: Timeline):
-        self.spec, self._meshes, self._queue, self._timeline = spec, meshes, queue, timeline
+        self.spec, self._meshes, self._queue, self._timeline = spec, meshes, ReadAhead(queue), timeline
         self.readers: dict[str, GroupReader] = {}
         """Group readers by stage, created at its first batch"""
 
@@ -34,7 +39,8 @@ class StageReader:
         loss_columns: Sequence[str] = (),
         expert_columns: Sequence[str] = (),
     ) -> Received:
-        """Reads samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`)."""
+        """Reads samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`); without those
+        that the queue has lost."""
         columns = stage_columns(mesh, loss_columns, expert_columns)
         if not ids:
             return empty_samples(columns)
@@ -42,7 +48,20 @@ class StageReader:
             group = self._meshes.replica if mesh is self._meshes.train else mesh.tp_group
             self.readers[stage] = GroupReader(self._queue, group, columns)
         with self._timeline.span("read", WAIT_DATA):
-            return self.readers[stage].read(ids)
+            while ids:
+                try:
+                    return self.readers[stage].read(ids)
+                except SamplesLost as error:  # on every rank of the replica
+                    log.error("stage %r continues without %d samples: %s", stage, len(error.ids), error)
+                    lost = {*error.ids}
+                    ids = [id for id in ids if id not in lost]
+        return empty_samples(columns)
+
+    def _begin(self, stage: str, ids: Sequence[str]) -> None:
+        """Begins to read samples that the next call for the stage reads; on the rank that asks the queue."""
+        reader = self.readers.get(stage)
+        if reader is not None and reader.rank == 0:
+            self._queue.begin(ids, reader.union)
 
     def minibatches(
         self,
@@ -50,21 +69,25 @@ class StageReader:
         minibatches: Sequence[Sequence[str]],
         weigh: Callable[[Sequences], Sequences],
     ) -> Iterable[Sequences]:
-        """Reads this rank's samples of each minibatch when it is their turn; all of them at once where each needs what
-        the policy before the first update computes: its routing, or its log-probabilities. A single minibatch needs
-        neither.
+        """Reads this rank's samples of each minibatch when it is their turn, from the queue while the card computes on
+        the minibatch before; all of them at once where each needs what the policy before the first update computes: its
+        routing, or its log-probabilities. A single minibatch needs neither.
 
         Args:
             weigh: gives the tokens their weights.
         """
-        batches: Iterable[Sequences] = (weigh(self._read_minibatch(trainer, ids)) for ids in minibatches)
+        batches: Iterable[Sequences] = (
+            replace(weigh(self._read_minibatch(trainer, ids, following)), updated=number > 0)
+            for number, (ids, following) in enumerate(zip(minibatches, [*minibatches[1:], ()], strict=True))
+        )
         if len(minibatches) > 1 and self.spec.algorithm.replay == "train":
             batches = [trainer.with_own_routing(batch) for batch in batches]
         if len(minibatches) > 1 and self.spec.algorithm.corrects_by == "decoupled":
             batches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in batches]
         return batches
 
-    def _read_minibatch(self, trainer: TrainEngine, ids: Sequence[str]) -> Sequences:
+    def _read_minibatch(self, trainer: TrainEngine, ids: Sequence[str], following: Sequence[str]) -> Sequences:
+        """Reads the samples ``ids``, and begins to read those of the ``following`` minibatch."""
         mesh, algorithm = trainer.model.mesh, self.spec.algorithm
         has_reference = self.spec.deployment.reference and algorithm.kl_in == "loss"
         received = self(
@@ -74,4 +97,6 @@ class StageReader:
             loss_columns=(*LOSS, REFERENCE) if has_reference else LOSS,
             expert_columns=(ROUTING,) if algorithm.replay == "rollout" else (),
         )
+        if following:
+            self._begin("train", following)
         return to_sequences(received, mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank))

@@ -1,6 +1,6 @@
 """Convert the queue's columns to the trainer's sequences, and back.
 
-queue columns ─► StageReader ─► Received ─to_sequences─► trainer Sequences ─► logprobs ─split_responses─► queue column
+queue columns ─► StageReader ─► Received ─to_sequences─► trainer Sequences ─► logprobs ─response_column─► queue column
 
 A pipeline stage has the columns that it computes with (`stage_columns`): the first stage the tokens, the last one the
 labels and the loss's inputs. The samples' lengths are known to all stages.
@@ -74,8 +74,8 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
     if routing is not None and layers is not None and len(routing):
         routing = routing[:, layers.start : layers.stop]
     return Sequences.from_packed(
-        lengths["prompt"].tolist(),
-        lengths["response"].tolist(),
+        lengths["prompt"],
+        lengths["response"],
         prompts=column("prompt"),
         responses=column("response"),
         advantages=column("advantage"),
@@ -86,6 +86,12 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
     )
 
 
+def tokens_of_samples(batch: PackedBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns views of each sample's prompt and response, int64 [L] each."""
+    prompts, responses = (batch[name].buffer.split(batch[name].lengths().tolist()) for name in TOKENS)
+    return list(zip(prompts, responses, strict=True))
+
+
 def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> list[float]:
     """Sums behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) over each sample's response."""
     behaviour_N = sequences.behaviour_logprobs
@@ -94,8 +100,7 @@ def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> lis
     return [float(part.sum()) for part in ratios.split(sequences.lengths)]
 
 
-def split_responses(values_N: torch.Tensor, received: Received) -> list[torch.Tensor]:
-    """Splits a per-token column of `to_sequences(received)` into one tensor per sample, of its response tokens."""
-    prompts, responses = (received.lengths[name].tolist() for name in TOKENS)
-    lengths = [length for pair in zip(prompts, responses, strict=True) for length in pair]
-    return list(values_N.split(lengths)[1::2])
+def response_column(values_N: torch.Tensor, sequences: Sequences, received: Received) -> Column:
+    """Packs a per-token result of ``sequences``, which are `to_sequences(received)`, as a column of the queue: each
+    sample's values at its response tokens. On a rank that has received the responses."""
+    return Column(values_N[sequences.loss_mask], received.batch["response"].offsets)

@@ -34,11 +34,9 @@ class HostBuckets(Buckets):
         self.plans, self.dtype, self.owner, self.shared = plans, dtype, "host", {}
         regions = pool.take([plan.numel * dtype.itemsize for plan in plans])
         self.flats = [region.view(dtype) for region in regions]
-        self.views = {
-            param.name: flat[offset : offset + param.numel].view(param.shape)
-            for plan, flat in zip(plans, self.flats, strict=True)
-            for param, offset in plan.entries
-        }
+        self.views = {}
+        for plan, flat in zip(plans, self.flats, strict=True):
+            self.views |= plan.views(flat)
         self._held: set[int] = set()
 
     def held(self, index: int) -> int:

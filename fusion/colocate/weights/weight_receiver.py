@@ -24,7 +24,8 @@ from fusion.telemetry import Metrics, Timeline
 
 
 class WeightReceiver:
-    """Sets the engine's `on_adopt`.
+    """Receives new weights into staging, has the engine adopt them between two of its steps and reports both. Sets the
+    engine's `on_adopt`.
 
     Args:
         make_switcher: creates the `PhaseSwitcher` that runs this card's side of a switch on the weights thread.
@@ -66,18 +67,28 @@ class WeightReceiver:
         self._adopted = threading.Event()
         self._report: StageReport | None = None
         """Report of the `generate` stage up to the adoption"""
+        self._error: BaseException | None = None
+        """What the adoption, or the engine's stage, raised on the engine's thread; it ends the run"""
         engine.on_adopt = self._adopt
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
         """Receives policy ``version`` and returns once the engine, which must be generating, has adopted it. Collective
-        over the actor's cards: the others `switch` with ``while_generating``."""
+        over the actor's cards: the others `switch` with ``while_generating``.
+
+        Raises:
+            WeightsDiffer: here and on the engine's thread: the engine has adopted other weights than were sent. So does
+                every other error of the adoption, and one that has ended the engine's stage (`abort`).
+        """
         with self._timeline.span("receive weights", "switch", lane="weights"), self._device.on_stream(self._stream):
             self._adopted.clear()
             self.staged.expect(version)
             self.switcher.to_infer(version, share, while_generating=True)  # ends when all cards have everything
-            if self._engine.is_leader:
-                self._engine.adopt(version)
-            self._adopted.wait()
+            if self._error is None:
+                if self._engine.is_leader:
+                    self._engine.adopt(version)
+                self._adopted.wait()
+        if self._error is not None:
+            raise self._error
         self._metrics.add("timing_s/switch/pause", self.staged.pause_s)
         report = self._report
         assert report is not None
@@ -85,9 +96,20 @@ class WeightReceiver:
             report, metrics=self._metrics.merge(report.metrics).take(), spans=report.spans + self._timeline.drain()
         )
 
+    def abort(self, error: BaseException) -> None:
+        """Ends `receive`, now and later, with the error that has ended the engine's stage, whose adoption it would wait
+        for in vain. On the engine's thread."""
+        self._error = error
+        self._adopted.set()
+
     def _adopt(self, version: int) -> None:
         """Adopts the staged weights, on the engine's thread. `generate` may last for the whole run, so `receive` also
         returns its report so far."""
-        self.staged.adopt(version)
-        self._report = self._interim_report()
-        self._adopted.set()
+        try:
+            self.staged.adopt(version)
+            self._report = self._interim_report()
+        except BaseException as error:
+            self._error = error  # `receive` waits on another thread and would never return
+            raise
+        finally:
+            self._adopted.set()
