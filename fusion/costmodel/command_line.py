@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str], groups: ConfigGroups) -> Arguments:
 
 
 def _limits(overrides: Mapping[str, str], groups: ConfigGroups) -> dict[str, Any]:
-    """The fields of a `Setup` that come from config groups, which validate what the arguments change."""
+    """Returns the fields of a `Setup` that come from config groups, which validate what the arguments change."""
     configs: dict[str, Any] = {}
     for name, kind in groups.items():
         changed = {key.split(".")[1]: yaml.safe_load(v) for key, v in overrides.items() if key.startswith(f"{name}.")}
@@ -127,7 +127,7 @@ def _subset(kind: type, config: object) -> Any:
 
 
 def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
-    """Choose the requested layouts; a layout that is `auto` is the best one in combination with the other."""
+    """Estimates the requested layouts; one that is `auto` (None) is the best in combination with the other."""
     best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
     return estimate(setup.with_layouts(train or best.train, infer or best.infer))
 

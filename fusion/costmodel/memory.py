@@ -96,10 +96,7 @@ def estimate_memory(setup: Setup) -> Memory:
     training = max(stages, key=lambda owners: sum(owners.values()))
     generating = max([_infer_stage(setup, stage) for stage in range(infer.pp)], key=lambda owners: sum(owners.values()))
     states = max(stage_weights(shape, train, stage).states_bytes(train) for stage in range(train.pp))
-    weights = [
-        WEIGHT_BYTES * max(stage_weights(shape, side, stage).numel for stage in range(side.pp))
-        for side in (train, infer)
-    ]
+    weights = [largest_weight_bytes(shape, side) for side in (train, infer)]
     stays = states if setup.shared and setup.fusion.offload == "none" else 0
     leaves = states if setup.shared and setup.fusion.offload == "switch" else 0
     buckets, usable = 4 * setup.fusion.bucket_bytes, setup.hardware.usable_bytes

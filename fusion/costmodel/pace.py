@@ -77,7 +77,7 @@ class Pace:
         )
 
     def __str__(self) -> str:
-        scales = f"a token represents {self.token_scale}, a second {self.time_scale:g}"
+        scales = f"a token represents {self.token_scale} modelled tokens, a second {self.time_scale:g} modelled seconds"
         scales += f", training counts {self.training_scale:g} times" if self.training_scale != 1 else ""
         return f"{self.shape.name} on {self.hardware.name}, {scales}"
 
@@ -101,12 +101,14 @@ class EngineLoad:
 
     ``decode_contexts``: of each sequence that decodes, the tokens its new one attends to, itself included.
     ``first_token_contexts``: the same of each sequence whose prefill ends in this step, so that its first token is
-    sampled. ``prefill_chunks``: (tokens computed, tokens before them) of each piece of a prompt.
+    sampled. ``prefill_chunks``: (tokens computed, tokens before them) of each piece of a prompt. ``drafts``: the same
+    of each draft that is verified; the token before it is one that decodes.
     """
 
     decode_contexts: tuple[int, ...] = ()
     first_token_contexts: tuple[int, ...] = ()
     prefill_chunks: tuple[tuple[int, int], ...] = ()
+    drafts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,15 @@ class EngineCost:
         # Of the modelled tokens of a sequence's first token, the prefill samples one, decode steps the others.
         batch = len(load.decode_contexts) + len(load.first_token_contexts) * (scale - 1) / scale
         kv = (sum(load.decode_contexts) + sum(load.first_token_contexts) * (scale - 1) / scale) * scale
-        tokens = sum(count for count, _ in load.prefill_chunks)
-        attended = sum(attention_pairs(count, before) for count, before in load.prefill_chunks) * scale
+        (drafted, drafted_pairs), (tokens, attended) = (
+            (sum(count for count, _ in chunks), sum(attention_pairs(*chunk) for chunk in chunks) * scale)
+            for chunks in (load.drafts, load.drafts + load.prefill_chunks)
+        )
         decode, ideal = Work(0.0), 0.0
         if batch:
             decode = roofline.decode_step(batch, kv) * scale
+            if drafted:
+                decode = roofline.engine_step(batch, kv, prefill_tokens=drafted, attended=drafted_pairs) * scale
             ideal = roofline.ideal_decode_s(batch, kv, self.full_batch) * scale
             both = roofline.engine_step(batch, kv, prefill_tokens=tokens, attended=attended) * scale
             prefill = both.seconds - decode.seconds
@@ -140,11 +146,11 @@ class EngineCost:
         return self._by_kind(decode.seconds, prefill) or {"decode": 0.0}, self._by_kind(ideal, prefill)
 
     def out_s(self, kv_tokens: int) -> float:
-        """Seconds in which a die copies the KV of this many tokens of the run to the host."""
+        """Estimates the seconds in which a die copies the KV of this many tokens of the run to the host."""
         return self._copy_s(kv_tokens, self.pace.hardware.out_bytes_per_s)
 
     def back_s(self, kv_tokens: int) -> float:
-        """Seconds of the way back."""
+        """Estimates the seconds in which a die copies it back."""
         return self._copy_s(kv_tokens, self.pace.hardware.back_bytes_per_s)
 
     def _copy_s(self, kv_tokens: int, bytes_per_s: Figure) -> float:

@@ -209,7 +209,7 @@ def _bytes(chosen: Estimate) -> Group:
     return _under(
         "GB of a die by link, mean and most: to generate (left), to train if all came over the wire (right)",
         table,
-        f"Held in both layouts, so that it does not travel: up to {kept[0]:.2f} GB a die.",
+        f"Held in both layouts, and therefore not sent: up to {kept[0]:.2f} GB a die.",
     )
 
 
@@ -230,7 +230,7 @@ def _seconds(chosen: Estimate) -> Group:
         table.add_section()
     overlap = chosen.memory.overlap or not chosen.switches[0].parts.get("offload")
     how = (
-        "Packing runs behind the wire, bucket by bucket; the host link works beside both."
+        "Packing overlaps with the wire, bucket by bucket, and the host link with both."
         if overlap
         else "The optimizer state leaves before the weights change: HBM does not hold both."
     )

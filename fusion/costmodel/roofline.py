@@ -81,8 +81,7 @@ class Roofline:
         self._stages = [self._stage(stage) for stage in range(parallel.pp)]
         here = max((stage_weights(shape, parallel, stage) for stage in range(parallel.pp)), key=lambda w: w.numel)
         self._held, self._states = here.numel, here.states_bytes(parallel)
-        heads = -(-shape.kv_heads // parallel.tp) / shape.kv_heads if shape.kv_heads else 1
-        self._kv_bytes = shape.kv_elements * heads * WEIGHT_BYTES
+        self._kv_bytes = shape.kv_elements_of_rank(parallel.tp) * WEIGHT_BYTES
         # Operations per pair: 4 per query channel; for MLA 2 x (192 + 128), where `qkv_width` counts 2 x 192 + 128.
         width = 4 * (shape.qkv_width - shape.kv_elements) if shape.kv_heads else 1.25 * shape.qkv_width
         self._pair_flops = width / parallel.tp

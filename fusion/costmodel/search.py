@@ -199,7 +199,8 @@ def _deployment(setup: Setup, name: str, *, train_dies: int, infer_dies: int) ->
 
 
 def _switch_bound_s(setup: Setup, sizes: Memory) -> float:
-    """Bounds both switches by bytes alone: an engine's weights over the wire beside the offload, then the onload."""
+    """Bounds both switches by bytes alone: the longer of an engine's weights over the wire and the offload, then the
+    onload."""
     hardware = setup.hardware
     weights = WEIGHT_BYTES * stage_weights(setup.shape, setup.infer, 0).numel
     wire_s = weights / hardware.link_bytes_per_s(_outermost(hardware, setup.dies))

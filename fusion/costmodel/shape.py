@@ -133,8 +133,11 @@ class Shape:
 
     def kv_bytes(self, tp: int, pp: int = 1, itemsize: int = 2) -> int:
         """Bytes of one token's KV cache on one rank of the longest pipeline stage."""
-        heads = -(-self.kv_heads // tp) / self.kv_heads if self.kv_heads else 1
-        return int(self.kv_elements * heads) * -(-len(self.layers) // pp) * itemsize
+        return int(self.kv_elements_of_rank(tp)) * -(-len(self.layers) // pp) * itemsize
+
+    def kv_elements_of_rank(self, tp: int) -> float:
+        """Returns the elements of the KV cache per token and layer on the TP rank that has most."""
+        return self.kv_elements * (-(-self.kv_heads // tp) / self.kv_heads if self.kv_heads else 1)
 
     @classmethod
     def from_hf(cls, name: str, hf: Mapping[str, Any], key: str = "model") -> Shape:

@@ -4,7 +4,7 @@
                   offload ░░░░░░░░░│                and packing overlaps with the wire bucket by bucket
     to train      wire ░░░░░░░│                     each unit comes over the wire or is rounded from the die's own
                   masters ░░░░│                     masters on the host (`fusion.ep_switch.unit_sources`)
-                                onload ░░░░░░░      the optimizer state returns beside the first micro-batches
+                                onload ░░░░░░░      loading the optimizer state overlaps with the first micro-batches
 
 A die's wire time is the longer of sending and receiving, each class of links at the bandwidth it reaches. The links
 inside a supernode are one port, the network between supernodes is another. Every round of buckets adds one latency.
@@ -22,7 +22,7 @@ from math import ceil
 import numpy as np
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.memory import WEIGHT_BYTES, Memory, stage_weights
+from fusion.costmodel.memory import WEIGHT_BYTES, Memory, largest_weight_bytes, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import Traffic
@@ -50,7 +50,7 @@ class Switch:
     limit: str
     """The bottleneck."""
     onload_s: float = 0.0
-    """Of the optimizer's return beside training, which `seconds` leaves out."""
+    """Of loading the optimizer state, which overlaps with training: `seconds` leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
     ends = {"sending": moved.sent / speed, "receiving": moved.received / speed}
     taken = {end: np.maximum(seconds[:-1].sum(0), seconds[-1]) for end, seconds in ends.items()}
     busiest = max(taken, key=lambda end: taken[end].max())
-    most = max(moved.sent.sum(0).max(), moved.received.sum(0).max())
-    rounds = ceil(most / (bucket_bytes / 2))
+    max_nbytes = max(moved.sent.sum(0).max(), moved.received.sum(0).max())
+    rounds = ceil(max_nbytes / (bucket_bytes / 2))
     by_level = np.maximum(ends["sending"], ends["receiving"]).max(1)
     total = float(taken[busiest].max()) + rounds * hardware.collective_s.value
     return Wire(by_level=tuple(float(s) for s in by_level), seconds=total, rounds=rounds, busiest=busiest)
@@ -121,7 +121,7 @@ def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
 def adopt_s(setup: Setup) -> float:
     """Estimates an engine's pause while its die copies received weights into the model, from its host or its HBM."""
     hardware, infer = setup.hardware, setup.infer
-    nbytes = WEIGHT_BYTES * max(stage_weights(setup.shape, infer, stage).numel for stage in range(infer.pp))
+    nbytes = largest_weight_bytes(setup.shape, infer)
     if setup.fusion.double_buffer:
         return 2 * nbytes / hardware.hbm_bytes_per_s.value
     return nbytes / hardware.back_bytes_per_s.value
@@ -145,7 +145,7 @@ def published(setup: Setup) -> dict[str, float]:
     """
     shape, train, hardware = setup.shape, setup.train, setup.hardware
     slowest = hardware.link_bytes_per_s(LEVELS.index("supernode"))
-    here = WEIGHT_BYTES * max(stage_weights(shape, train, stage).numel for stage in range(train.pp))
+    here = largest_weight_bytes(shape, train)
     tensors = sum(len(layer.tensors) for layer in shape.layers)
     reshard = _gathered_bytes(shape, train) / slowest + 2 * tensors * hardware.collective_s.value
     experts = max(layer.numel["expert"] for layer in shape.layers) * WEIGHT_BYTES

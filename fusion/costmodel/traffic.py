@@ -5,7 +5,7 @@ first. This leaves a few segments (ranges of a cut dimension that neither layout
 dies: who holds it before, who needs it after. Bytes are linear in the segments, so the sums approximate nothing.
 
 The rules are those of the switch plan (`fusion.ep_switch.plan`):
-1. bytes that a die holds already do not travel; every other byte arrives once on every die that needs it;
+1. bytes that a die holds already are not sent; every other byte arrives once on every die that needs it;
 2. over a slower class of links (`Topology.classes`) a segment enters a group of faster links once, and is forwarded
    inside it;
 3. senders are balanced: all holders of a segment share sending it, as do the dies that receive it for their group.
@@ -74,7 +74,8 @@ def switch_traffic(shape: Shape, source: Side, target: Side, topology: Topology,
     ledger = _Ledger(dies, topology)
     for group in _groups(shape, source.parallel, target.parallel, itemsize=itemsize):
         width, hold, need = _segments(shape, group, source, target=target, dies=dies)
-        ledger.add(group.nbytes * width, hold, need, _same_storage(group.cut, source.parallel, target.parallel))
+        same_storage = _same_storage(group.cut, source.parallel, target.parallel)
+        ledger.add(group.nbytes * width, hold, need, same_storage=same_storage)
     return ledger.close()
 
 
@@ -219,7 +220,7 @@ class _Ledger:
                 self.received[level, n] += (arriving * (within - got)).sum(0)
                 got = within
             if alone.any():
-                self._forward(levels, entry * nbytes, outside, n)
+                self._forward(levels, taken_in=entry * nbytes, outside=outside, n=n)
             self._offer(levels, np.where(holders > 0, arriving, 0.0), n, hold=hold, h=h)
             if not alone.any():
                 return

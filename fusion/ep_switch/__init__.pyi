@@ -12,4 +12,3 @@ from .topology import Topology as Topology
 from .transfer import Switcher as Switcher
 from .transfer import SwitchError as SwitchError
 from .transfer import SwitchReport as SwitchReport
-from .transfer import execute as execute

@@ -42,8 +42,18 @@ class Vote:
 
     @classmethod
     def decode(cls, data: bytes) -> Vote:
-        digest, failures = json.loads(data)
-        return cls(tuple(map(SwitchFailure.from_json, failures)), digest)
+        """Invert `encode`.
+
+        Raises:
+            ValueError: the data are not those of a vote.
+        """
+        try:
+            match json.loads(data):
+                case [int(digest), [*failures]]:
+                    return cls(tuple(map(SwitchFailure.from_json, failures)), digest)
+        except RecursionError:
+            pass
+        raise ValueError(f"a vote of {len(data)} bytes: expected a digest and a list of failures")
 
 
 class PeerLost(Exception):

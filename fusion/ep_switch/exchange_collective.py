@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -200,7 +201,8 @@ class CollectiveExchange(Exchange):
         while time.monotonic() < deadline and len(votes) < len(self.peers):
             for peer in self.peers:
                 if peer not in votes and store.check([str(peer)]):
-                    votes[peer] = Vote.decode(store.get(str(peer)))
+                    with suppress(ValueError):  # a value that is no vote is not that rank's
+                        votes[peer] = Vote.decode(store.get(str(peer)))
             time.sleep(_PAUSE_S)
         for peer in self.peers:
             if peer not in votes:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
-from fusion.ep_switch.peer_sockets import PeerSockets
+from fusion.ep_switch.peer_sockets import MALFORMED, PeerSockets
 from fusion.ep_switch.program import NO_PROGRAM, Program
 from fusion.ep_switch.segment import Segment
 from fusion.ep_switch.stopwatch import Stopwatch
@@ -29,6 +30,7 @@ from fusion.npu import HANDLE_BYTES, Device
 READY, READ, VOTE = range(3)
 _HEAD = struct.Struct("<Bqi")
 """Kind, round, and for READY the number of handles. Then a Vote, or the handles and the checksums."""
+_SUM_BYTES = 8
 
 ROUND_TIMEOUT_S, START_TIMEOUT_S, CLOSING_TIMEOUT_S = 120.0, 1800.0, 10.0
 """Seconds that the others wait for a rank whose process is alive: in a round, before it joins the switch, and between
@@ -40,6 +42,39 @@ class Ready(NamedTuple):
 
     handles: tuple[bytes, ...]
     sums: bytes
+
+
+@dataclass(frozen=True)
+class Message:
+    """A decoded message about round ``index``; ``ready``, ``vote``: of the kinds READY and VOTE."""
+
+    kind: int
+    index: int
+    ready: Ready | None = None
+    vote: Vote | None = None
+
+    @classmethod
+    def decode(cls, data: bytes) -> Message:
+        """Decode a message of any content.
+
+        Raises:
+            ValueError: it is none that `PeerMessages.send` sends.
+        """
+        if len(data) < _HEAD.size:
+            raise ValueError(f"a message of {len(data)} bytes: expected at least {_HEAD.size}")
+        kind, index, count = _HEAD.unpack_from(data)
+        payload, handle_bytes = data[_HEAD.size :], HANDLE_BYTES * count
+        if index < 0:
+            raise ValueError(f"a message about round {index}")
+        if kind == VOTE:
+            return cls(kind, index, vote=Vote.decode(payload))
+        if kind == READ and not payload and not count:
+            return cls(kind, index)
+        if kind != READY or not 0 <= handle_bytes <= len(payload) or (len(payload) - handle_bytes) % _SUM_BYTES:
+            raise ValueError(f"a message of kind {kind} with {count} handles and {len(payload)} bytes after its head")
+        ends = range(0, handle_bytes + 1, HANDLE_BYTES)
+        handles = tuple(payload[start:stop] for start, stop in pairwise(ends))
+        return cls(kind, index, ready=Ready(handles, payload[handle_bytes:]))
 
 
 class PeerMessages:
@@ -74,22 +109,24 @@ class PeerMessages:
                 if self.votes[peer]:
                     raise PeerLost(peer, "has left the switch", left=True)
                 if peer in self.sockets.closed:
-                    raise PeerLost(peer, "its process has ended")
+                    raise PeerLost(peer, self.sockets.closed[peer])
             if time.monotonic() > deadline:
                 raise PeerLost(peers[0], f"has not answered for {timeout_s:.0f} s")
             for peer, message in self.sockets.receive(deadline - time.monotonic()):
                 self._take(peer, message)
 
-    def _take(self, peer: int, message: bytes) -> None:
-        kind, index, count = _HEAD.unpack_from(message)
-        if kind == READY:
-            ends = [_HEAD.size + HANDLE_BYTES * number for number in range(count + 1)]
-            handles = tuple(message[start:stop] for start, stop in pairwise(ends))
-            self.ready[peer][index] = Ready(handles, message[ends[-1] :])
-        elif kind == READ:
-            self.read[peer] = index
+    def _take(self, peer: int, data: bytes) -> None:
+        try:
+            message = Message.decode(data)
+        except ValueError:
+            self.sockets.disconnect(peer, MALFORMED)
+            return
+        if message.ready is not None:
+            self.ready[peer][message.index] = message.ready
+        elif message.vote is not None:
+            self.votes[peer].append(message.vote)
         else:
-            self.votes[peer].append(Vote.decode(message[_HEAD.size :]))
+            self.read[peer] = message.index
 
 
 class SharedExchange(Exchange):

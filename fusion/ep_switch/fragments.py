@@ -14,12 +14,10 @@ from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
-from fusion.ep_switch.layout import Layout, places_in
+from fusion.ep_switch.layout import Layout, is_contiguous, places_in
 from fusion.ep_switch.moves import Regions
 from fusion.model.bucket_plan import BucketPlan
 from fusion.model.table import Box
-
-Strides = tuple[int, ...]
 
 
 class Slab:
@@ -37,7 +35,7 @@ class Spot(NamedTuple):
 
     slab: Slab
     offset: int
-    strides: Strides
+    strides: tuple[int, ...]
 
 
 class Fragment(NamedTuple):
@@ -167,8 +165,8 @@ def _adjoin(one: Fragment, other: Fragment) -> bool:
     return all(
         a.slab is b.slab
         and a.offset + numel == b.offset
-        and _dense(one.shape, a.strides)
-        and _dense(other.shape, b.strides)
+        and is_contiguous(one.shape, a.strides)
+        and is_contiguous(other.shape, b.strides)
         for a, b in zip(one.givers + one.takers, other.givers + other.takers, strict=True)
     )
 
@@ -176,15 +174,6 @@ def _adjoin(one: Fragment, other: Fragment) -> bool:
 def _join(one: Fragment, other: Fragment) -> Fragment:
     give, take = (tuple([spot._replace(strides=(1,)) for spot in spots]) for spots in (one.givers, one.takers))
     return Fragment(one.regions + other.regions, shape=(one.numel + other.numel,), givers=give, takers=take)
-
-
-def _dense(shape: tuple[int, ...], strides: Strides) -> bool:
-    step = 1
-    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != step:
-            return False
-        step *= length
-    return True
 
 
 def _inside(spot: Spot, whole: Box, box: Box) -> Spot:

@@ -78,10 +78,6 @@ class Layout:
         max_numel = unit_bytes(self.bucket_bytes) // self.dtype.itemsize
         return local_params(self.config, self.parallel, place, max_numel=max_numel)
 
-    def params(self, rank: int) -> tuple[LocalParam, ...]:
-        """Return the local tensors of a global rank; none if it is not in the layout."""
-        return tuple(param for unit in self.units(rank) for param, _ in unit.entries)
-
     def units(self, rank: int) -> tuple[BucketPlan, ...]:
         """Return the storage units of a global rank; none if it is not in the layout."""
         return self._units[self._first[rank]] if rank in self._first else ()
@@ -113,6 +109,16 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.parallel}x{len(self.ranks) // self.parallel.world}"
+
+
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether a box of this shape (sizes > 0) takes up one range of its storage, row by row."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def places_in(index: int, unit: BucketPlan) -> list[Held]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fusion.ep_switch.exchange import Alone, Exchange, Kind
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import PeerMessages, SharedExchange
-from fusion.ep_switch.peer_sockets import Listener, machine
+from fusion.ep_switch.peer_sockets import Invitation, Listener, machine
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 from fusion.npu.all_or_none import gather_json
@@ -49,20 +49,19 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, *, kind: Kind
 
 
 def _connect(device: Device, group: dist.ProcessGroup, *, rank: int, peers: Sequence[int]) -> Any:
-    """Exchange addresses and memory handles with all ranks; return None unless all of them can share memory."""
+    """Exchange invitations and memory handles with all ranks; return None unless all of them can share memory."""
     listener, probe, handle = Listener(), None, b""
     if device.can_share:
         probe = torch.zeros(1, device=device.torch_device)
         handle = device.share(probe)
-    cards = gather_json([machine(), handle.hex(), listener.address], group)
+    cards = gather_json([machine(), handle.hex(), listener.invitation], group)
     handles = [bytes.fromhex(handle) for _, handle, _ in cards]
     same_machine = all(card_machine == cards[0][0] for card_machine, _, _ in cards)
     if not all(gather_json(same_machine and all(handles) and _can_map(device, handles), group)):
         listener.close()
         return None
-    return PeerMessages(
-        listener.connect(rank, {peer: address for peer, (_, _, address) in zip(peers, cards, strict=True)}), peers
-    )
+    invitations = {peer: Invitation(*invitation) for peer, (_, _, invitation) in zip(peers, cards, strict=True)}
+    return PeerMessages(listener.connect(rank, invitations), peers)
 
 
 def _can_map(device: Device, handles: Sequence[bytes]) -> bool:

@@ -149,17 +149,18 @@ class _Search:
 
     def _excess(self, indices: tuple[int, ...]) -> int:
         """Return the maximum bytes by which a rank would exceed its limit at any time if these slabs were next."""
-        over, grown = 0, dict(self.resident)
+        over = 0
+        grown: dict[int, int] = {}  # only the ranks that these slabs change: there are many others
         read: dict[UnitId, int] = defaultdict(int)
         for index in indices:
             takes, reads = self.demands[index]
             for rank, nbytes in takes:
-                grown[rank] += nbytes
+                grown[rank] = grown.get(rank, self.resident[rank]) + nbytes
                 over = max(over, grown[rank] - self.limit[rank])
             for unit, _ in reads:
                 read[unit] += 1
                 if read[unit] == len(self.readers[unit]):
-                    grown[unit[0]] -= self.size[unit]
+                    grown[unit[0]] = grown.get(unit[0], self.resident[unit[0]]) - self.size[unit]
         return over
 
     def _take(self, indices: tuple[int, ...]) -> None:

@@ -3,22 +3,43 @@
 A switch in shared memory sends a few words a round ("ready", "read"), and a collective takes milliseconds on the host.
 Unix sockets of whole messages (SOCK_SEQPACKET) carry them; a rank that waits sleeps in `poll`, because there may be
 more ranks than cores. They are also the memory barrier between the writer and the reader of shared memory.
+
+Every process of the machine can see and open such a socket. So both ends compare the user of the other end, which the
+kernel reports (SO_PEERCRED), with their own, and a rank greets with a secret that the ranks exchanged over their
+process group. A connection that fails either is closed; it neither delays the others nor ends the run.
 """
 
 from __future__ import annotations
 
-import json
+import hmac
 import os
 import secrets
 import select
 import socket
+import struct
+import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 CONNECT_TIMEOUT_S = 60.0
 PIECE_BYTES = 1 << 16
 """Bytes sent at once: less than the smallest default socket buffer of Linux. Longer messages are sent in pieces."""
 
+MAX_MESSAGE_BYTES = 1 << 26
+"""Bytes of a whole message; a peer that sends more is disconnected."""
+
+MAX_UNGREETED = 64
+"""Connections of this user that have not greeted yet; beyond that the oldest is closed."""
+
+ENDED, MALFORMED = "its process has ended", "it sent a malformed message"
+"""Why a peer is closed"""
+
+_BUSY_PAUSE_S = 0.01
 _LAST, _MORE = b"\0", b"\1"
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): process id, user, group
+_GREETING = struct.Struct("<8sI32s")
+"""`_HELLO`, the sender's rank, and the receiver's secret"""
+_HELLO = b"rlfusion"
 
 
 def machine() -> tuple[str, ...]:
@@ -29,43 +50,53 @@ def machine() -> tuple[str, ...]:
     return boot, str(os.getuid()), os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
 
 
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user or to root."""
+    size = _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return user in (0, os.geteuid())
+
+
+class Invitation(NamedTuple):
+    """Lets a rank connect to a `Listener`. Sent over the process group only: ``secret`` (hexadecimal) must not be
+    readable by other users, whereas everyone on the machine can list ``address``."""
+
+    address: str
+    secret: str
+
+
 class Listener:
-    """Accepts the connections of peers at `address`, from the moment it is made."""
+    """Accepts the connections of peers from the moment it is made. ``invitation``: what they need to connect."""
 
     def __init__(self) -> None:
-        self.address = f"\0rlfusion-{secrets.token_hex(16)}"  # abstract: leaves nothing on disk, however the rank ends
+        # An abstract address leaves nothing on disk, however the rank ends.
+        self.invitation = Invitation(f"\0rlfusion-{secrets.token_hex(16)}", secrets.token_hex(32))
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(CONNECT_TIMEOUT_S)
-        self.socket.bind(self.address)
+        self.socket.bind(self.invitation.address)
         self.socket.listen(1024)
+        self.socket.setblocking(False)
 
     def close(self) -> None:
         self.socket.close()
 
-    def connect(self, rank: int, addresses: Mapping[int, str]) -> PeerSockets:
-        """Connects this rank with every other one, given all addresses by rank. Collective over them; closes the
+    def connect(self, rank: int, invitations: Mapping[int, Invitation], timeout_s: float | None = None) -> PeerSockets:
+        """Connects this rank with every other one, given all invitations by rank. Collective over them; closes the
         listener.
 
+        Args:
+            timeout_s: to wait for each of them; None: CONNECT_TIMEOUT_S.
+
         Raises:
-            TimeoutError: a rank did not connect within CONNECT_TIMEOUT_S.
+            TimeoutError: a rank did not connect in time.
+            ConnectionError: the address of a rank belongs to a process of another user.
         """
+        deadline = time.monotonic() + (CONNECT_TIMEOUT_S if timeout_s is None else timeout_s)
         sockets: dict[int, socket.socket] = {}
         try:
-            for peer in addresses:
+            for peer, invitation in invitations.items():
                 if peer < rank:
-                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                    connection.settimeout(CONNECT_TIMEOUT_S)
-                    connection.connect(addresses[peer])
-                    # A process that knows its own address and that of its peer is of the group.
-                    connection.send(_greeting(addresses[rank], rank))
-                    sockets[peer] = connection
-            greetings = {_greeting(address, peer): peer for peer, address in addresses.items() if peer > rank}
-            while len(sockets) < len(addresses) - 1:
-                connection, _ = self.socket.accept()
-                connection.settimeout(CONNECT_TIMEOUT_S)
-                sender = greetings.get(connection.recv(PIECE_BYTES))
-                if sender is not None:  # other processes of this machine are ignored
-                    sockets[sender] = connection
+                    sockets[peer] = _call(rank, peer, invitation, deadline)
+            self._accept(sockets, {peer for peer in invitations if peer > rank}, deadline)
         except BaseException:
             for connection in sockets.values():
                 connection.close()
@@ -74,15 +105,70 @@ class Listener:
             self.close()
         return PeerSockets(sockets)
 
+    def _accept(self, sockets: dict[int, socket.socket], missing: set[int], deadline: float) -> None:
+        """Adds the connections of the ``missing`` ranks to ``sockets``. Never waits for a single connection, since
+        other processes may connect and send nothing."""
+        ungreeted: dict[int, socket.socket] = {}
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        try:
+            while missing:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError(f"ranks {sorted(missing)} of this machine did not connect in time")
+                for fd, _ in poll.poll(left_s * 1e3):
+                    if fd == self.socket.fileno():
+                        if (connection := self._next_caller()) is not None:
+                            ungreeted[connection.fileno()] = connection
+                            poll.register(connection, select.POLLIN)
+                    elif (connection := ungreeted.pop(fd, None)) is not None:
+                        poll.unregister(fd)
+                        if (peer := self._greeted_by(connection, missing)) is None:
+                            connection.close()
+                        else:
+                            sockets[peer] = connection
+                            missing.remove(peer)
+                    if len(ungreeted) > MAX_UNGREETED:
+                        fd, connection = next(iter(ungreeted.items()))
+                        poll.unregister(ungreeted.pop(fd))
+                        connection.close()
+        finally:
+            for connection in ungreeted.values():
+                connection.close()
+
+    def _next_caller(self) -> socket.socket | None:
+        """Accepts a connection; returns None if it is of another user, or has gone."""
+        try:
+            connection, _ = self.socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return None
+        if not is_trusted(connection):
+            connection.close()
+            return None
+        connection.setblocking(False)
+        return connection
+
+    def _greeted_by(self, connection: socket.socket, missing: set[int]) -> int | None:
+        """Returns the rank of the ``missing`` that has greeted over a connection; None if none of them did."""
+        try:
+            greeting = connection.recv(_GREETING.size + 1)
+        except OSError:
+            return None
+        if len(greeting) != _GREETING.size:
+            return None
+        hello, peer, secret = _GREETING.unpack(greeting)
+        own = bytes.fromhex(self.invitation.secret)
+        return peer if hello == _HELLO and hmac.compare_digest(secret, own) and peer in missing else None
+
 
 class PeerSockets:
-    """A socket to each of some ranks. ``closed``: the peers whose process has ended, or closed its socket."""
+    """A socket to each of some ranks. ``closed``: why a peer can no longer be reached, by rank; `ENDED` if its process
+    has ended or closed its socket."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
-        self.closed: set[int] = set()
+        self.closed: dict[int, str] = {}
         self._sockets = sockets
         self._peer_of = {connection.fileno(): peer for peer, connection in sockets.items()}
-        self._partial = dict.fromkeys(sockets, b"")
+        self._partial = {peer: bytearray() for peer in sockets}
         self._received: list[tuple[int, bytes]] = []
         self._poll = select.poll()
         for connection in sockets.values():
@@ -91,7 +177,13 @@ class PeerSockets:
 
     def send(self, peer: int, message: bytes) -> None:
         """Sends a message; drops it if the peer is closed. Receives while the peer's buffer is full, as the peer may be
-        sending to this rank."""
+        sending to this rank.
+
+        Raises:
+            ValueError: the message has more than MAX_MESSAGE_BYTES.
+        """
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes to rank {peer}: expected at most {MAX_MESSAGE_BYTES}")
         for start in range(0, len(message), PIECE_BYTES):
             stop = start + PIECE_BYTES
             self._send(peer, (_MORE if stop < len(message) else _LAST) + message[start:stop])
@@ -102,6 +194,12 @@ class PeerSockets:
             self._poll_once(timeout_s)
         received, self._received = self._received, []
         return received
+
+    def disconnect(self, peer: int, reason: str) -> None:
+        """Receives nothing more from a peer, and sends it nothing more."""
+        if peer not in self.closed:
+            self.closed[peer] = reason
+            self._poll.unregister(self._sockets[peer])
 
     def close(self) -> None:
         for connection in self._sockets.values():
@@ -130,18 +228,48 @@ class PeerSockets:
             if events == select.POLLOUT:
                 continue
             try:
-                piece = self._sockets[peer].recv(PIECE_BYTES + 1)
+                piece = self._sockets[peer].recv(PIECE_BYTES + 2)
             except ConnectionResetError:
                 continue  # it ended with messages unread; what it sent before is still to come, then its end
             if not piece:
-                self.closed.add(peer)
-                self._poll.unregister(fd)
-                continue
-            self._partial[peer] += piece[1:]
-            if piece[:1] == _LAST:
-                self._received.append((peer, self._partial[peer]))
-                self._partial[peer] = b""
+                self.disconnect(peer, ENDED)
+            else:
+                self._take(peer, piece)
+
+    def _take(self, peer: int, piece: bytes) -> None:
+        """Adds a piece to its peer's message."""
+        mark, partial = piece[:1], self._partial[peer]
+        partial += piece[1:]
+        if mark not in (_LAST, _MORE) or len(piece) > PIECE_BYTES + 1 or len(partial) > MAX_MESSAGE_BYTES:
+            partial.clear()
+            self.disconnect(peer, MALFORMED)
+        elif mark == _LAST:
+            self._received.append((peer, bytes(partial)))
+            partial.clear()
 
 
-def _greeting(address: str, rank: int) -> bytes:
-    return json.dumps([address, rank]).encode()
+def _call(rank: int, peer: int, invitation: Invitation, deadline: float) -> socket.socket:
+    """Connects to a peer, and greets it."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        while not _has_connected(connection, invitation.address):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {peer} of this machine did not accept a connection in time")
+            time.sleep(_BUSY_PAUSE_S)
+        if not is_trusted(connection):
+            raise ConnectionError(f"the socket of rank {peer} belongs to a process of another user")
+        connection.send(_GREETING.pack(_HELLO, rank, bytes.fromhex(invitation.secret)))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _has_connected(connection: socket.socket, address: str) -> bool:
+    """Connects; returns False if the listener's queue of connections is full."""
+    connection.setblocking(False)
+    try:
+        connection.connect(address)
+    except BlockingIOError:
+        return False
+    return True

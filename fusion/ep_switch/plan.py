@@ -12,14 +12,14 @@ that delivered its elements.
 
 Invariants, in this order:
 1. Every element of every unit of the target that is neither shared nor hosted is written exactly once, with the element
-   of the same global index. What the rank holds in the source layout does not travel (it is copied; a shared unit not
-   even that); every other element is received once.
+   of the same global index. What the rank holds in the source layout is not sent (it is copied; a shared unit not even
+   that); every other element is received once.
 2. Over links of a class each element enters a group of ranks connected by faster links at most once, and never if a
    member holds it; it is forwarded inside the group (`senders`).
 3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
 4. On every rank, at all times, weights + send, receive and staging buffers ≤ max(A, B) + SLACK buckets (with ``keep``:
    A + B minus shared units), if no storage unit is larger than a bucket. This is the result of a search, not guaranteed
-   by construction: a plan that exceeds the bound logs a warning. In a round no rank sends more than half of
+   by construction: a plan that exceeds the bound issues a warning. In a round no rank sends more than half of
    ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider dtype.
 5. Each source unit that is not shared is released once, after its last read: before the first round if no rank reads
    it, else after the last round that reads it; with ``keep`` none is released. Each target unit that is not shared is
@@ -77,7 +77,7 @@ class Plan:
     bucket_bytes: int
     topology: Topology
     keep: bool
-    hosted: tuple[UnitId, ...]
+    hosted: tuple[UnitId, ...] = field(hash=False)
     shared: Shared = field(hash=False, repr=False)
     unread: tuple[UnitId, ...] = field(hash=False, repr=False)
     rounds: tuple[Round, ...] = field(hash=False, repr=False)
@@ -87,9 +87,9 @@ class Plan:
         """The global ranks that take part."""
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
 
-    @property
+    @cached_property
     def wire_dtype(self) -> torch.dtype:
-        """The narrower dtype of the two layouts: values are converted before they travel, or after."""
+        """The narrower dtype of the two layouts: values are converted before they are sent, or after."""
         return min(self.target.dtype, self.source.dtype, key=lambda dtype: dtype.itemsize)
 
     @cached_property
@@ -127,16 +127,17 @@ class Plan:
         """Return the units of a rank's target that are filled from its host."""
         return self._hosting.get(rank, ())
 
-    def sent_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank sends in the whole switch, by the level of the link (`LEVELS`)."""
-        return {level: self._traffic[rank, -1, index] for index, level in enumerate(LEVELS)}
-
     def received_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
-        return {level: self._traffic[-1, rank, index] for index, level in enumerate(LEVELS)}
+        return {level: self._received[rank, index] for index, level in enumerate(LEVELS)}
 
     def peak_bytes(self, rank: int) -> int:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
+        if rank not in self._peaks:
+            self._peaks[rank] = self._peak(rank)
+        return self._peaks[rank]
+
+    def _peak(self, rank: int) -> int:
         source, target = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank)
         peak = sum(source)
         resident = peak - sum(source[index] for owner, index in self.unread if owner == rank)
@@ -147,6 +148,10 @@ class Plan:
             resident -= released_later
             released_later = sum(source[index] for owner, index in round_.release_after if owner == rank)
         return peak + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
+
+    @cached_property
+    def _peaks(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _hosting(self) -> dict[int, tuple[int, ...]]:
@@ -176,16 +181,14 @@ class Plan:
         return largest
 
     @cached_property
-    def _traffic(self) -> dict[tuple[int, int, int], int]:
-        """Bytes by (sender, or -1 for all; receiver, or -1; level)."""
-        traffic: dict[tuple[int, int, int], int] = defaultdict(int)
+    def _received(self) -> dict[tuple[int, int], int]:
+        """Bytes by (receiver, level)."""
+        received: dict[tuple[int, int], int] = defaultdict(int)
         for round_ in self.rounds:
             for sketch in _sent_moves(round_):
                 level = self.topology.level(sketch.source_rank, sketch.target_rank)
-                nbytes = sketch.numel * self.wire_dtype.itemsize
-                traffic[sketch.source_rank, -1, level] += nbytes
-                traffic[-1, sketch.target_rank, level] += nbytes
-        return traffic
+                received[sketch.target_rank, level] += sketch.numel * self.wire_dtype.itemsize
+        return received
 
 
 def _sent_moves(round_: Round) -> Iterator[MoveSketch]:
@@ -257,10 +260,10 @@ def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) ->
             target_owners, source_owners = need[key].owners, have[key].owners
             for rank in target_owners.keys() & source_owners.keys():
                 shared.append((rank, target_owners.pop(rank), source_owners[rank]))
-    jobs = []
+    jobs, all_hosted = [], frozenset(hosted)
     for family in families(have.values(), [slab for slab in need.values() if slab.owners]):
         units = {unit for slab in family.slabs for unit in slab.owners.items()}
-        jobs.append(Job(family, frozenset(units.intersection(hosted))))
+        jobs.append(Job(family, all_hosted & units))
     return jobs, tuple(sorted(shared))
 
 

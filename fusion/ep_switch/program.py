@@ -74,9 +74,9 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
     """Compile the rounds of ``rank``, over the storage of its two ends (None: it holds nothing of that end)."""
     dtypes = plan.source.dtype, plan.target.dtype
     if rank not in plan.ranks:
-        idle = [any(not move.local for move in round_.moves) for round_ in plan.rounds]
         stages = [
-            Stage(allocate=(), copies=([], []), send=[], release=(), receive=[], exchange=exchange) for exchange in idle
+            Stage(allocate=(), copies=([], []), send=[], release=(), receive=[], exchange=round_.exchange)
+            for round_ in plan.rounds
         ]
         return Program(stages, dtypes, plan.wire_dtype, send_numel=0, receive_numel=0, bytes_local=0)
     ends = _Ends(source.flats if source else [], target.flats if target else [], rank)

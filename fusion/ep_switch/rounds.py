@@ -24,8 +24,8 @@ from fusion.ep_switch.senders import Job
 IN_FLIGHT = 2
 """Number of rounds in flight at a time."""
 
-LEAST = 8
-"""A hop is not cut into pieces smaller than 1/LEAST of a round's capacity, except for its remainder."""
+MIN_PIECE_FRACTION = 1 / 8
+"""Smallest piece that a hop is cut into, as a fraction of a round's capacity; its remainder may be smaller."""
 
 
 def pack_rounds(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
@@ -66,14 +66,15 @@ class _Packer:
         earliest = {rank: self.held[rank].earliest(size) for rank, size in nbytes.items()}
         first = {unit: earliest[unit[0]] for unit in job.hosted}
         reads: dict[UnitId, int] = {}
-        came: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        # (rank, fragment) → (start, stop, round) of each piece that the rank receives
+        rounds_received: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
         for hop in job.hops:
             at = earliest[hop.target_rank]
             if hop.relayed:
-                brought = came[hop.source_rank, id(hop.fragment)]
-                at = max([at, *[k + IN_FLIGHT for a, b, k in brought if a < hop.stop and hop.start < b]])
+                received = rounds_received[hop.source_rank, id(hop.fragment)]
+                at = max([at, *[k + IN_FLIGHT for a, b, k in received if a < hop.stop and hop.start < b]])
             placed = self._place(hop, at)
-            came[hop.target_rank, id(hop.fragment)] += placed
+            rounds_received[hop.target_rank, id(hop.fragment)] += placed
             if not hop.relayed:
                 reads[hop.reads] = max(placed[-1][2], reads.get(hop.reads, 0))
             first[hop.writes] = min(placed[0][2], first.get(hop.writes, placed[0][2]))
@@ -90,8 +91,9 @@ class _Packer:
         lanes = (write,) if hop.local else (write, self.send[hop.source_rank])
         start, stop, fragment, placed = hop.start, hop.stop, hop.fragment, []
         while start < stop:
-            at, amount = _first_room(lanes, at, min(stop - start, write.least), most=stop - start)
-            end = start + amount
+            left = stop - start
+            at, numel = _first_room(lanes, at, min_numel=min(left, write.min_numel), max_numel=left)
+            end = start + numel
             if start or end < fragment.numel:
                 end = legal_stop(fragment, start, end)
             for lane in lanes:
@@ -117,36 +119,36 @@ class _Packer:
 
 
 class _Lane:
-    """Tracks what one rank may still send, or write, in each round. ``open``: the first round with at least ``least``
-    elements left."""
+    """Tracks what one rank may still send, or write, in each round. ``open``: the first round with at least
+    ``min_numel`` elements left."""
 
-    __slots__ = ("least", "left", "open", "room")
+    __slots__ = ("left", "min_numel", "open", "room")
 
     def __init__(self, room: int):
-        self.room, self.least, self.open = room, max(1, room // LEAST), 0
+        self.room, self.min_numel, self.open = room, max(1, int(room * MIN_PIECE_FRACTION)), 0
         self.left: list[int] = []
 
-    def take(self, at: int, amount: int) -> None:
+    def take(self, at: int, numel: int) -> None:
         left = self.left
         if at >= len(left):
             left += [self.room] * (at + 1 - len(left))
-        left[at] -= amount
-        while self.open < len(left) and left[self.open] < self.least:
+        left[at] -= numel
+        while self.open < len(left) and left[self.open] < self.min_numel:
             self.open += 1
 
 
-def _first_room(lanes: tuple[_Lane, ...], at: int, least: int, most: int) -> tuple[int, int]:
-    """Return the first round from ``at`` on in which all lanes have room for ``least`` elements, and their room, up to
-    ``most``."""
+def _first_room(lanes: tuple[_Lane, ...], at: int, *, min_numel: int, max_numel: int) -> tuple[int, int]:
+    """Return the first round from ``at`` on in which all lanes have room for ``min_numel`` elements, and their room, up
+    to ``max_numel``."""
     at = max([at, *[lane.open for lane in lanes]])
     while True:
-        amount = most
+        numel = max_numel
         for lane in lanes:
             room = lane.left[at] if at < len(lane.left) else lane.room
-            if room < amount:
-                amount = room
-        if amount >= least:
-            return at, amount
+            if room < numel:
+                numel = room
+        if numel >= min_numel:
+            return at, numel
         at += 1
 
 

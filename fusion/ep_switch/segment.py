@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fusion.ep_switch.checksum import NO_SUM, run_sums
-from fusion.ep_switch.layout import Place
+from fusion.ep_switch.layout import Place, is_contiguous
 from fusion.ep_switch.moves import Move
 from fusion.model.table import Box
 from fusion.npu import Device
@@ -193,7 +193,7 @@ def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Ru
 
 
 def _run(move: Move, place: Place, flats: Flats) -> Run:
-    if len(move.shape) > 1 and _dense(move.shape, place.strides):
+    if len(move.shape) > 1 and is_contiguous(move.shape, place.strides):
         return Run(flats, place._replace(strides=(1,)), (move.numel,), name=move.name)
     return Run(flats, place, move.shape, name=move.name)
 
@@ -228,15 +228,6 @@ def paired(moves: Iterable[Move], target: Flats, sources: tuple[Flats, Flats]) -
             into.append(one)
             out_of.append(other)
     return into, out_of
-
-
-def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def _follows(run: Run, last: Run) -> bool:

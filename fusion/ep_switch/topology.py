@@ -58,8 +58,8 @@ class Topology:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Levels by speed, fastest first. A level is in the class of the next inner one unless it is slower by more
-        than a tenth."""
+        """Levels by speed, fastest first. A level is in the class of the next inner one unless it is slower than the
+        innermost level of that class by more than a tenth."""
         classes: list[list[int]] = [[0]]
         for level in range(1, len(LEVELS)):
             if self.bytes_per_s[level] >= SAME_CLASS * self.bytes_per_s[classes[-1][0]]:
@@ -67,11 +67,6 @@ class Topology:
             else:
                 classes.append([level])
         return tuple(map(tuple, classes))
-
-    def speed_class(self, one: int, other: int) -> int:
-        """Return the index in `classes` of the link between two ranks; 0 is the fastest."""
-        level = self.level(one, other)
-        return next(index for index, levels in enumerate(self.classes) if level in levels)
 
     def group(self, rank: int, speed_class: int) -> int:
         """Return the number of the group in which ``rank`` reaches every member by links of ``speed_class`` or

@@ -40,23 +40,9 @@ from fusion.npu import Device
 from fusion.npu.all_or_none import attempt
 from fusion.npu.failures import RankFailure
 
-__all__ = ["SwitchError", "SwitchReport", "Switcher", "execute"]
+__all__ = ["SwitchError", "SwitchReport", "Switcher"]
 
 T = TypeVar("T")
-
-
-def execute(
-    plan: Plan,
-    source: Holder,
-    target: Holder,
-    *,
-    device: Device,
-    group: dist.ProcessGroup | None = None,
-    checksum: bool = False,
-    exchange: Kind = "auto",
-) -> SwitchReport:
-    """Move the weights from ``source`` to ``target`` once; a `Switcher` reuses a plan's views for many switches."""
-    return Switcher(plan, source, target, device=device, group=group, exchange=exchange).run(checksum)
 
 
 class Switcher:
@@ -137,7 +123,8 @@ class Switcher:
 
         def prepare() -> Program:
             program, rank = self._check(exchange.rank), exchange.rank
-            self._fill.open(self._target, self.plan.hosted_units(rank), host, self.plan.staging_bytes(rank))
+            units, staging_bytes = self.plan.hosted_units(rank), self.plan.staging_bytes(rank)
+            self._fill.open(self._target, units, host, staging_bytes=staging_bytes)
             exchange.open(program, checksum)
             self._note_memory()
             return program

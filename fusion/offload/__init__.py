@@ -5,7 +5,7 @@
                ▼ a separate stream, in pieces                             ▼ a separate stream, in pieces
     host:  HostPool: pinned arenas, allocated once, reused ──────────────►
 
-    gradients:      Offloader.drop after a step, no copy; out and back while they hold a partial accumulation
+    gradients:      out and back while they hold a partial accumulation; after a step the trainer releases them
     offload=stream: StreamedStates: states are kept on the host, two groups of them are in HBM while a step runs
 
 offload: Offloader; pool: HostPool; states: StreamedStates.

@@ -1,8 +1,7 @@
 """Move tensors from HBM to the host and back, bitwise, while every view of them stays valid.
 
     resident ──out──► leaving ──poll, wait: copy done──► out ──back──► returning ──wait──► resident
-        │   HBM and host      │                  host only     HBM allocated, host kept  host released
-        └────────drop, no copy, content dead─────► out ──back──► resident, content undefined
+                      HBM and host               host only     HBM allocated, host kept  host released
 
 The storage is moved: parameters, flat buckets and their views are valid again once `wait` was called after `back`, and
 must not be read or written from `out` until then.
@@ -40,8 +39,8 @@ class _Trip:
     content: torch.Tensor
     """The whole storage on the device as uint8."""
     names: list[str] = field(default_factory=list)
-    host: torch.Tensor | None = None
-    """Host region of the content; None: it was dropped."""
+    host: torch.Tensor = field(init=False)
+    """Host region of the content, which `out` takes."""
     copied: Any = None
     """Event behind the current copy; None: there is none."""
 
@@ -91,17 +90,6 @@ class Offloader:
             raise
         self._away.update({name: trip for trip in leaving for name in trip.names})
 
-    def drop(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Release the storage of tensors whose content is not needed, without a copy; `back` reallocates it.
-
-        For gradients: `out` while they hold a partial accumulation, `drop` after the optimizer step.
-        """
-        for trip in self._storages(tensors):
-            if trip.key in self._returning:
-                self._returning[trip.key].copied.wait(self._device.current_stream())
-            trip.storage.resize_(0)
-            self._away.update(dict.fromkeys(trip.names, trip))
-
     def back(self, names: Iterable[str] | None = None) -> None:
         """Allocate memory for tensors (default: all that are not resident) and start copying their content in.
 
@@ -128,8 +116,7 @@ class Offloader:
         for trip in coming:
             if trip.key in self._returning:
                 self._settle(self._returning[trip.key])
-            if trip.copied is not None:
-                self._returning[trip.key] = trip
+            self._returning[trip.key] = trip
             for name in trip.names:
                 del self._away[name]
 
@@ -162,17 +149,12 @@ class Offloader:
         """Return the content of an offloaded tensor on the host: its whole storage, uint8 [bytes], pinned where the
         card supports it. Read only, and not after `back` was called for it."""
         trip = self._away.get(name)
-        assert trip is not None and trip.host is not None and trip.copied is None, f"{name} is not on the host"
+        assert trip is not None and trip.copied is None, f"{name} is not on the host"
         return trip.host
 
     def resident(self, name: str) -> bool:
         """Return whether the tensor never left, or `back` was called for it."""
         return name not in self._away
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that are currently out or leaving (`pool.nbytes`: all bytes of the pool)."""
-        return sum(trip.host.numel() for trip in self._trips(None) if trip.host is not None)
 
     def _storages(self, tensors: Mapping[str, torch.Tensor]) -> list[_Trip]:
         """Return the storages of tensors, each once, in order."""
@@ -203,10 +185,8 @@ class Offloader:
                 self._settle(trip)
         return self.pool.take(sizes)
 
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor | None) -> Any:
-        """Queue one copy in pieces; return the event behind it, None if there is nothing to copy."""
-        if source is None:
-            return None
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Queue one copy in pieces; return the event behind it."""
         with self._device.on_stream(stream):
             for into, part in zip(target.split(self._bucket_bytes), source.split(self._bucket_bytes), strict=True):
                 into.copy_(part, non_blocking=True)
@@ -220,9 +200,7 @@ class Offloader:
 
     def _settle(self, trip: _Trip) -> None:
         trip.copied.synchronize()
-        region = self._returning.pop(trip.key).host
-        assert region is not None
-        self.pool.give([region])
+        self.pool.give([self._returning.pop(trip.key).host])
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:

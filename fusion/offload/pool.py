@@ -78,11 +78,6 @@ class HostPool:
         """Bytes of host memory that the pool holds, in use or not."""
         return sum(arena.numel() for arena in self._arenas)
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of it that are not taken."""
-        return sum(stop - start for gaps in self._free for start, stop in gaps)
-
     def _place(self, nbytes: int) -> torch.Tensor | None:
         """Take a region from the first gap that holds it; None: there is no such gap."""
         size = _aligned(nbytes)

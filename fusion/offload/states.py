@@ -46,15 +46,26 @@ class StreamedStates:
 
     def __iter__(self) -> Iterator[tuple[int, States]]:
         """Yield every group in order, on the card; it may be read and written until the next one is requested."""
-        return self._pass(dict(enumerate(self._host)), store=True)
-
-    def reading(self, *names: str, groups: Iterable[int] | None = None) -> Iterator[tuple[int, States]]:
-        """Yield ``groups`` (default: all), in this order, with the states of ``names``; writes to them are lost."""
-        indices = range(len(self._host)) if groups is None else groups
-        selected = {
-            index: {name: self._host[index][name] for name in names if name in self._host[index]} for index in indices
-        }
-        return self._pass(selected, store=False)
+        current = self._device.current_stream()
+        slots = [_Slot(self._device, self._host) for _ in self._host[:2]]
+        # Work queued earlier may still use the slots' memory, and follows the stores of the last loop.
+        self._fetching.wait_stream(current)
+        try:
+            for index, host in enumerate(self._host):
+                slot = slots[index % 2]
+                if index == 0:
+                    slot.fetch(host, self._fetching)
+                if index + 1 < len(self._host):
+                    slots[(index + 1) % 2].fetch(self._host[index + 1], self._fetching)
+                slot.fetched.wait(current)
+                yield index, slot.states(host)
+                slot.leave(current)
+                slot.store(host, self._storing)
+        finally:
+            for stream in (self._fetching, self._storing):
+                current.wait_stream(stream)
+            for slot in slots:
+                slot.free()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Map `name.index` to the live tensor in host memory; blocks until copies are done. Call it before every
@@ -62,30 +73,6 @@ class StreamedStates:
         self._fetching.synchronize()
         self._storing.synchronize()
         return {f"{name}.{index}": state for index, host in enumerate(self._host) for name, state in host.items()}
-
-    def _pass(self, groups: dict[int, States], store: bool) -> Iterator[tuple[int, States]]:
-        current = self._device.current_stream()
-        slots = [_Slot(self._device, groups.values()) for _ in list(groups)[:2]]
-        # Work queued earlier may still use the slots' memory, and follows the stores of the last loop.
-        self._fetching.wait_stream(current)
-        try:
-            order = list(groups.items())
-            for turn, (index, host) in enumerate(order):
-                slot = slots[turn % 2]
-                if turn == 0:
-                    slot.fetch(host, self._fetching)
-                if turn + 1 < len(order):
-                    slots[(turn + 1) % 2].fetch(order[turn + 1][1], self._fetching)
-                slot.fetched.wait(current)
-                yield index, slot.states(host)
-                slot.leave(current)
-                if store:
-                    slot.store(host, self._storing)
-        finally:
-            for stream in (self._fetching, self._storing):
-                current.wait_stream(stream)
-            for slot in slots:
-                slot.free()
 
 
 class _Slot:
