@@ -1,4 +1,4 @@
-"""Measures, shows and records a run. Every room may import it; it imports none.
+"""Measure, show and record a run. Every package may import it; it imports none.
 
     worker                     controller                                       writes / shows
     Metrics.take()        ──►  Metrics.merge, throughput            ──►  RunFolder.log       metrics.jsonl, TensorBoard

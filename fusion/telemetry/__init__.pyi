@@ -4,7 +4,6 @@ from .live import progress as progress
 from .memory import MemoryLedger as MemoryLedger
 from .memory import human_bytes as human_bytes
 from .metrics import Metrics as Metrics
-from .metrics import merge_metrics as merge_metrics
 from .metrics import rule_of as rule_of
 from .metrics import throughput as throughput
 from .report import Answer as Answer

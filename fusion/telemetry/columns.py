@@ -57,19 +57,24 @@ COLUMNS = (
     Column("ref\ns", ("timing_s/ref",), seconds, width=5),
     Column("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, width=5),
     Column("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, width=6),
+    Column("tokens\n/pass", ("rollout/tokens_per_forward_mean",), lambda value: f"{value:.2f}", width=6),
     Column("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
     Column("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
 )
 
 
+ONLY_WITH_DRAFTS = "tokens\n/pass"
+
+
 def columns_for(row: Row) -> tuple[Column, ...]:
     """Choose the columns for rows like this one. Without a reference model, the KL is that to the policy that
-    generated, and its header is different."""
+    generated, and its header is different; without drafts a forward pass yields one token a sequence."""
+    columns = [one for one in COLUMNS if one.title != ONLY_WITH_DRAFTS or "rollout/draft_mib_max" in row]
     if any(name in row for name in REFERENCE_KL) or "actor/ppo_kl" not in row:
-        return COLUMNS
+        return tuple(columns)
     return tuple(
         replace(column, title="old\nKL", names=("actor/ppo_kl",)) if column.title == "KL" else column
-        for column in COLUMNS
+        for column in columns
     )
 
 

@@ -1,18 +1,38 @@
 """Write files that stay readable if the writing process is killed.
 
-Each line is written by one system call, so a killed process leaves complete lines and at most one incomplete line at
-the end; `read_jsonl` ignores it, and `JsonLines` removes it before it appends. Any other line that cannot be parsed is
+Lines are appended by one system call, so a killed process leaves complete lines and at most one incomplete line at the
+end; `read_jsonl` ignores it, and `JsonLines` removes it before it appends. Any other line that cannot be parsed is
 an error.
+
+No file is written through a symbolic link: a link with the name of a file is replaced by `write_atomic`, and refused by
+everything that appends (OSError, ELOOP).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
 import os
+import re
+import secrets
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
+"""Constants of renameat2(2)"""
+
+TAIL_BYTES = 1 << 16
+
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}", re.DOTALL)
+"""Names of the files of `open_temporary`"""
 
 
 class JsonLines:
@@ -21,12 +41,13 @@ class JsonLines:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        cut_torn_line(self.path)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        cut_torn_line(self._fd)
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
-        write_all(self._fd, line.encode() + b"\n")
+    def write(self, *records: Mapping[str, Any]) -> None:
+        """Append the objects by one system call."""
+        lines = [ENCODER.encode(finite(record)) + "\n" for record in records]
+        write_all(self._fd, "".join(lines).encode())
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -58,25 +79,98 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
     return len(records) - len(kept)
 
 
-def cut_torn_line(path: Path) -> None:
-    """Remove everything after the last newline."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
+def cut_torn_line(fd: int) -> None:
+    """Remove everything after the last newline of an open file."""
+    end = size = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - TAIL_BYTES)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(fd, end)
 
 
 def write_atomic(path: Path | str, text: str) -> None:
     """Replace a file atomically: a reader sees either the old or the new content."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary, fd = open_temporary(path)
+    try:
+        write_all(fd, text.encode())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        os.close(fd)
 
 
-def write_all(fd: int, data: bytes, offset: int | None = None) -> None:
+def remove_temporary(folder: Path) -> None:
+    """Remove the files of `open_temporary` that killed processes have left in `folder`. No other process may write
+    there."""
+    for path in folder.iterdir():
+        if TEMPORARY.fullmatch(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+def open_temporary(path: Path) -> tuple[Path, int]:
+    """Create a file beside `path`, to be renamed to it. Returns its path, and a descriptor for reading and writing."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    return temporary, open_new(temporary)
+
+
+def open_new(path: Path, mode: int = 0o644) -> int:
+    """Create a file and return a descriptor for reading and writing.
+
+    Raises:
+        FileExistsError: the name is taken, by a file or a link.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two files or folders by name, atomically. Returns False, with nothing changed, if the system or the file
+    system has no such operation.
+
+    Raises:
+        OSError: one of them does not exist, or may not be renamed.
+    """
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # glibc before 2.28, musl, other systems than Linux
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder` durably and atomically, and delete the previous folder of that name.
+
+    On a file system that cannot exchange two folders (`exchange`; NFS, for one) two renames are needed: a crash between
+    them leaves no `folder`, the previous one as `folder.old`, and the complete new one as `new`.
+    """
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    sync(new)
+    if not folder.exists():
+        new.rename(folder)
+    elif exchange(new, folder):
+        old = new
+    else:
+        folder.rename(old)
+        new.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> None:
     """Write every byte, at `offset` if given; the first call usually takes all of them."""
     view = memoryview(data)
     while view:
@@ -94,10 +188,10 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, broken: dict[str, str]) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), name, broken)
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)

@@ -1,11 +1,14 @@
-"""Show the progress of a run or of other long work, at least every few seconds.
+"""Show the progress of a run or of other long work.
 
 with LiveView(total_steps=100) as view:            a table of the last steps and a bar with ETA and tokens/s;
-    view.phase("generate", done=120, total=256)    where stdout is no terminal, one aligned line a step
+    view.phase("generate", done=120, total=256)    where stdout is not a terminal, one aligned line per step
     view.update(step, metrics)
 
 with progress("warm-up", total=50) as bar:         any other long work
     bar.advance(loss=0.31)
+
+On a terminal the view is redrawn several times per second. Elsewhere lines are printed only by these calls: `phase` and
+`advance` print one if nothing was printed for some seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ HEADER_EVERY = 20
 """Plain view: number of steps after which the header is repeated."""
 
 QUIET_S = 10.0
-"""Plain view: seconds without output after which the phase within a step is printed."""
+"""Plain view: seconds without output after which `LiveView.phase` prints the phase within the step."""
 
 
 class LiveView:
-    """The view of a run of `total_steps` steps, of which `first_step` were done before (a resumed run).
+    """Shows the progress of a run of `total_steps` steps, of which `steps_done` were completed before it was resumed.
 
     Use it as a context manager; the terminal is restored however the block ends. `console` defaults to rich's own.
     """
@@ -41,12 +44,15 @@ class LiveView:
         self,
         total_steps: int,
         title: str = "steps",
-        first_step: int = 0,
+        steps_done: int = 0,
         keep: int = 10,
         console: Console | None = None,
     ) -> None:
         self.console = console or get_console()
-        self.total_steps, self.done = total_steps, first_step
+        self.total_steps, self.done = total_steps, steps_done
+        self._step = min(steps_done + 1, total_steps)
+        """The step in progress; work after the last one (saving) counts as that one"""
+        self._step_start = time.monotonic()
         self._stamps: deque[float] = deque([time.monotonic()], maxlen=keep + 1)
         self._rows: deque[dict[str, float]] = deque(maxlen=keep)
         self._phase = ""
@@ -58,7 +64,7 @@ class LiveView:
             expand=True,
             console=self.console,
         )
-        self._task = self._bar.add_task(title, total=total_steps, completed=first_step, speed="")
+        self._task = self._bar.add_task(title, total=total_steps, completed=steps_done, speed="")
         self._live: Live | None = None
         self._printed = 0
         self._last_print = time.monotonic()
@@ -78,13 +84,20 @@ class LiveView:
     def begin(self) -> None:
         """Start the clock of the first step; earlier time is not counted in the duration of a step."""
         self._stamps = deque([time.monotonic()], maxlen=self._stamps.maxlen)
+        self._step_start = time.monotonic()
+
+    def begin_step(self, step: int) -> None:
+        """Show the phases of `step` from now on, although the row of the step before may follow later."""
+        self._step, self._phase, self._step_start = step, "", time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the row of a completed step."""
+        """Show the row of a completed step; `step` counts from 1, also over the steps before a run was resumed."""
         row = {**metrics, "step": float(step)}
         self._rows.append(row)
         self._stamps.append(time.monotonic())
-        self.done, self._phase = self.done + 1, ""
+        self.done = step
+        if step >= self._step:
+            self.begin_step(min(step + 1, self.total_steps))
         speed = self.speed()
         self._bar.update(self._task, completed=self.done, speed=speed)
         if self._live is None:
@@ -99,12 +112,7 @@ class LiveView:
         self._phase = name if done is None else f"{name} {done}" if total is None else f"{name} {done}/{total}"
         now = time.monotonic()
         if self._live is None and now - self._last_print >= QUIET_S:
-            self._print(f"  step {self._at}: {self._phase}, {duration(now - self._stamps[-1])} into the step")
-
-    @property
-    def _at(self) -> int:
-        """The step in progress; work after the last step (saving) counts as that step."""
-        return min(self.done + 1, self.total_steps)
+            self._print(f"  step {self._step}: {self._phase}, {duration(now - self._step_start)} into the step")
 
     def note(self, line: str) -> None:
         """Print a line above the table."""
@@ -138,8 +146,8 @@ class LiveView:
         room = max(self.console.height - 6, 1)
         for row in list(self._rows)[-room:]:
             table.add_row(*(column.cell(row) for column in columns))
-        since = duration(time.monotonic() - self._stamps[-1])
-        now = f"step {self._at}: {self._phase}, {since}" if self._phase else ""
+        since = duration(time.monotonic() - self._step_start)
+        now = f"step {self._step}: {self._phase}, {since}" if self._phase else ""
         return Group(table, Text(now, style="dim", no_wrap=True), self._bar)
 
 
@@ -199,7 +207,8 @@ class Bar:
 def progress(
     title: str, total: int | None = None, unit: str = "", console: Console | None = None, every_s: float = 5.0
 ) -> Iterator[Bar]:
-    """Show a bar for long work; without a terminal, a line at the start, every `every_s` seconds, and at the end."""
+    """Show a bar for long work; without a terminal, a line at the start and at the end, and one at a call of
+    `Bar.advance` if the last is at least `every_s` seconds old."""
     bar = Bar(title, total, unit, console=console or get_console(), every_s=every_s)
     try:
         yield bar

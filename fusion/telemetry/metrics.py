@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -81,7 +81,7 @@ class Metrics:
 
     def spread(self, name: str, values: Iterable[SupportsFloat]) -> None:
         """Add `<name>/mean`, `<name>/max` and `<name>/min` of the values; nothing if there are none."""
-        numbers = [float(value) for value in values]
+        numbers = list(map(float, values))
         if not numbers:
             return
         self.add(f"{name}/mean", sum(numbers) / len(numbers), len(numbers))
@@ -96,10 +96,6 @@ class Metrics:
             yield
         finally:
             self.add(f"timing_s/{name}", self._now() - start)
-
-    def state(self) -> dict[str, Part]:
-        """Return plain picklable data for `merge` in another process."""
-        return dict(self._parts)
 
     def merge(self, other: Metrics | Mapping[str, Part]) -> Metrics:
         """Merge another rank's metrics into this one. Returns self."""
@@ -119,7 +115,8 @@ class Metrics:
         return figures
 
     def take(self) -> dict[str, Part]:
-        """Return `state()` and reset; a worker sends the result at the end of a stage."""
+        """Return plain picklable data for `merge` in another process, and reset; a worker sends it at the end of a
+        stage."""
         parts, self._parts = self._parts, {}
         return parts
 
@@ -142,20 +139,6 @@ class Metrics:
         else:
             value = _extreme(max, known.value, part.value)
         self._parts[name] = Part(part.rule, value, known.weight + part.weight)
-
-
-def merge_metrics(
-    ranks: Sequence[Mapping[str, SupportsFloat]], counts: Sequence[SupportsFloat] | None = None
-) -> dict[str, float]:
-    """Merge results of several ranks by the rule of each name; `counts[i]` is the weight of rank i's means."""
-    if counts is not None and len(counts) != len(ranks):
-        raise ValueError(f"merge_metrics: {len(counts)} counts for {len(ranks)} ranks: expected one for each")
-    folded = Metrics()
-    for index, figures in enumerate(ranks):
-        rank = Metrics()
-        rank.update(figures, 1.0 if counts is None else counts[index])
-        folded.merge(rank)
-    return folded.result()
 
 
 def throughput(tokens: int, seconds: float, cards: int) -> dict[str, float]:

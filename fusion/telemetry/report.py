@@ -41,7 +41,7 @@ class RunReport:
     """The contents of the report; empty parts are left out."""
 
     folder: Sequence[str] = ()
-    """Lines of `RunFolder.describe()`."""
+    """Lines of `run_folder.describe`."""
     outcome: str = "finished"
     """How the run ended, in words: `finished`, `stopped by Ctrl-C at step 12`."""
     steps: int = 0

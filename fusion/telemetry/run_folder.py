@@ -1,42 +1,60 @@
 """Write the output folder of a run, readable while it runs and after it was killed.
 
 runs/<name>/config.yaml       the resolved configuration
-            metrics.jsonl     one JSON object a step
+            metrics.jsonl     one JSON object per step
             tensorboard/      the same figures as TensorBoard events
             samples.jsonl     a few samples of every step: step, prompt, response, reward
             groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), lag
             control.jsonl     changes to generation during the run, and requests that were refused
-            timeline.json     spans of every card, opens in https://ui.perfetto.dev
-            checkpoints/      from which a run resumes
+            timeline.json     spans of every card; open it in https://ui.perfetto.dev
+            checkpoints/      step-<n>: from which a run resumes
             hf/               the model as a Hugging Face folder
+            logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
+            lock.json         locked while the run has the folder; names its process
+
+Only the user who started the run may enter the folder (mode 0700).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, TypeVar
 
-from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, write_atomic
+from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, remove_temporary, write_atomic
+from fusion.telemetry.folder_lock import FolderLock
+from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
 from fusion.telemetry.tensorboard import ScalarEvents
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
 
-IfExists = Literal["suffix", "resume", "refuse"]
+IfExists = Literal["suffix", "resume"]
+
+T = TypeVar("T")
+
+PRIVATE = 0o700
+"""Mode of a new run folder: samples, answers and weights are the user's own. An existing folder keeps its mode."""
 
 
 class RunFolder:
-    """Creates `root/name` or reopens it.
+    """Creates `root/name` or reopens it, and locks it until `close`.
 
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
-    folder; `refuse` raises ValueError. `choice` states in a sentence which it was.
+    folder. `choice` states in a sentence which it was.
+
+    Raises:
+        FolderInUse: another run has the folder; nothing in it was changed.
+        ValueError: ``name`` is not the name of a folder.
     """
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not name or name != Path(name).name or name.startswith("."):
             raise ValueError(f"run name {name!r}: expected one folder name, without / and not starting with a dot")
         self.path, self.choice, self.resumed = _claim(Path(root), name, if_exists)
+        self._lock = FolderLock(self.path)
+        remove_temporary(self.path)
         self.samples_per_step = samples_per_step
         self._metrics: JsonLines | None = None
         self._samples: JsonLines | None = None
@@ -78,23 +96,24 @@ class RunFolder:
         self._metrics.write({"step": step, **numbers})
         self._events.write(step, numbers)
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(
+        self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
+    ) -> None:
         """Write `samples_per_step` of the samples, evenly spaced.
 
-        Each has `prompt`, `response`, `reward`, and what else the caller likes to keep.
+        `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep.
         """
         if self._samples is None:
             self._samples = JsonLines(self.path / "samples.jsonl")
         for sample in _spaced(samples, self.samples_per_step):
-            self._samples.write({"step": step, **sample})
+            self._samples.write({"step": step, **describe(sample)})
 
     def log_groups(self, step: int, groups: Iterable[str], ended: str, lag: int | None = None) -> None:
         """Write how groups have ended; `lag`: policy versions between the admission and the training of each."""
         if self._groups is None:
             self._groups = JsonLines(self.path / "groups.jsonl")
-        for group in groups:
-            row = {"step": step, "group": group, "ended": ended}
-            self._groups.write(row if lag is None else row | {"lag": lag})
+        others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
+        self._groups.write(*({"step": step, "group": group, **others} for group in groups))
 
     def log_spans(self, spans: Iterable[Span]) -> None:
         """Add spans of any card to timeline.json."""
@@ -114,24 +133,13 @@ class RunFolder:
             keep_lines(self.path / name, lambda row: row["step"] <= step)
         return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, also while it is being written."""
-        return read_jsonl(self.path / "metrics.jsonl")
-
-    def samples(self) -> list[dict[str, Any]]:
-        """Return the rows of samples.jsonl."""
-        return read_jsonl(self.path / "samples.jsonl")
-
-    def describe(self) -> list[str]:
-        """Return lines with the path of the folder and its current contents."""
-        return describe(self.path)
-
     def close(self) -> None:
-        """Close the files. All of them are readable without it."""
+        """Close the files and release the lock. All files are readable without it."""
         for file in (self._metrics, self._samples, self._groups, self._timeline, self._events):
             if file is not None:
                 file.close()
         self._metrics = self._samples = self._groups = self._timeline = self._events = None
+        self._lock.release()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -144,13 +152,28 @@ class RunFolder:
         return self.path / name
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None if it is no checkpoint of the run, such as a copy
+    (`step-4-good`) that a user keeps beside them."""
+    match = re.fullmatch(r"step-(0|[1-9][0-9]*)", name, re.ASCII)
+    return int(match[1]) if match else None
+
+
+def complete_checkpoints(path: Path) -> dict[int, Path]:
+    """Map the steps of a run's complete checkpoints to their folders, in ascending order."""
+    marked = {step_of(mark.parent.name): mark.parent for mark in path.glob(f"checkpoints/step-*/{CHECKPOINT_MARK}")}
+    return {step: folder for step, folder in sorted((s, f) for s, f in marked.items() if s is not None)}
+
+
 def describe(path: Path | str) -> list[str]:
-    """Describe any run folder: its path, then a line for each existing file or folder."""
+    """Describe a run folder: its path, then a line for each existing file or folder. Incomplete checkpoints are not
+    counted."""
     path = Path(path)
-    checkpoints = sorted(entry.name for entry in path.glob("checkpoints/*") if entry.is_dir())
+    checkpoints = [folder.name for folder in complete_checkpoints(path).values()]
     exports = (path / "hf" / "config.json").exists()
     steps = len(read_jsonl(path / "metrics.jsonl"))
     entries = (
+        ("run.log", (path / "run.log").exists(), "why the run failed, with the log of every rank; error.json"),
         ("config.yaml", (path / "config.yaml").exists(), "the resolved configuration"),
         ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
@@ -166,26 +189,24 @@ def describe(path: Path | str) -> list[str]:
 
 def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str, bool]:
     """Creates or reopens the folder; returns its path, a sentence that states which, and whether it was reopened."""
-    if if_exists not in ("suffix", "resume", "refuse"):
-        raise ValueError(f"if_exists={if_exists!r}: expected suffix, resume or refuse")
+    if if_exists not in ("suffix", "resume"):
+        raise ValueError(f"if_exists={if_exists!r}: expected suffix or resume")
     root.mkdir(parents=True, exist_ok=True)
     path = root / name
     try:
         # mkdir claims the name: of two runs started at the same time only one succeeds.
-        path.mkdir()
+        path.mkdir(mode=PRIVATE)
         return path, f"new run folder {path}", False
     except FileExistsError:
         if not path.is_dir():
             raise ValueError(f"{path} is a file: expected a free name or a run folder") from None
     if if_exists == "resume":
         return path, f"resuming in {path}", True
-    if if_exists == "refuse":
-        raise ValueError(f"run folder {path} exists: choose another name, or resume it")
     number = 2
     while True:
         fresh = root / f"{name}-{number}"
         try:
-            fresh.mkdir()
+            fresh.mkdir(mode=PRIVATE)
             return fresh, f"{path} exists, so this run writes to {fresh}", False
         except FileExistsError:
             number += 1
@@ -198,7 +219,7 @@ def _yaml(config: Any) -> str:
     return yaml.safe_dump(finite(dataclasses.asdict(config) if is_instance else config), sort_keys=False)
 
 
-def _spaced(samples: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def _spaced(samples: Sequence[T], count: int) -> list[T]:
     if len(samples) <= count:
         return list(samples)
     return [samples[index * len(samples) // count] for index in range(count)]

@@ -2,11 +2,12 @@
 
     mark  prefill prefill decode decode decode … decode prefill decode … decode wait_data
     runs  [   prefill    |           decode            | p |     decode        |w]      exact, while they are few
-          [   prefill    |                  decode                     | p |    w]      too many: gathered in windows
+          [   prefill    |                  decode                     | p |    w]      too many: merged in windows
 
-Neighbours of one kind are one run. Up to ``max_runs`` runs are recorded exactly. Beyond, runs are gathered in windows
-of time, which double until the strip is short enough; a window shows each of its kinds once, the one that was under way
-first. A run as long as a window stays by itself.
+Adjacent marks of one kind are merged to one run. Up to ``max_runs`` runs are recorded exactly. Above that, runs are
+merged within windows of time, whose length doubles until the strip is short enough; a window has one run per kind, in
+the order of their first occurrence, beginning with the kind of the run before it. A run as long as a window is kept
+unmerged.
 
 Invariants:
 1. The runs follow each other without a gap from the start to the last mark, and neighbours differ in kind.

@@ -1,8 +1,8 @@
-"""`timeline.json`: spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+"""Write `timeline.json`: spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
 The file is one JSON object whose last bytes close it. An append overwrites those bytes with new events and the same
-ending in one write, so the file is valid JSON at every time; `read_timeline` still mends one whose last write was cut
-short.
+ending in one write, so the file is valid JSON at any time; `read_timeline` also reads one whose last write was
+interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fusion.telemetry.files import write_all
+from fusion.telemetry.files import open_temporary, write_all
 from fusion.telemetry.timeline import Span, wall_ns
 
 ENDING = b"\n]}\n"
@@ -35,8 +35,7 @@ class TimelineFile:
         head = {"displayTimeUnit": "ms", "otherData": {"origin_ns": self.origin_ns}}
         body = (json.dumps(head)[:-1] + ', "traceEvents": [').encode()
         # Written to a temporary file that replaces the old one: a crash in between leaves the old file intact.
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        temporary, self._fd = open_temporary(self.path)
         write_all(self._fd, body + ENDING, 0)
         self._end, self._empty = len(body), True
         if trace:

@@ -8,7 +8,8 @@
     check.that("block_size", self.block_size % 16 == 0, "a multiple of 16")
 
 Every error is a `ValueError` that reads `group.key=value: expected …`. nan and inf are not numbers here, and neither is
-a bool. Pure. It is in this room because every room may import it (`distqueue` imports none, and has its own few lines).
+a bool. Pure. It is in this package because every package may import it (`distqueue` imports none, and has checks of its
+own).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Checks:
     values: Any
 
     def that(self, key: str, holds: bool, expected: str) -> None:
-        """Raises:
-        ValueError: ``holds`` is false; says what is ``expected`` of the key.
+        """Checks a condition on a key.
+
+        Raises:
+            ValueError: ``holds`` is false; says what is ``expected`` of the key.
         """
         if not holds:
-            raise ValueError(f"{self.group}.{key}={getattr(self.values, key)!r}: expected {expected}")
+            raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
     def integer(self, *keys: str, at_least: int | None = None, at_most: int | None = None, null: bool = False) -> None:
         """Expects whole numbers between ``at_least`` and ``at_most``, or None where ``null``.
@@ -92,7 +95,17 @@ class Checks:
 
 def is_finite(value: Any) -> bool:
     """Returns whether ``value`` is an int or a float other than nan and inf."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond the range of a float
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a whole number of thousands of digits"
 
 
 def _within(

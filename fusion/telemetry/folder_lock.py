@@ -1,0 +1,90 @@
+"""Lock a folder against a second process, by the kernel (flock), and name the holder to whoever finds it locked.
+
+The kernel releases the lock when its holder ends, however that happens, so a lock is never stale. The file stays; its
+content is only read while the lock is held. A process that the holder forks does not keep the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+NAME = "lock.json"
+
+
+class FolderInUse(ValueError):
+    """Another process holds the lock of ``folder``. ``holder``: `pid`, `host` and `since`, as far as it is known."""
+
+    def __init__(self, folder: Path, holder: dict[str, str | int]):
+        self.folder, self.holder = folder, holder
+        who = "another process"
+        if holder:
+            who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        super().__init__(
+            f"run.name={folder.name}: {folder} is in use by {who}; stop that run (or wait until it has ended), or "
+            "choose another run.name"
+        )
+
+
+class FolderLock:
+    """Holds the lock of a folder until `release`, or until the object or the process ends.
+
+    Raises:
+        FolderInUse: another `FolderLock`, of any process, holds it.
+        OSError: the lock file cannot be written, or is a symbolic link.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._close = weakref.finalize(self, os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                holder = _read(fd)
+                self._close()
+                raise FolderInUse(folder, holder) from None
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                self._close()
+                raise
+            log.warning("%s: this file system has no locks (%s): two runs may write to one folder", folder, error)
+        _held.add(self)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder).encode(), 0)
+
+    def release(self) -> None:
+        """Releases the lock. No error if it was released before."""
+        self._close()
+        _held.discard(self)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    # A lock belongs to an open file, which a forked child shares: the copy of a child that outlives the holder would
+    # keep the folder locked. Closing a copy does not unlock it.
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _read(fd: int) -> dict[str, str | int]:
+    """Returns what the holder wrote; nothing, if it has not written it yet."""
+    try:
+        holder = json.loads(os.pread(fd, 4096, 0))
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) and {"pid", "host", "since"} <= holder.keys() else {}

@@ -1,0 +1,166 @@
+"""List the files of a folder with their sizes and digests, and find the one that is damaged.
+
+    manifest.json   {"digest": …, "files": {"trainer/rank-00000.safetensors": {"bytes": 4096, "xxh3_128": "…"}, …}}
+
+The manifest is written last and in a canonical form, with the digest of its own list, so that a change of any byte of
+any file is found, in the manifest, too. The digest (xxh3, 128 bits) finds damage, not forgery; it is computed faster
+than any disk reads. What a process writes it hashes in memory (`FileWriter`), so that no byte is read again; what
+others have written is read and hashed by several threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fusion.telemetry.files import open_new, sync, write_all, write_atomic
+
+NAME = "manifest.json"
+CHUNK_BYTES = 8 << 20
+WRITE_BYTES = 64 << 20
+"""The largest piece that is hashed and written as one."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and digest of one file. ``xxh3_128``: 32 hexadecimal digits."""
+
+    nbytes: int
+    xxh3_128: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Reads a file.
+
+        Raises:
+            OSError: it cannot be read, or is a symbolic link.
+        """
+        digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
+        view, nbytes = memoryview(buffer), 0
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(fd, "rb", buffering=0) as file:
+            try:
+                while count := file.readinto(view):
+                    digest.update(view[:count])
+                    nbytes += count
+            except OSError as error:  # of a descriptor: it does not know the name
+                error.filename = str(path)
+                raise
+        return cls(nbytes, digest.hexdigest())
+
+
+class FileWriter:
+    """Writes a new file and hashes what it writes; `close` returns when it is on disk.
+
+    Raises:
+        OSError: the name is taken, or the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd, self._digest, self._nbytes = open_new(path), xxhash.xxh3_128(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes."""
+        view = memoryview(data)
+        for start in range(0, len(view), WRITE_BYTES):
+            piece = view[start : start + WRITE_BYTES]
+            self._digest.update(piece)
+            write_all(self._fd, piece)
+        self._nbytes += len(view)
+
+    def close(self) -> FileRecord:
+        """Syncs and closes the file."""
+        os.fsync(self._fd)
+        self.abort()
+        return FileRecord(self._nbytes, self._digest.hexdigest())
+
+    def abort(self) -> None:
+        """Closes the file without syncing it. No error if it was closed before."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Completes a folder whose other files are on disk: writes the manifest, and syncs it.
+
+    Args:
+        records: of files that were hashed when they were written, by path relative to ``folder``; all others below
+            ``folder`` are read.
+    """
+    unread = [name for name in _files(folder) if name not in records]
+    everything = dict(records) | dict(zip(unread, _read_all(folder, unread), strict=True))
+    write_atomic(folder / NAME, _text(everything))
+    sync(folder / NAME)
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """Returns the records of a folder by path.
+
+    Raises:
+        ValueError: the manifest is missing or damaged.
+    """
+    try:
+        text = (folder / NAME).read_text(encoding="utf-8")
+        files = json.loads(text)["files"]
+        records = {name: FileRecord(int(one["bytes"]), str(one["xxh3_128"])) for name, one in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{NAME} cannot be read ({type(error).__name__})") from None
+    if text != _text(records):
+        raise ValueError(f"{NAME} does not match its own digest")
+    return records
+
+
+def find_damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
+    """Reads the files that the manifest lists; returns which of them is wrong and how, None if all are as written.
+
+    Args:
+        names: only these files, by path; None: all.
+    """
+    try:
+        records = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    selected = sorted(records) if names is None else list(names)
+    # Sizes first: they are known without reading anything.
+    for name in selected:
+        try:
+            nbytes = os.lstat(folder / name).st_size
+        except OSError as error:
+            return f"{name} is missing ({error.strerror})"
+        if nbytes != records[name].nbytes:
+            return f"{name} has {nbytes} bytes instead of {records[name].nbytes}"
+    try:
+        for name, found in zip(selected, _read_all(folder, selected), strict=True):
+            if found != records[name]:
+                return f"{name} does not match its digest"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    return None
+
+
+def _read_all(folder: Path, names: list[str]) -> list[FileRecord]:
+    with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1, 16))) as threads:
+        return list(threads.map(lambda name: FileRecord.of(folder / name), names))
+
+
+def _files(folder: Path) -> list[str]:
+    """Lists all files below a folder except its own manifest, by path."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != NAME)
+
+
+def _text(records: Mapping[str, FileRecord]) -> str:
+    files: dict[str, Any] = {
+        name: {"bytes": record.nbytes, "xxh3_128": record.xxh3_128} for name, record in sorted(records.items())
+    }
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+    return json.dumps({"digest": digest, "files": files}, indent=1) + "\n"
