@@ -11,12 +11,15 @@ step_metrics accumulates one step's metrics; `sample_metrics` of its samples; `e
 samples      a sample in the controller: no tokens
 scoring      scores finished samples with one of `reward_sources`: a rule, or the reward model
 update       runs an optimizer step on scored groups: advantages, reference, minibatches
-savepoint    files of a checkpoint other than weights and optimizer
-saving       writes a checkpoint while the run continues
+savepoint    files of a checkpoint other than weights and optimizer; which one to resume from, which to remove
+saving       writes a checkpoint while the run continues; `save_interval`: decides when, pure
+conversion   exports a checkpoint to a Hugging Face folder
 pacing       checks whether a run of modelled cards kept its pace
 control      changes the generation settings during a run
-card         one worker as a Ray actor; `cards`: all of them, called by typed methods; `placing`: assigns their ranks
-failures     reports the root cause of a failed run
-launch       launches a run from its config, and reports at its end
+card         one worker as a Ray actor; `cards`: all of them, called by typed methods (`stage_calls`); `placing`:
+             assigns their ranks; `patience`: when a late one is reported and given up, pure
+failures     reports the root cause of a failed run; `run_log`, `process_log`: records it and every process's log
+launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal
+ray_cluster  starts Ray on loopback with a token, or joins a cluster; `ray_processes`, `ray_guard`: watch and end them
 base_model   creates a small base model by supervised training with the same trainer
 """

@@ -16,7 +16,7 @@ controller in a run, a simulator in virtual time, a property test) executes each
 
     events
     observe_admitted       the groups of AdmitGroups
-    observe_generated      a sample is generated
+    observe_generated      samples are generated
     observe_scored         all samples of a group are scored; observe_filtered, observe_failed: it is not trained
     observe_chunks_ended   requests were suspended at the end of their chunk, while the engine runs
     observe_stopped        an engine has stopped, with its unfinished requests
@@ -170,13 +170,12 @@ class Admission:
             ids = [f"{group}/{member}" for member in range(self.spec.group_size)]
             self.buffer.add(group, ids, prompt_tokens=length, max_tokens=self.spec.max_response_tokens)
 
-    def observe_generated(self, id: str, response_tokens: int) -> None:
-        """Records that a sample is generated."""
-        entry = self.buffer.entries[id]
-        engine, group = entry.engine, entry.group
-        self.buffer.finish(id, response_tokens)
-        self._count(engine)
-        if self.buffer.is_finished(group):
+    def observe_generated(self, response_tokens: Mapping[str, int]) -> None:
+        """Records that samples are generated, by id with the tokens of their responses."""
+        engines, groups = self.buffer.finish(response_tokens)
+        for engine in engines:
+            self._count(engine)
+        for group in groups:
             members = self.buffer.remove(group)
             if not self.spec.scores_beside:
                 self.ledger.finish(group, sum(entry.load for entry in members))
@@ -207,9 +206,13 @@ class Admission:
         self._take_back(engine, suspended)
         self.running.remove(engine)
 
-    def observe_trained(self, groups: Sequence[str]) -> None:
-        """Records that the groups of `Train` are trained; begins the next version."""
-        self.ledger.train(groups)
+    def observe_trained(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
+        """Records that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begins
+        the next version."""
+        for group in lost:
+            self.ledger.fail(group, "lost")
+        untrained = set(lost)
+        self.ledger.train([group for group in groups if group not in untrained])
         self.ledger.advance()
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,8 +255,9 @@ class Admission:
         yield Score()
 
     def _stop_shared(self) -> Iterator[Command]:
-        """Stops the engines whose cards train now, and dispatches their requests to the others."""
-        stopping = tuple(engine for engine in self.running if engine in self.spec.shared_engines)
+        """Stops the engines whose cards train now, and dispatches their requests to the others. At staleness 0, where
+        the others have none, stops all: they report their figures in the step that they belong to."""
+        stopping = tuple(engine for engine in self.running if engine in self.spec.shared_engines or not self.spec.ahead)
         if stopping:
             yield Suspend(stopping)
         if self.spec.shared_engines:
@@ -339,11 +343,11 @@ class Admission:
                 kv_rank=one.kv_rank,
             )
 
-    def _count(self, engine: int | None) -> None:
+    def _count(self, engine: int) -> None:
         """Updates the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""
-        if engine is not None and engine in self.running:
+        if engine in self.running:
             self.running.update(engine, self.buffer.num_running_on(engine))
 
 
 def _request(entry: Entry) -> DispatchedRequest:
-    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank=entry.kv[1] if entry.kv else None)
+    return DispatchedRequest(entry.id, entry.group, entry.earlier, entry.kv[1] if entry.kv else None)

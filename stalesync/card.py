@@ -6,6 +6,7 @@ weights to a card that continues generating, and the writing of a checkpoint.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,9 @@ from distqueue import DistQueue
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
 from fusion.colocate.failures import ships_failures
 from fusion.inference import Request
+from fusion.npu import Device
 from fusion.rollout import SuspendedSample
+from stalesync.process_log import write_log_to
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -50,14 +53,24 @@ class Card(Worker):
         self._spec_and_queue = spec, queue
 
     def place(self) -> tuple[str, list[str]]:
-        """Returns the node's address and the accelerators that Ray has assigned to this actor."""
-        ids = ray.get_runtime_context().get_accelerator_ids()
-        return ray.util.get_node_ip_address(), [card for cards in ids.values() for card in cards]
+        """Returns Ray's id of the node, and the accelerators that Ray has assigned to this actor."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), [card for cards in context.get_accelerator_ids().values() for card in cards]
 
-    def take_rank(self, rank: int) -> None:
-        """Becomes the worker of this rank."""
+    def take_rank(self, rank: int, log: str | None = None) -> None:
+        """Becomes the worker of this rank, which writes what it logs and prints to the file ``log`` (None: Ray's)."""
+        if log is not None:
+            write_log_to(log)
         spec, queue = self._spec_and_queue
         super().__init__(spec, rank, queue)
+
+    def prepare(self, address: str, device: Device | None = None) -> str:
+        description = super().prepare(address, device)
+        # What exists now lives as long as the card. To look for garbage in it takes 0.15 s, during which the cards that
+        # compute with this one wait for it.
+        gc.collect()
+        gc.freeze()
+        return description
 
     @_in_group("weights")
     def receive(self, version: int, share: InferenceShare) -> StageReport:

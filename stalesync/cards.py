@@ -1,6 +1,6 @@
 """Run the workers as Ray actors, one per card, and call their stages.
 
-    cards.on(ranks).call(Worker.train, minibatches, version=7)       on several cards at once: results by rank
+    cards.on(ranks).call(Worker.switch, "infer", version, share)     on several cards at once: results by rank
     cards.on(ranks).begin(Worker.generate, []) … cards.wait(stage)   other cards may run other stages at the same time
     cards.call_each({0: stage_call(Worker.answer, requests), …})     different arguments for each rank
     cards.on([rank]).ask(Worker.status)                              a control call: answered while a stage runs
@@ -8,8 +8,9 @@
 A stage is passed as the method of `Worker` itself, so that a type checker checks its arguments and results. Every hang
 and every failure is reported: a card that raises or dies ends the stage, and the error names its rank and the stage;
 the other cards, which may wait for it in a collective, are ended with it. If a stage exceeds its timeout, the cards
-that do not answer a control call are named, whichever stage they run. A failing health check (`health_checks`) also
-ends the wait.
+that do not answer a control call are named, whichever stage they run. A control call has the same timeout: a card whose
+machine is busy or suspended answers late, which is reported while it lasts and ends nothing. A failing health check
+(`health_checks`) also ends the wait.
 """
 
 from __future__ import annotations
@@ -19,69 +20,47 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Concatenate, NoReturn
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
+from fusion.colocate.rendezvous import LOOPBACK
 from fusion.npu.config import claim
+from fusion.npu.failures import FailureKind
 from fusion.telemetry import wall_ns
 from stalesync.card import Card
-from stalesync.failures import CardFailed, FailedStage, root_cause
-from stalesync.placing import check_cards, order_by_place
+from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
+from stalesync.hosts import Host, alive_hosts, all_hosts, describe_ranks
+from stalesync.patience import Patience
+from stalesync.placing import check_cards, order_by_place, spread
+from stalesync.stage_calls import (
+    Params,
+    Result,
+    RunningStage,
+    StageCall,
+    describe_hanging,
+    gather_failures,
+    stage_call,
+)
 
 log = logging.getLogger(__name__)
 
 WARN_EVERY_S = 30.0
-"""Interval at which a stage that is still running is reported."""
+"""Interval at which a stage that is still running, or a control call that is not answered, is reported."""
 
 POLL_S = 0.2
 """Interval at which the callback of `Cards.polling` is called while waiting for a stage."""
 
-CONTROL_TIMEOUT_S = 30.0
-"""Timeout of a control call (and at most `cluster.stage_timeout_s`), during any stage of the card."""
+WAIT_S = 1.0
+"""Interval at which health checks are polled while waiting."""
 
 STATUS_TIMEOUT_S = 5.0
 """When a stage times out, a card that reports its status within this time is assumed to wait for another card."""
-
-GATHER_FAILURES_S = 1.5
-"""Time to wait for failures of other cards after the first one: the card that caused a failure is not always the first
-to report."""
-
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class StageCall(Generic[Result]):
-    """One card's call of a stage: the name of the worker's method, and its arguments."""
-
-    stage: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def stage_call(
-    stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
-) -> StageCall[Result]:
-    """Binds arguments to a stage, for `Cards.call_each`."""
-    return StageCall(stage.__name__, args, kwargs)
-
-
-@dataclass
-class RunningStage(Generic[Result]):
-    """A stage in progress on some cards. ``pending``: Ray's references → rank; ``results``: by rank, of the others."""
-
-    stage: str
-    ranks: tuple[int, ...]
-    pending: dict[Any, int]
-    results: dict[int, Result] = field(default_factory=dict)
-    reported_until_ns: int = field(default_factory=wall_ns)
-    """End of the reported work: the beginning of the stage, until an interim report"""
-    thread: int = field(default_factory=threading.get_ident)
-    """The thread that takes its results; another one may run other stages on other cards."""
 
 
 class CardGroup:
@@ -96,7 +75,9 @@ class CardGroup:
         """Runs a stage on these cards at once; returns the results by rank.
 
         Raises:
-            CardFailed: the first card that raised, died or timed out; or one of another stage in progress.
+            CardFailed: a card raised, died or timed out, in this stage or in another one in progress. Of several
+                failures, the root cause is named.
+            QueueFailed: likewise, as the queue has ended.
         """
         return self._cards.wait(self.begin(stage, *args, **kwargs))
 
@@ -113,17 +94,35 @@ class CardGroup:
         """Sends a control call to these cards, which answer while a stage runs; returns the answers by rank.
 
         Raises:
-            CardFailed: a card is dead, or does not answer.
+            CardFailed: a card raised, is dead, or does not answer.
         """
-        return self._cards.ask_each(self._ranks, stage_call(request, *args, **kwargs))
+        call = stage_call(request, *args, **kwargs)
+        return self._cards.ask_each({rank: call for rank in self._ranks})
 
 
 class Cards:
-    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it."""
+    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it.
 
-    def __init__(self, spec: WorkerSpec, queue: DistQueue, timeout_s: float):
+    Args:
+        timeout_s: of a stage, and of a control call.
+        log_of: the file in which the worker of a rank writes its log; None: Ray's.
+        health_checks: from the start of the workers on.
+
+    Attributes:
+        hosts: of every rank, once the workers have started.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        queue: DistQueue,
+        timeout_s: float,
+        log_of: Callable[[int], Path] | None = None,
+        health_checks: Sequence[Callable[[], None]] = (),
+    ):
         self.world, self.timeout_s = spec.world, timeout_s
-        self.health_checks: list[Callable[[], None]] = []
+        self.hosts: list[Host] = []
+        self.health_checks: list[Callable[[], None]] = [*health_checks]
         """Called while waiting; an exception of one ends the run."""
         self._running: list[RunningStage[Any]] = []
         self._poll: Callable[[], None] | None = None
@@ -133,11 +132,16 @@ class Cards:
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
         actor = remote(concurrency_groups={"control": 2, "weights": 1, "save": 1}, **resources)(Card)
-        self._actors = [actor.remote(spec, queue) for _ in range(spec.world)]
+        options = _on_hosts(spec.world, alive_hosts(ray.nodes())) if kind == "emulated" else [{}] * spec.world
+        self._actors = [actor.options(**one).remote(spec, queue) for one in options]
         try:
-            order = order_by_place(self.on().call(Card.place))
+            places = self.on().call(Card.place)
+            hosts = all_hosts(ray.nodes())
+            order = order_by_place([(hosts[node].address, cards) for node, cards in places])
             self._actors = [self._actors[index] for index in order]
-            self.call_each({rank: stage_call(Card.take_rank, rank) for rank in range(self.world)})
+            self.hosts = [hosts[places[index][0]] for index in order]
+            logs = [None if log_of is None else str(log_of(rank).resolve()) for rank in range(self.world)]
+            self.call_each({rank: stage_call(Card.take_rank, rank, log) for rank, log in enumerate(logs)})
         except BaseException:
             self.close()
             raise
@@ -150,7 +154,8 @@ class Cards:
 
     def prepare(self) -> list[str]:
         """Joins the workers in one process group and loads the model; returns a description of each card."""
-        return self.on().call(Worker.prepare, self.on([0]).call(Worker.rendezvous)[0])
+        host = self.hosts[0].address if len({*self.hosts}) > 1 else LOOPBACK
+        return self.on().call(Worker.prepare, self.on([0]).call(Worker.rendezvous, host)[0])
 
     def on(self, ranks: Sequence[int] | None = None) -> CardGroup:
         """Selects cards by rank (None: all of them)."""
@@ -168,10 +173,8 @@ class Cards:
     def begin_each(self, calls: Mapping[int, StageCall[Result]]) -> RunningStage[Result]:
         """Starts what `call_each` runs, and returns at once; `wait` waits for it."""
         (stage,) = {call.stage for call in calls.values()}
-        refs = {
-            getattr(self._actors[rank], stage).remote(*call.args, **call.kwargs): rank for rank, call in calls.items()
-        }
-        running: RunningStage[Result] = RunningStage(stage, tuple(calls), refs)
+        rank_by_ref = dict(zip(self._send(calls), calls, strict=True))
+        running: RunningStage[Result] = RunningStage(stage, tuple(calls), rank_by_ref)
         self._running.append(running)
         return running
 
@@ -181,21 +184,19 @@ class Cards:
         Raises:
             CardFailed: as `CardGroup.call`.
         """
-        start = warned = time.monotonic()
+        patience = self._patience()
         while running.pending:
             poll = self._poll if self._polling_thread == threading.get_ident() else None
-            self.check(POLL_S if poll else 1.0)
+            self.check(POLL_S if poll else WAIT_S)
             if poll:
                 poll()
-            now, late = time.monotonic(), sorted(running.pending.values())
-            if late and now - start > self.timeout_s:
-                raise CardFailed(
-                    f"stage {running.stage!r}: ranks {late} were not done after {self.timeout_s:.0f} s "
-                    f"(cluster.stage_timeout_s){self.describe_unresponsive()}"
-                )
-            if late and now - warned > WARN_EVERY_S:
-                warned = now
-                log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, now - start)
+            if late := sorted(running.pending.values()):
+                match patience.observe_waiting(time.monotonic()):
+                    case "stop":
+                        self._give_up(running.stage, late)
+                    case "warn":
+                        waited_s = time.monotonic() - patience.begun_s
+                        log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, waited_s)
         self._running.remove(running)
         return [running.results[rank] for rank in running.ranks]
 
@@ -224,59 +225,105 @@ class Cards:
         done, _ = ray.wait(list(stage_by_ref), timeout=timeout_s)
         for ref in done:
             stage = stage_by_ref[ref]
+            rank = stage.pending.pop(ref)
             try:
-                stage.results[stage.pending[ref]] = ray.get(ref)
+                stage.results[rank] = ray.get(ref)
             except Exception as error:
                 self._running.remove(stage)
-                self._fail(stage, stage.pending[ref], error)
-            del stage.pending[ref]
+                self._fail(stage, FailedStage.of(error, rank=rank, stage=stage.stage))
 
     @property
     def reported_until_ns(self) -> int:
         """Time up to which the work of all cards has been reported (`wall_ns`)."""
         return min([wall_ns(), *(running.reported_until_ns for running in list(self._running))])
 
-    def ask_each(self, ranks: Sequence[int], request: StageCall[Result]) -> list[Result]:
-        """Sends one control call to several cards at once; returns their answers in this order.
+    def ask_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
+        """Sends control calls to several cards at once, each with its own arguments (by rank); returns the answers in
+        the same order.
 
         Raises:
             CardFailed: as `CardGroup.ask`.
         """
-        timeout_s, name, answers = min(CONTROL_TIMEOUT_S, self.timeout_s), request.stage, list[Result]()
-        deadline = time.monotonic() + timeout_s
-        refs = [getattr(self._actors[rank], name).remote(*request.args, **request.kwargs) for rank in ranks]
-        for rank, ref in zip(ranks, refs, strict=True):
-            try:
-                answers.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-            except ray.exceptions.GetTimeoutError:
-                raise CardFailed(f"rank {rank} did not answer {name!r} in {timeout_s:.0f} s: it hangs") from None
-            except ray.exceptions.RayActorError as error:
-                raise FailedStage.of(error, rank=rank, stage=name).error() from None
-        return answers
+        if not calls:
+            return []
+        (stage,) = {call.stage for call in calls.values()}
+        rank_by_ref = dict(zip(self._send(calls), calls, strict=True))
+        answers, patience = dict[int, Result](), self._patience()
+        while True:
+            done, _ = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=WAIT_S)
+            for ref in done:
+                rank = rank_by_ref.pop(ref)
+                try:
+                    answers[rank] = ray.get(ref)
+                except Exception as error:
+                    raise self._error(FailedStage.of(error, rank=rank, stage=stage)) from None
+            if not rank_by_ref:
+                return [answers[rank] for rank in calls]
+            self.check()
+            late = sorted(rank_by_ref.values())
+            match patience.observe_waiting(time.monotonic()):
+                case "stop":
+                    names = describe_ranks(late, self.hosts)
+                    hang = "it hangs" if len(late) == 1 else "they hang"
+                    message = f"{names} did not answer {stage!r} in {self.timeout_s:.0f} s: {hang}"
+                    raise CardFailed(message, failure=late_rank(late[0], stage, message))
+                case "warn":
+                    waited_s = time.monotonic() - patience.begun_s
+                    log.warning("%s: ranks %s have not answered for %.0f s, but live", stage, late, waited_s)
 
-    def describe_unresponsive(self) -> str:
-        """Returns the part of an error message that names the ranks that do not answer a control call; "" if all do."""
+    def find_unresponsive(self) -> list[int]:
+        """Returns the ranks that do not answer a control call within STATUS_TIMEOUT_S."""
         rank_by_ref = {actor.status.remote(): rank for rank, actor in enumerate(self._actors)}
         _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
-        names = " and ".join(f"rank {rank}" for rank in sorted(rank_by_ref[ref] for ref in unanswered))
-        return f"; {names} did not answer a status call: it hangs" if names else ""
+        return sorted(rank_by_ref[ref] for ref in unanswered)
 
     def close(self) -> None:
         """Ends all workers."""
         for actor in self._actors:
             ray.kill(actor)
 
-    def _fail(self, running: RunningStage[Any], rank: int, error: Exception) -> None:
-        """Raises the root cause among the failures of a stage; ``rank`` was the first to report one."""
-        failed = [FailedStage.of(error, rank=rank, stage=running.stage)]
-        deadline = time.monotonic() + GATHER_FAILURES_S
-        left = {ref: other for ref, other in running.pending.items() if other != rank}
-        while left and time.monotonic() < deadline:
-            done, _ = ray.wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
-            for ref in done:
-                try:
-                    ray.get(ref)
-                except Exception as error:
-                    failed.append(FailedStage.of(error, rank=left[ref], stage=running.stage))
-                del left[ref]
-        raise root_cause(failed).error() from None
+    def _patience(self) -> Patience:
+        return Patience(time.monotonic(), limit_s=self.timeout_s, warn_every_s=WARN_EVERY_S)
+
+    def _give_up(self, stage: str, late: Sequence[int]) -> NoReturn:
+        """Raises the failure of a stage whose ranks ``late`` were not done in time."""
+        hanging = self.find_unresponsive()
+        message = (
+            f"stage {stage!r}: ranks {list(late)} were not done after {self.timeout_s:.0f} s (cluster.stage_timeout_s)"
+            f"{describe_hanging(hanging, self.hosts)}"
+        )
+        raise CardFailed(message, failure=late_rank((hanging or late)[0], stage, message))
+
+    def _send(self, calls: Mapping[int, StageCall[Any]]) -> list[Any]:
+        """Sends calls by rank; returns Ray's references in the same order."""
+        return [
+            getattr(self._actors[rank], call.stage).remote(*call.args, **call.kwargs) for rank, call in calls.items()
+        ]
+
+    def _fail(self, running: RunningStage[Any], first: FailedStage) -> NoReturn:
+        """Raises the root cause among the failures of the stages in progress; ``first`` was reported first, in the
+        stage ``running``."""
+        cause = root_cause(gather_failures(first, (running, *list(self._running))))
+        if is_consequence(cause) and (hanging := self.find_unresponsive()):
+            message = f"stage {running.stage!r}{describe_hanging(hanging, self.hosts)}. {self._error(cause)}"
+            raise CardFailed(message, failure=late_rank(hanging[0], running.stage, message), trace=cause.trace)
+        raise self._error(cause) from None
+
+    def _error(self, cause: FailedStage) -> RunFailed:
+        """Returns the error with which a failure ends the run.
+
+        Raises:
+            RunFailed: a health check fails: of that, the end of a worker is a consequence.
+        """
+        if cause.failure.kind is FailureKind.DIED:
+            for health_check in self.health_checks:
+                health_check()
+        if len({*self.hosts}) < 2:
+            return cause.error()
+        return cause.error(self.hosts, lost_hosts={*self.hosts} - {*alive_hosts(ray.nodes()).values()})
+
+
+def _on_hosts(world: int, hosts: Mapping[str, Host]) -> list[dict[str, Any]]:
+    """Returns Ray's options for the actors of emulated cards."""
+    nodes = sorted(hosts, key=lambda node: hosts[node].address)
+    return [{"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in spread(world, nodes)]

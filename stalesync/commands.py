@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -13,8 +14,7 @@ class AdmitGroups:
     count: int
 
 
-@dataclass(frozen=True)
-class DispatchedRequest:
+class DispatchedRequest(NamedTuple):
     """A request for an engine. ``earlier``: the queue's row with its tokens so far, "" for none; ``kv_rank``: the
     attention rank of this engine that has its KV, None: no rank."""
 

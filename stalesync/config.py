@@ -22,6 +22,7 @@ from fusion.rewards.config import RewardConfig
 from fusion.telemetry.validation import Checks
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.prompts.config import DataConfig
+from stalesync.save_interval import SaveInterval
 
 if TYPE_CHECKING:
     from fusion.costmodel.pace import Pace
@@ -44,8 +45,10 @@ class ClusterConfig:
     it."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("cluster", self)
         check.integer("npus", at_least=1)
@@ -79,8 +82,10 @@ class StaleSyncConfig:
     `data.prompts_per_step` groups."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("stalesync", self)
         check.integer("max_staleness", at_least=0)
@@ -105,23 +110,31 @@ class RunConfig:
     seed: int = 0
     """Seeds the order of prompts and every sampled token; any whole number."""
     eval_prompts: int = 64
-    """Number of held-out prompts answered before the first and after the last step (`val/rewards/mean`); 0: none."""
-    save_every: int = 0
-    """Steps between checkpoints; 0: only after the last step."""
+    """Number of held-out prompts answered before the first and after the last step (`val/rewards/before` and
+    `val/rewards/after`); 0: none."""
+    save_every: str = "30min"
+    """Interval between checkpoints: a number of steps (10) or a time (90s, 30min, 2h), counted at the end of a step; 0:
+    only after the last step. The last step is always saved."""
     keep: int = 2
     """Number of checkpoints to keep, the newest ones; 0: all."""
     resume: bool = False
     """Resume from the newest checkpoint of the run with this name."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("run", self)
         check.that("name", bool(self.name), "a name")
         check.integer("steps", at_least=1)
         check.integer("seed")
-        check.integer("eval_prompts", "save_every", "keep", at_least=0)
+        check.integer("eval_prompts", "keep", at_least=0)
+        try:
+            SaveInterval.parse(self.save_every)
+        except ValueError as error:
+            check.that("save_every", False, str(error))
         check.boolean("resume")
 
 
@@ -204,6 +217,11 @@ class Config:
         if not self.model.path:
             raise ValueError("model.path='': expected a Hugging Face checkpoint folder")
         model = ModelConfig.from_hf(self.model.path)
+        if model.num_labels:
+            raise ValueError(
+                f"model.path: {self.model.path} has a head of {model.num_labels} scores; expected a causal "
+                "language model. A reward model is named by reward.model"
+            )
         check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
         self.infer_layout.check(model, "parallel.infer")

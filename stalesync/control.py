@@ -1,4 +1,4 @@
-"""Changes how a running run generates: a request file in its folder, read between two steps.
+"""Change how a running run generates: a request file in its folder, read between two steps.
 
 scripts/control.py runs/NAME engines=0 rollout.kv_fraction=0.5
     │ checked against the run's config.yaml
@@ -44,12 +44,20 @@ class Limits:
         return InferenceShare.of(self.config.rollout, len(self.engines))
 
     def changed(self, share: InferenceShare, changes: Mapping[str, Any]) -> InferenceShare:
-        """Raises:
-        ValueError: see `InferenceShare.changed`.
+        """Returns the share with changes applied.
+
+        Raises:
+            ValueError: as `InferenceShare.changed`.
         """
         return share.changed(
             changes, self.config.rollout, engines=len(self.engines), max_tokens=self.config.longest_sample
         )
+
+    def restored(self, state: Mapping[str, Any], num_engines: int) -> InferenceShare:
+        """Returns a share from its `state`, of a run with ``num_engines``. Engines are numbered by layout: with another
+        number of engines all of them generate."""
+        engines = {} if num_engines == len(self.engines) else {"engines": "all"}
+        return self.changed(self.start, {**state, **engines})
 
 
 def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
@@ -71,8 +79,8 @@ def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
 
 def present_share(folder: Path, limits: Limits) -> InferenceShare:
     """Returns the current share, from the run's record."""
-    applied = [row["share"] for row in read_jsonl(folder / RECORD) if row["outcome"] == "applied"]
-    return limits.changed(limits.start, applied[-1]) if applied else limits.start
+    applied = [row for row in read_jsonl(folder / RECORD) if row["outcome"] == "applied"]
+    return limits.restored(applied[-1]["share"], applied[-1]["num_engines"]) if applied else limits.start
 
 
 class ControlDesk:
@@ -84,11 +92,13 @@ class ControlDesk:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the share for a checkpoint; None if it is that of the config."""
-        return self.share.state() if self.share != self._limits.start else None
+        if self.share == self._limits.start:
+            return None
+        return {"share": self.share.state(), "num_engines": len(self._limits.engines)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            self.share = self._limits.changed(self._limits.start, state)
+            self.share = self._limits.restored(state["share"], state["num_engines"])
 
     def read(self, step: int, kv_tokens: float | None) -> str | None:
         """Takes the pending request, if any; returns its outcome for the log.
@@ -111,7 +121,8 @@ class ControlDesk:
             self.share = share
             outcome, reply = "applied", f"from step {step} generation has {share}"
         record = JsonLines(self._folder / RECORD)
-        record.write({"step": step, "share": self.share.state(), "outcome": outcome})
+        row = {"step": step, "share": self.share.state(), "num_engines": len(self._limits.engines)}
+        record.write(row | {"outcome": outcome})
         record.close()
         taken.unlink()
         return reply

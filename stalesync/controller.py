@@ -8,14 +8,16 @@
 The same loop runs every staleness and every deployment. `admission.py` decides the next command; the controller
 executes it and reports the results to `Admission`. At staleness 0 a step publishes the weights to the engines, admits
 this version's batch, generates all of it, switches the cards back, scores and trains. Above 0 a training step begins
-when enough groups are ready; engines on cards that train are suspended, the others continue.
+when enough groups are ready; engines on cards that train are suspended, the others continue. What is left to do for a
+step when its training is done (acknowledge its samples, log its metrics) is done while the cards switch for the next.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distqueue import DistQueue
 from fusion.telemetry import LiveView, RunFolder, throughput
@@ -34,17 +36,19 @@ from stalesync.commands import (
 )
 from stalesync.config import Config
 from stalesync.control import ControlDesk
+from stalesync.failures import logging_errors
 from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.prompts import PromptSource
 from stalesync.sample_metrics import add_sample_metrics, add_staleness_metrics
-from stalesync.samples import ScoredSample
+from stalesync.samples import Sample
 from stalesync.scoring import Scorer
 from stalesync.step_metrics import StepMetrics
 from stalesync.update import Updater
 
 TAIL = 0.1
-"""Generation's tail (`timing_s/gen_tail`): the time in which at most this fraction of a step's samples is generated"""
+"""Generation's tail (`timing_s/gen_tail`): the time in which at most this fraction of a step's samples is still being
+generated"""
 
 POLL_S = 0.5
 """Interval at which the controller checks the health of the cards while it waits for samples."""
@@ -72,32 +76,55 @@ class Controller:
     """Capacity of the smallest KV cache in the last step"""
     _num_tokens: int = 0
     """Prompt and response tokens of all groups that ended in this step"""
-    _heard_s: float = 0.0
-    """Time of the last samples, or of the start of generation"""
+    _last_sample_s: float = 0.0
+    """Time at which the last samples arrived or weights were published, whichever is later (`time.perf_counter`)"""
+    _lost_polled_s: float = 0.0
+    """Time at which the queue was last asked for lost samples"""
+    _unlogged: Sequence[Sample] | None = None
+    """Samples whose groups ended in this step, until `log_samples` records them"""
 
-    def train_step(self, step: int) -> dict[str, float]:
-        """Runs step number ``step``, from 1; returns its metrics."""
-        start, metrics = time.perf_counter(), self.step_metrics.metrics
+    def train_step(self, step: int, close_last: Callable[[], None]) -> None:
+        """Runs step number ``step``, from 1.
+
+        Args:
+            close_last: closes the step before it, unless that is done: called while the cards switch, or before if
+                they have anything else to do first.
+        """
+        start = time.perf_counter()
         self.groups.step = step
+        self.view.begin_step(step)
         if reply := self.desk.read(step, self._kv_tokens):
             self.view.note(reply)
         for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
-            self.obey(command)
-        seconds = time.perf_counter() - start
+            if isinstance(command, Publish):
+                self.execute(command, meanwhile=close_last)
+            else:
+                close_last()
+                self.execute(command)
+        seconds, metrics = time.perf_counter() - start, self.step_metrics.metrics
         metrics.update(throughput(self._num_tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
         self.step_metrics.take(self.scorer.take_reports())
-        others = self.admission.ledger.metrics() | self.source.metrics() | self.queue.stats()
+
+    def close_step(self) -> dict[str, float]:
+        """Acknowledges the samples of the last step to the queue, and returns the metrics of the step."""
+        self.updater.acknowledge()
+        return self.take_metrics(self.queue.stats())
+
+    def take_metrics(self, queue_stats: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics of the last step."""
+        others = {**self.admission.ledger.metrics(), **self.source.metrics(), **queue_stats}
         return self.step_metrics.close(self.cards.reported_until_ns, others)
 
-    def obey(self, command: Command) -> None:
-        """Executes a command, and passes the results to `Admission`."""
+    def execute(self, command: Command, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
+        while the cards switch and before their reports are taken."""
         start, share = time.perf_counter(), self.desk.share
         match command:
             case Publish(beside=beside):
                 self.view.phase("send weights" if beside else "switch to infer")
-                self.generation.publish(command, share)
-                self._heard_s = time.perf_counter()
+                self.generation.publish(command, share, meanwhile)
+                self._last_sample_s = time.perf_counter()
             case AdmitGroups(count):
                 self.groups.admit(self.source.next(count))
             case Dispatch():
@@ -121,12 +148,19 @@ class Controller:
         ``timeout_s`` for the first sample. Returns whether there were any."""
         generated, scored = self.scorer.poll(timeout_s)
         self.groups.note(generated, scored)
+        self.note_lost()
         chunks = self.generation.take_ended_chunks()
         for engine, samples in chunks.items():
             self.admission.observe_chunks_ended(engine, samples)
         num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
         self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
         return bool(generated or scored or num_chunks)
+
+    def note_lost(self, now: bool = False) -> None:
+        """Reports the samples that the queue has lost; at most every `POLL_S` seconds, unless ``now``."""
+        if now or time.perf_counter() - self._lost_polled_s >= POLL_S:
+            self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
+            self._lost_polled_s = time.perf_counter()
 
     def await_samples(self) -> None:
         """Waits for samples, and checks the health of the cards."""
@@ -135,9 +169,9 @@ class Controller:
         in_tail = buffer.num("running") <= TAIL * ledger.expected_groups * size
         self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
         if self.observe(POLL_S):
-            self._heard_s = time.perf_counter()
+            self._last_sample_s = time.perf_counter()
         self.cards.check()
-        self.generation.check_silence(time.perf_counter() - self._heard_s, buffer.num_running_on)
+        self.generation.check_silence(time.perf_counter() - self._last_sample_s, buffer.num_running_on)
 
     def suspend(self, engines: Sequence[int]) -> None:
         """Stops engines, and reports their unfinished requests to `Admission`."""
@@ -154,44 +188,59 @@ class Controller:
     def train(self, trained: Sequence[str]) -> None:
         """Trains groups, while cards that do not train generate."""
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
-        groups, samples = self.groups.take(trained)
-        self.log_samples(samples)
-        with self.cards.polling(self.keep_busy):
-            self.updater.train(groups, ledger.version, metrics)
-        for group in trained:
-            self.folder.log_groups(self.groups.step, [group], "trained", lag=ledger.lag(group))
+        groups, self._unlogged = self.groups.take(trained)
+        try:
+            with self.cards.polling(self.keep_busy):
+                self.updater.train(groups, ledger.version, metrics, meanwhile=self.log_samples)
+        except BaseException:
+            if self._unlogged is not None:  # it failed before the cards began to train
+                with logging_errors("logging the step's samples"):
+                    self.log_samples()
+            raise
+        self.note_lost(now=True)
+        lost = self.groups.untrained(groups)
+        self.groups.log_trained(trained, lost)
         bound = self.config.stalesync.max_staleness
         add_staleness_metrics(metrics, groups, version=ledger.version, max_staleness=bound)
-        self.admission.observe_trained(trained)
+        self.admission.observe_trained(trained, lost)
 
     def keep_busy(self) -> None:
         """Keeps engines busy while other cards train: observes them, and dispatches further requests."""
         self.observe(0.0)
         for command in self.admission.feed():
-            self.obey(command)
+            self.execute(command)
 
     def stop(self) -> None:
         """Suspends all engines."""
         for command in self.admission.stop():
-            self.obey(command)
+            self.execute(command)
 
     def settle(self) -> None:
-        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored."""
+        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored, and
+        what was scored and trained is acknowledged."""
         self.stop()
         while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
             self.groups.note(*self.scorer.poll(POLL_S))
+            self.note_lost()
         self.score()
         while self.scorer.num_unscored:
             self.groups.note(*self.scorer.poll(POLL_S))
+        self.scorer.wait_acknowledged()
+        self.updater.acknowledge()
 
-    def log_samples(self, samples: Sequence[ScoredSample]) -> None:
-        """Records all samples whose groups have ended in this step."""
+    def log_samples(self) -> None:
+        """Records all samples whose groups have ended in this step, once."""
+        assert self._unlogged is not None
+        samples, self._unlogged = self._unlogged, None
         metrics = self.step_metrics.metrics
-        self._num_tokens = sum(sample.tokens for sample in samples)
+        self._num_tokens = sum([sample.prompt_tokens + sample.response_tokens for sample in samples])
         metrics.add("rollout/engines", len(self.desk.share.engines))
         metrics.add("rollout/suspended_total", 0)
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
         add_sample_metrics(metrics, samples, self.config.rollout.max_response_length)
         if samples:
-            rows = [{"prompt": s.prompt.text, "response": s.response, "reward": s.outcome.reward} for s in samples]
-            self.folder.log_samples(self.groups.step, rows)
+            self.folder.log_samples(self.groups.step, samples, _describe)
+
+
+def _describe(sample: Sample) -> dict[str, Any]:
+    return {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}

@@ -6,26 +6,77 @@ died. Of several failures the root cause is chosen by kind, then by rank, never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import ray
 
-from fusion.colocate.failures import StageFailed
-from fusion.npu.failures import FailureKind, RankFailure, kind_of
+from fusion.colocate.failures import StageFailed, stage_kind
+from fusion.npu.failures import FailureKind, RankFailure
+from stalesync.hosts import Host, describe_ranks
+
+START_HEAD = """ray start --head --system-config='{"worker_niceness": 0}'"""
+"""Ray would start workers at niceness 15: on a busy core they get about 3 % of the CPU time."""
+
+log = logging.getLogger(__name__)
 
 CONSEQUENCES = (FailureKind.PEER_FAILED, FailureKind.PEER_LOST)
 
 
+MIN_FREE_BYTES = 1 << 20
+"""With less than this, a file system is reported as full."""
+
+MAX_CAUSE_CHARS = 300
+"""Of an error of Ray in a message; the whole of it is in the run's log."""
+
+
 class RunFailed(RuntimeError):
-    """Raised when the run ends by a failure; the message names what failed, and in which stage."""
+    """Raised when the run ends by a failure; the message names what failed, and in which stage.
+
+    Attributes:
+        failure: the card's failure; None: of no single card.
+        trace: the card's traceback; "": there is none.
+    """
+
+    def __init__(self, message: str = "", *, failure: RankFailure | None = None, trace: str = ""):
+        super().__init__(message)
+        self.failure, self.trace = failure, trace
+
+
+class ClusterOpen(RunFailed):
+    """The Ray cluster at ``address`` needs no token, or this process has none: who reaches it can run code in it."""
+
+    def __init__(self, address: str):
+        super().__init__(
+            f"cluster.address={address}: there is no token for this Ray cluster, or it accepts callers without one, so "
+            "everyone who reaches its ports could run code in it. Before `ray start`, run `ray get-auth-token "
+            "--generate` on one host, copy ~/.ray/auth_token to the others, and export RAY_AUTH_MODE=token on "
+            "all. To do without, export RAY_AUTH_MODE=disabled"
+        )
+
+
+class TokenRefused(RunFailed):
+    """The Ray cluster at ``address`` was started with another token than this process has, or this one sends none."""
+
+    def __init__(self, address: str):
+        super().__init__(
+            f"cluster.address={address}: the Ray cluster refuses the token of this process. On every host, before `ray "
+            "start` and before a run: export RAY_AUTH_MODE=token, and have the same ~/.ray/auth_token (mode 0600), or "
+            "the same RAY_AUTH_TOKEN, as the head had when its Ray started"
+        )
 
 
 class RayNotStarted(RunFailed):
     """Ray could not be started on this machine, or the cluster at ``address`` could not be joined."""
 
     def __init__(self, address: str | None, error: Exception):
-        cause = f"{type(error).__name__}: {error}"
-        if address is None:
+        cause = first_line(f"{type(error).__name__}: {error}")
+        if address is None and (full := full_storage()):
+            advice = f"Ray did not start on this machine: {full}; free some space"
+        elif address is None:
             advice = (
                 "Ray did not start on this machine. If the machine is busy, run again later, or give Ray more time: "
                 "RAY_raylet_start_wait_time_s=300 RAY_gcs_server_port_wait_time_s=300. If shared memory (/dev/shm) or "
@@ -34,9 +85,19 @@ class RayNotStarted(RunFailed):
         else:
             advice = (
                 f"cluster.address={address}: could not join this Ray cluster. Is it running (ray status)? Start it "
-                "with `ray start --head`, or set cluster.address=null to start Ray on this machine"
+                f"with `{START_HEAD}`, or set cluster.address=null to start Ray on this machine"
             )
         super().__init__(f"{advice}. Ray reports {cause}")
+
+
+class RayEnded(RunFailed):
+    """A process of the Ray that this run has started has ended."""
+
+    def __init__(self, name: str):
+        reason = full_storage() or "killed, out of host memory, or crashed"
+        super().__init__(
+            f"Ray's process {name} has ended ({reason}); its logs are in /tmp/ray, or where RAY_TMPDIR says"
+        )
 
 
 class CardFailed(RunFailed):
@@ -46,36 +107,89 @@ class CardFailed(RunFailed):
 class QueueFailed(RunFailed):
     """The sample queue has ended during the run."""
 
-    def __init__(self, reason: object):
-        super().__init__(f"the queue has failed: {reason}; with queue.durability=journal it survives the crash")
+    def __init__(self, reason: object, *, failure: RankFailure | None = None, trace: str = ""):
+        full = full_storage()
+        reason = f"{reason} ({full})" if full else reason
+        message = f"the queue has failed: {reason}; with queue.durability=journal it survives the crash"
+        super().__init__(message, failure=failure, trace=trace)
+
+
+class RewardsFailed(RunFailed):
+    """More rewards failed than `reward.max_failed_share` allows; the message shows the first failure."""
+
+
+PROCESS_ENDED = "killed, out of host memory, or crashed"
+OUT_OF_REACH = "it cannot be reached: its process or its host has ended, or the network between the hosts is cut"
+HOST_ENDED = "its host has ended, or cannot be reached"
 
 
 class FailedStage:
-    """One rank's failure of a stage as received by the controller: the typed failure, and its trace if there is one."""
+    """One rank's failure of a stage as received by the controller: the typed failure, its trace if there is one, and
+    for a rank that died what is known of its end."""
 
-    def __init__(self, failure: RankFailure, trace: str = ""):
-        self.failure, self.trace = failure, trace
+    def __init__(self, failure: RankFailure, trace: str = "", end: str = PROCESS_ENDED):
+        self.failure, self.trace, self.end = failure, trace, end
 
     @classmethod
     def of(cls, error: Exception, *, rank: int, stage: str) -> FailedStage:
         """Converts the exception that Ray raises for a stage of a worker."""
         if isinstance(error, ray.exceptions.RayActorError):
-            return cls(_failure(error, rank=rank, stage=stage, kind=FailureKind.DIED))
+            unavailable = isinstance(error, ray.exceptions.ActorUnavailableError)
+            failure = replace(RankFailure.of(error, rank=rank, stage=stage), kind=FailureKind.DIED)
+            return cls(failure, end=OUT_OF_REACH if unavailable else PROCESS_ENDED)
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, StageFailed):
             return cls(cause.failure, cause.trace)
-        return cls(_failure(cause, rank=rank, stage=stage, kind=kind_of(cause)), str(error).strip())
+        failure = replace(RankFailure.of(cause, rank=rank, stage=stage), kind=stage_kind(cause, rank))
+        return cls(failure, str(error).strip())
 
-    def error(self) -> RunFailed:
-        """Returns the error with which the run ends if this is its root cause."""
+    def error(self, hosts: Sequence[Host] = (), lost_hosts: Collection[Host] = ()) -> RunFailed:
+        """Returns the error with which the run ends if this is its root cause.
+
+        Args:
+            hosts: of every rank; they are named if there are several.
+            lost_hosts: those that have left the cluster.
+        """
         failure = self.failure
+        rank = describe_ranks([failure.rank], hosts)
         if failure.kind is FailureKind.DIED:
-            reason = "killed, out of host memory, or crashed"
-            return CardFailed(f"rank {failure.rank} died in stage {failure.stage!r} ({reason})")
+            lost = failure.rank < len(hosts) and hosts[failure.rank] in lost_hosts
+            reason = HOST_ENDED if lost else self.end
+            return CardFailed(f"{rank} died in stage {failure.stage!r} ({reason})", failure=failure)
         if failure.kind is FailureKind.QUEUE_CLOSED:
-            return QueueFailed(f"{failure.message} (on rank {failure.rank} in stage {failure.stage!r})")
-        detail = f"rank {failure.rank} failed in stage {failure.stage!r}: {failure.error}: {failure.message}"
-        return CardFailed(f"{detail}\n{self.trace}")
+            reason = f"{failure.message} (on {rank} in stage {failure.stage!r})"
+            return QueueFailed(reason, failure=failure, trace=self.trace)
+        detail = f"{rank} failed in stage {failure.stage!r}: {failure.error}: {failure.message}"
+        return CardFailed(f"{detail}\n{self.trace}", failure=failure, trace=self.trace)
+
+
+def full_storage() -> str:
+    """Returns which of the file systems that Ray cannot do without is full, with its free bytes; "" if none is."""
+    for name, path in (("shared memory", "/dev/shm"), ("the disk", os.environ.get("RAY_TMPDIR", "/tmp"))):
+        if os.path.isdir(path) and (free := _free_bytes(path)) < MIN_FREE_BYTES:
+            return f"{name} is full: {path}: {free:,} bytes are free"
+    return ""
+
+
+def _free_bytes(path: str) -> int:
+    about = os.statvfs(path)
+    return about.f_bavail * about.f_frsize
+
+
+def first_line(text: str) -> str:
+    """Returns the first line of a text, which may go on with the stack of a C++ program; at most MAX_CAUSE_CHARS."""
+    line = " ".join(next(iter(text.strip().splitlines()), "").split())
+    return line if len(line) <= MAX_CAUSE_CHARS else line[: MAX_CAUSE_CHARS - 2] + " …"
+
+
+def is_consequence(failed: FailedStage) -> bool:
+    """Whether a failure only follows from that of another rank."""
+    return failed.failure.kind in CONSEQUENCES
+
+
+def late_rank(rank: int, stage: str, message: str) -> RankFailure:
+    """Describes a rank that did not end a stage, or answer a control call, in time."""
+    return RankFailure(rank=rank, stage=stage, kind=FailureKind.TIMED_OUT, error="", message=message)
 
 
 def root_cause(failed: Iterable[FailedStage]) -> FailedStage:
@@ -84,9 +198,14 @@ def root_cause(failed: Iterable[FailedStage]) -> FailedStage:
     return min(failed, key=lambda one: (_severity(one.failure.kind), one.failure.rank))
 
 
-def _failure(error: BaseException, *, rank: int, stage: str, kind: FailureKind) -> RankFailure:
-    return RankFailure(rank=rank, stage=stage, kind=kind, error=type(error).__name__, message=str(error))
-
-
 def _severity(kind: FailureKind) -> int:
     return 0 if kind is FailureKind.DIED else 2 if kind in CONSEQUENCES else 1
+
+
+@contextmanager
+def logging_errors(task: str) -> Iterator[None]:
+    """Logs an error of the block instead of raising it: for what is written after a failure, which it would hide."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed after another failure", task)

@@ -15,12 +15,14 @@ from uuid import uuid4
 
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
 from fusion.inference import Request
+from fusion.inference.request_columns import Requests
 from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
-from stalesync.cards import WARN_EVERY_S, Cards, RunningStage, StageCall, stage_call
+from stalesync.cards import WARN_EVERY_S, Cards
 from stalesync.commands import Dispatch, DispatchedRequest, Publish
-from stalesync.failures import CardFailed
+from stalesync.failures import CardFailed, late_rank
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+from stalesync.stage_calls import RunningStage, StageCall, describe_hanging, stage_call
 
 CHUNK_POLL_S = 0.25
 """Minimum seconds between two polls of the engines for requests whose chunk has ended."""
@@ -44,7 +46,9 @@ class Generation:
         take_reports: Callable[[Sequence[StageReport]], None],
     ) -> None:
         self._spec, self._cards, self._prompts, self._take_reports = spec, cards, prompts, take_reports
-        self._sampling = spec.rollout.sampling()
+        ends = None if spec.detokenizer is None else spec.detokenizer.end_token_ids
+        self._sampling = spec.rollout.sampling(stop_token_ids=ends)
+        self._chunk_tokens = spec.rollout.chunk_tokens or 0
         self._lengths: ForcedLengths | None = None
         if spec.rollout.forced_median is not None:
             self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
@@ -55,18 +59,21 @@ class Generation:
         self._warned_silent_s = 0.0
         """Seconds without a sample at the last warning"""
 
-    def publish(self, command: Publish, share: InferenceShare) -> None:
-        """Publishes the weights of a policy version to the engines of ``share``."""
+    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Publishes the weights of a policy version to the engines of ``share``. ``meanwhile``: called while the cards
+        switch, before their reports are taken."""
         actor = self._spec.deployment.actor
         if not command.beside:
-            self._take_reports(self._cards.on(actor).call(Worker.switch, "infer", command.version, share))
+            switching = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
+            meanwhile()
+            self._take_reports(self._cards.wait(switching))
             return
         beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
         others = [rank for rank in actor if rank not in beside]
         receiving = self._cards.on(beside).begin(Worker.receive, command.version, share)
-        self._take_reports(
-            self._cards.on(others).call(Worker.switch, "infer", command.version, share, while_generating=True)
-        )
+        switching = self._cards.on(others).begin(Worker.switch, "infer", command.version, share, while_generating=True)
+        meanwhile()
+        self._take_reports(self._cards.wait(switching))
         reports = self._cards.wait(receiving)
         self._take_reports(reports)
         for running in self._running.values():
@@ -78,20 +85,21 @@ class Generation:
 
     def dispatch(self, command: Dispatch) -> None:
         """Starts engines with their requests, submits requests to running ones, and frees unused parked KV."""
+        submitted: dict[int, StageCall[None]] = {}
         for engine, dispatched in command.requests_by_engine.items():
-            ranks, requests = self._spec.engines[engine], [self._request(one) for one in dispatched]
+            ranks, requests = self._spec.engines[engine], Requests(map(self._request, dispatched))
             if engine in command.starting:
                 calls = {rank: stage_call(Worker.generate, requests if rank == ranks[0] else []) for rank in ranks}
                 self._running[engine] = self._cards.begin_each(calls)
             else:
-                self._cards.on(ranks[:1]).ask(Worker.submit, requests)
-        for engine, ids in command.forget_by_engine.items():
-            self._cards.on(self._spec.engines[engine][:1]).ask(Worker.forget, ids)
+                submitted[ranks[0]] = stage_call(Worker.submit, requests)
+        self._cards.ask_each(submitted)
+        left = {self._spec.engines[engine][0]: ids for engine, ids in command.forget_by_engine.items()}
+        self._cards.ask_each({rank: stage_call(Worker.forget, ids) for rank, ids in left.items()})
 
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
         """Stops engines between two steps; returns the unfinished requests of each."""
-        for engine in engines:
-            self._cards.on(self._spec.engines[engine][:1]).ask(Worker.pause)
+        self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}
         for engine in engines:
             reports = self._cards.wait(self._running.pop(engine))
@@ -105,12 +113,10 @@ class Generation:
         if self._spec.rollout.chunk_tokens is None or time.monotonic() - self._chunks_polled_s < CHUNK_POLL_S:
             return {}
         self._chunks_polled_s = time.monotonic()
-        engine_of = {rank: engine for engine in self._running for rank in self._spec.engines[engine]}
-        answers = self._cards.on(list(engine_of)).ask(Worker.take_ended_chunks)
-        ended: dict[int, list[SuspendedSample]] = {}
-        for engine, answer in zip(engine_of.values(), answers, strict=True):
-            ended.setdefault(engine, []).extend(answer)
-        return {engine: samples for engine, samples in ended.items() if samples}
+        engines = list(self._running)
+        first_cards = [self._spec.engines[engine][0] for engine in engines]
+        answers = self._cards.on(first_cards).ask(Worker.take_ended_chunks)
+        return {engine: samples for engine, samples in zip(engines, answers, strict=True) if samples}
 
     def check_silence(self, silent_s: float, num_running_on: Callable[[int], int]) -> None:
         """Warns if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.
@@ -127,8 +133,12 @@ class Generation:
             for engine in self._running
         )
         if silent_s > self._cards.timeout_s:
-            hangs = self._cards.describe_unresponsive()
-            raise CardFailed(f"no sample has arrived for {silent_s:.0f} s (cluster.stage_timeout_s): {engines}{hangs}")
+            hanging = self._cards.find_unresponsive()
+            message = (
+                f"no sample has arrived for {silent_s:.0f} s (cluster.stage_timeout_s): {engines}"
+                f"{describe_hanging(hanging, self._cards.hosts)}"
+            )
+            raise CardFailed(message, failure=late_rank(hanging[0], "generate", message) if hanging else None)
         log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
 
     def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, EvalAnswer]:
@@ -147,14 +157,19 @@ class Generation:
         return {answer.id: answer for report in reports for answer in report.answers}
 
     def _request(self, dispatched: DispatchedRequest) -> Request:
-        prompt, member = self._prompts[dispatched.group], int(dispatched.id.rsplit("/", 1)[1])
+        prompt = self._prompts[dispatched.group]
+        exact_tokens = 0
+        if self._lengths is not None:
+            exact_tokens = self._lengths(prompt.id, int(dispatched.id.rsplit("/", 1)[1]))
+        # By keyword it would take three times as long.
         return Request(
-            id=dispatched.id,
-            prompt=prompt.ids,
-            params=self._sampling,
-            group=dispatched.group,
-            chunk_tokens=self._spec.rollout.chunk_tokens or 0,
-            exact_tokens=self._lengths(prompt.id, member) if self._lengths else 0,
-            earlier=dispatched.earlier,
-            kv_rank=dispatched.kv_rank,
+            dispatched.id,
+            prompt.ids,
+            self._sampling,
+            dispatched.group,
+            (),
+            self._chunk_tokens,
+            exact_tokens,
+            dispatched.earlier,
+            dispatched.kv_rank,
         )

@@ -3,21 +3,30 @@
 generated samples ──────────────────────────────► admission: observe_generated
 scored samples ─► all of a group ─┬─ trainable ─► admission: observe_scored ─► … take: trained
                                   └─ not ───────► admission: observe_filtered, observe_failed; the queue drops them
+lost samples ─────► cannot be scored, if they were not yet; a group of which no sample is left has failed
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-from distqueue import DistQueue
+from distqueue import DistQueue, LostSample
 from fusion.rewards import RewardOutcome
 from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
 from stalesync.admission import Admission
 from stalesync.prompts import Prompt
-from stalesync.samples import GeneratedSample, ScoredSample
+from stalesync.samples import Sample, by_id
+
+LOST = "lost"
+"""Why a sample cannot be scored, and why a group fails, whose samples the queue has lost"""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,15 +40,23 @@ class Groups:
     algorithm: Algorithm
     queue: DistQueue
     folder: RunFolder
-    scored: dict[str, list[ScoredSample]] = field(default_factory=dict)
+    scored: dict[str, list[Sample]] = field(default_factory=dict)
     """Scored samples by group, of groups that have not ended"""
     num_failed_rewards: int = 0
     """Number of samples that could not be scored since the start of the run"""
     step: int = 1
     """The step in whose record an ended group is logged: the current one or, while a checkpoint is taken, the last one,
     which the checkpoint contains"""
-    _ended: list[ScoredSample] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    """Samples that the queue has lost"""
+    num_noted_lost: int = 0
+    """Number of samples that were passed to `note_lost`"""
+    _ended: list[Sample] = field(default_factory=list)
     """Samples of groups that failed or were filtered since `take`"""
+    _discarded: dict[str, list[str]] = field(default_factory=dict)
+    """Reason → samples of groups that have ended, which the queue is about to drop"""
+    _given_up: set[str] = field(default_factory=set)
+    """Lost samples that were counted without having arrived; they may arrive after all"""
 
     def admit(self, prompts: Iterable[Prompt]) -> None:
         """Admits a group for each prompt."""
@@ -47,18 +64,59 @@ class Groups:
         self.prompts.update(admitted)
         self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
 
-    def note(self, generated: Sequence[GeneratedSample], scored: Sequence[ScoredSample]) -> None:
+    def note(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
         """Records samples, and reports generated samples and completely scored groups to `Admission`."""
-        for sample in generated:
-            self.admission.observe_generated(sample.id, sample.response_tokens)
+        if self._given_up:
+            generated = [sample for sample in generated if sample.id not in self._given_up]
+            scored = [sample for sample in scored if sample.id not in self._given_up]
+        self._record(generated, scored)
+
+    def note_lost(self, lost: Sequence[LostSample]) -> None:
+        """Records samples that the queue has lost. One that was not taken from the queue yet counts as generated and
+        cannot be scored; one that was is lost to training only."""
+        self.num_noted_lost += len(lost)
+        for one in lost:
+            self.lost.add(one.id)
+            log.error("sample %r has ended as %s", one.id, one.reason)
+            entry = self.admission.buffer.entries.get(one.id)
+            if one.group in self.prompts and entry is not None and entry.state == "running":
+                prompt = self.prompts[one.group]
+                sample = Sample(one.id, prompt, "", len(prompt.ids), entry.generated)
+                sample.outcome = RewardOutcome(None, error=LOST, detail=one.reason)
+                self._given_up.add(one.id)
+                self._record([sample], [sample])
+
+    def untrained(self, groups: Mapping[str, Sequence[Sample]]) -> list[str]:
+        """Returns those of the groups, which were passed to training, of which every sample was lost."""
+        return [
+            group
+            for group, members in groups.items()
+            if all(member.outcome.error or member.id in self.lost for member in members)
+        ]
+
+    def log_trained(self, groups: Sequence[str], lost: Iterable[str]) -> None:
+        """Records how the groups that were passed to training ended; ``lost``: those of which no sample was left."""
+        untrained, ledger = set(lost), self.admission.ledger
+        outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
+        for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
+            self.folder.log_groups(self.step, [group for _, group in run], ended, lag=lag)
+
+    def _record(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
+        response_tokens = {sample.id: sample.response_tokens for sample in generated}
+        assert len(response_tokens) == len(generated), "a sample has arrived twice"
+        self.admission.observe_generated(response_tokens)
         for one in scored:
             group = one.prompt.id
             members = self.scored.setdefault(group, [])
             members.append(one)
             if len(members) == self.size:
+                members.sort(key=by_id)
                 self._judge(group, members)
+        discarded, self._discarded = self._discarded, {}
+        for reason, ids in discarded.items():  # one call of the queue, however many groups have ended
+            self.queue.drop(ids, reason)
 
-    def take(self, trained: Iterable[str]) -> tuple[dict[str, list[ScoredSample]], list[ScoredSample]]:
+    def take(self, trained: Iterable[str]) -> tuple[dict[str, list[Sample]], list[Sample]]:
         """Removes groups that are going to be trained; returns their samples by group, and the samples of all groups
         that ended since the last call, by id."""
         groups = {group: self.scored.pop(group) for group in trained}
@@ -66,14 +124,13 @@ class Groups:
             del self.prompts[group]
         samples = [sample for members in groups.values() for sample in members] + self._ended
         self._ended = []
-        return groups, sorted(samples, key=lambda sample: sample.id)
+        return groups, sorted(samples, key=by_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON; ``expected`` lists the groups with unscored samples, for readers of the file."""
+        """Returns plain JSON."""
         return {
             "texts": [asdict(prompt) for prompt in self.prompts.values()],
-            "expected": sorted(group for group in self.prompts if len(self.scored.get(group, ())) < self.size),
-            "scored": [_plain(sample) for members in self.scored.values() for sample in members],
+            "scored": [sample.state_dict() for members in self.scored.values() for sample in members],
             "failed_rewards": self.num_failed_rewards,
         }
 
@@ -83,34 +140,28 @@ class Groups:
         for fields in state["texts"]:
             self.prompts[fields["id"]] = Prompt(**fields | {"ids": tuple(fields["ids"])})
         for fields in state["scored"]:
-            outcome, group = RewardOutcome(**fields["outcome"]), fields["group"]
-            others = {key: value for key, value in fields.items() if key not in ("outcome", "group")}
-            sample = ScoredSample(prompt=self.prompts[group], outcome=outcome, **others)
-            self.scored.setdefault(group, []).append(sample)
+            group = fields["group"]
+            self.scored.setdefault(group, []).append(Sample.restore(self.prompts[group], fields))
 
-    def _judge(self, group: str, members: list[ScoredSample]) -> None:
+    def _judge(self, group: str, members: list[Sample]) -> None:
         """Decides whether a group whose samples are all scored may be trained, or ends."""
         errors = [member.outcome.error for member in members]
         self.num_failed_rewards += sum(error is not None for error in errors)
         if all(errors):
-            why = f"reward_{errors[0]}"
+            why = LOST if errors[0] == LOST else f"reward_{errors[0]}"
             self.admission.observe_failed(group, why)
             self._end(group, f"failed:{why}", why)
         elif rule := self.algorithm.filter_rule([member.outcome.reward for member in members]):
             self.admission.observe_filtered(group, rule)
             self._end(group, f"filtered:{rule}", rule)
         else:
-            self.admission.observe_scored(group, sum(one.tokens for one in members if one.outcome.error is None))
+            scored = [member for member in members if member.outcome.error is None]
+            self.admission.observe_scored(group, sum([one.prompt_tokens + one.response_tokens for one in scored]))
 
     def _end(self, group: str, ended: str, reason: str) -> None:
-        """Ends a group that is not trained: drops its samples from the queue."""
+        """Ends a group that is not trained; `_record` drops its samples from the queue."""
         self.folder.log_groups(self.step, [group], ended)
         members = self.scored.pop(group)
         del self.prompts[group]
-        self.queue.drop([member.id for member in members], reason)
+        self._discarded.setdefault(reason, []).extend(member.id for member in members)
         self._ended += members
-
-
-def _plain(sample: ScoredSample) -> dict[str, Any]:
-    fields = asdict(sample)
-    return fields | {"group": fields.pop("prompt")["id"]}

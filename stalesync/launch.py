@@ -1,12 +1,11 @@
-"""Launches a run: checks the config, starts Ray and the workers, runs the loop, reports, and always cleans up."""
+"""Launch a run: check the config, start Ray and the workers, run the loop, report, and always clean up."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +15,19 @@ from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
-from fusion.rewards import RewardPool
+from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
 from fusion.telemetry import LiveView, RunFolder, RunReport
+from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
+from stalesync.process_log import logging_to
 from stalesync.prompts import PromptSource
+from stalesync.ray_cluster import check_token, ray_cluster
+from stalesync.ray_guard import Report
+from stalesync.run_log import Progress, RunLog
+from stalesync.stopping import stoppable
+from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +36,24 @@ def launch(config: Config) -> Path:
     """Runs a job to its end; returns its folder.
 
     Raises:
-        ValueError: the config is wrong; no worker was started.
-        RunFailed: Ray did not start, a worker or the queue failed, or a checkpoint could not be written. Every process
-            of the run has ended and its folder is readable.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; likewise.
+        ValueError: the config is wrong, another run has the folder, or none of its checkpoints is whole; no worker was
+            started.
+        RunFailed: Ray did not start, a worker or the queue failed, too many rewards failed, or a checkpoint could not
+            be written. Every process of the run has ended and its folder is readable.
+        KeyboardInterrupt: Ctrl-C, or `Stopped` for SIGTERM and SIGHUP; likewise.
+
+    Any other exception after the folder has been created is a failure of the run, too; `run.log` and `error.json` in
+    the folder describe it (`run_log.py`), and a note of the exception says where.
     """
     model = config.validate()
     config = config.resolved()
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
     spec = worker_spec(config, model, tokenizer)
+    warn_if_endless(config, spec)
+    check_token(config.cluster.address)
     with ExitStack() as stack:
+        stack.enter_context(stoppable())
         folder = stack.enter_context(
             RunFolder(config.run.dir, config.run.name, "resume" if config.run.resume else "suffix")
         )
@@ -48,14 +61,22 @@ def launch(config: Config) -> Path:
         print(folder.choice)
         report: dict[str, Any] = {"outcome": "failed"}
         stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
-        stack.enter_context(_terminable())
+        progress, logs = Progress(), RunLog(folder.path)
+        stack.enter_context(logging_to(logs.controller))
+        stack.enter_context(logs.recording(progress, report, world=spec.world))
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
-        try:
-            _run(config=config, spec=spec, source=source, rule=rule, folder=folder, report=report)
-            report["outcome"] = "finished"
-        except KeyboardInterrupt:
-            report["outcome"] = "stopped"
-            raise
+        if rule is not None:
+            check_required_fields(config.reward, rule.required_fields, source.fields)
+        _run(
+            config=config,
+            spec=spec,
+            source=source,
+            rule=rule,
+            folder=folder,
+            logs=logs,
+            progress=progress,
+            report=report,
+        )
     return folder.path
 
 
@@ -66,30 +87,47 @@ def _run(
     source: PromptSource,
     rule: RewardPool | None,
     folder: RunFolder,
+    logs: RunLog,
+    progress: Progress,
     report: dict[str, Any],
 ) -> None:
-    from distqueue import DistQueue, QueueClosed
+    from distqueue import DistQueue
+    from distqueue.payload.sweep import memory
     from stalesync.cards import Cards
-    from stalesync.failures import QueueFailed
+    from stalesync.host_check import check_hosts
     from stalesync.reward_sources import ModelReward, RuleReward
     from stalesync.scoring import Scorer
     from stalesync.training_run import TASKS, TrainingRun
 
     with ExitStack() as stack:
-        view = stack.enter_context(LiveView(config.run.steps, title=folder.name))
+        if folder.resumed and complete_checkpoints(folder.path):
+            print("reading the newest checkpoint to compare it with its manifest", flush=True)
+        checkpoint, damaged = savepoint.newest(folder.path) if folder.resumed else (None, [])
+        steps_done = 0 if checkpoint is None else savepoint.read(checkpoint)["step"]
+        view = stack.enter_context(LiveView(config.run.steps, title=folder.name, steps_done=steps_done))
+        for line in damaged:
+            view.note(line)
         view.phase("start Ray and the workers")
-        stack.enter_context(_ray(config.cluster.address))
+        progress.stage = "start Ray"
+        report_end = Report(str(folder.path), spec.world)
+        roots: list[Path | str] = [memory(), *([config.queue.spill] if config.queue.spill else [])]
+        check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end))
+        progress.stage = "compare the hosts"
+        models = {"model.path": config.model.path, "reward.model": config.reward.model}
+        check_hosts(folder.path, models, config.cluster.stage_timeout_s)
+        stack.enter_context(naming_queue(check_ray))
         name = folder.name if config.cluster.address is None else f"{folder.name}-{os.getpid()}"
-        checkpoint = savepoint.newest(folder.path) if folder.resumed else None
         options = queue_options(config, folder)
         queue = DistQueue.create(TASKS, options, name=name, checkpoint=savepoint.queue_of(checkpoint))
         stack.callback(queue.close)
-        cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s))
+        progress.stage = "start the workers"
+        cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s, logs.of_rank, [check_ray]))
+        progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
         reward_source = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
-        scorer = stack.enter_context(Scorer(reward_source, queue))
+        scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share))
         run = TrainingRun(
             config=config,
             spec=spec,
@@ -100,17 +138,39 @@ def _run(
             folder=folder,
             view=view,
         )
+        progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
         if checkpoint is None:
             folder.rewind(0)
         else:
             run.restore(checkpoint)
             view.note(f"resuming from {checkpoint}, step {run.step}")
-        try:
+            if (saved_in := savepoint.layout_of(checkpoint)) != spec.train:
+                view.note(f"it was saved by {saved_in.world} cards in {saved_in}: masters and moments are resharded")
+            progress.stage = "train"
+        # Also here, because nothing below can be relied on to end when Ray has failed.
+        stack.enter_context(logs.recording(progress, report, world=spec.world))
+        with naming_queue(check_ray):
             report["answers"] = run.run()
-        except QueueClosed as error:
-            raise QueueFailed(error) from error
-        report["notes"] = run.notes()
+        report["notes"] = damaged + run.notes()
         report["next_steps"] = next_steps(config, folder)
+
+
+@contextmanager
+def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
+    """Raises the end of the queue as `QueueFailed`, unless it is a consequence of the end of Ray.
+
+    Raises:
+        RayEnded: by ``check_ray``.
+        QueueFailed: the queue has ended.
+    """
+    from distqueue import QueueClosed
+    from stalesync.failures import QueueFailed
+
+    try:
+        yield
+    except QueueClosed as error:
+        check_ray()
+        raise QueueFailed(error) from error
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
@@ -136,10 +196,9 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         reference=config.score_layout(model, reference) if reference else None,
         reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
         topology=config.cluster.topology,
-        across_nodes=config.cluster.address is not None,
         pace=config.pace,
         ahead=config.stalesync.max_staleness > 0,
-        detokenizer=detokenizer_spec(config.model.path, tokenizer),
+        detokenizer=detokenizer_spec(config.model.path, tokenizer, end_token_ids(tokenizer, model, config.model.path)),
     )
 
 
@@ -156,6 +215,19 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
     return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), retokenize)
 
 
+def warn_if_endless(config: Config, spec: WorkerSpec) -> None:
+    """Warns if nothing but the limit ends a response."""
+    rollout = config.rollout
+    assert spec.detokenizer is not None
+    if not (spec.detokenizer.end_token_ids or rollout.stop or rollout.forced_median):
+        log.warning(
+            "model.path: %s names no end token (eos_token_id): every response will be "
+            "rollout.max_response_length=%d tokens long; name one, or set rollout.stop",
+            config.model.path,
+            rollout.max_response_length,
+        )
+
+
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
     """Returns the options of the run's queue. A resumed run restores the queue of its checkpoint: samples that a
     journal recorded later are removed and generated again."""
@@ -169,26 +241,6 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
     return options
 
 
-def load_tokenizer(folder: str, model: ModelConfig) -> Any:
-    """Loads the tokenizer of a model folder.
-
-    Raises:
-        ValueError: the folder has no tokenizer, or one with more tokens than the model's vocabulary.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path: {folder} has no tokenizer that transformers can load: {error}") from None
-    if len(tokenizer) > model.vocab_size:
-        raise ValueError(
-            f"model.path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model "
-            f"vocab_size={model.vocab_size}"
-        )
-    return tokenizer
-
-
 def next_steps(config: Config, folder: RunFolder) -> list[str]:
     return [
         f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
@@ -197,44 +249,3 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
         "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER",
         "your own reward: reward.path=FILE.py:FUNCTION",
     ]
-
-
-@contextmanager
-def _ray(address: str | None) -> Iterator[None]:
-    """Joins a cluster, or starts Ray on this machine; at the block's end leaves the cluster, or stops Ray."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray's default, 15, leaves the cards' host threads a thirtieth of a core beside any other process that wants it.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    import ray
-
-    from stalesync.failures import RayNotStarted
-
-    started = not ray.is_initialized()
-    if started:
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-        if address is None:
-            quiet |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
-        try:
-            ray.init(address=address or "local", **quiet)  # None would join a cluster that already runs on this machine
-        except Exception as error:  # Ray raises many types, some of them plain `Exception`
-            ray.shutdown()
-            raise RayNotStarted(address, error) from error
-    try:
-        yield
-    finally:
-        if started:
-            ray.shutdown()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Handles SIGTERM like Ctrl-C inside the block, so that a scheduler's kill leaves a readable run and no process."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Assign ranks to actors by their placement on nodes and cards."""
+"""Assign ranks to actors by their placement on nodes and cards, and emulated cards to nodes. Pure."""
 
 from __future__ import annotations
 
@@ -33,3 +33,9 @@ def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
             f"device.kind={kind} with cluster.npus={world}: Ray counts {num_cards:.0f} such cards; "
             "join a cluster with enough cards (cluster.address), reduce cluster.npus, or set device.kind=emulated"
         )
+
+
+def spread(world: int, nodes: Sequence[str]) -> list[str]:
+    """Returns the node of each emulated card: evenly, and neighbours together. Ray does not count such cards, and would
+    place them at random."""
+    return [nodes[index * len(nodes) // world] for index in range(world)]

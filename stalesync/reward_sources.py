@@ -9,7 +9,8 @@ from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.rewards import RewardOutcome, RewardPool, RewardSample
 from fusion.training import split_over_ranks
 from stalesync.cards import Cards
-from stalesync.samples import GeneratedSample
+from stalesync.samples import Sample
+from stalesync.stage_calls import calls_of_replicas, stage_call
 
 
 class RewardSource(Protocol):
@@ -17,7 +18,7 @@ class RewardSource(Protocol):
 
     concurrent: bool
 
-    def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Returns one outcome per sample, in order."""
 
     def take_reports(self) -> list[StageReport]:
@@ -32,15 +33,10 @@ class RuleReward:
     def __init__(self, pool: RewardPool):
         self._pool = pool
 
-    def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         return self._pool.score(
             [
-                RewardSample(
-                    prompt=sample.prompt.text,
-                    response=sample.response,
-                    answer=sample.prompt.answer,
-                    fields=sample.prompt.fields,
-                )
+                RewardSample(sample.prompt.text, sample.response, sample.prompt.answer, sample.prompt.fields)
                 for sample in samples
             ]
         )
@@ -55,16 +51,18 @@ class ModelReward:
     def __init__(self, cards: Cards, spec: WorkerSpec):
         assert spec.reward_model is not None
         self.concurrent = not {*spec.deployment.reward_model} & {*spec.deployment.actor}
-        self._cards = cards.on(spec.deployment.reward_model)
-        self._num_replicas = spec.reward_model.layout.dp
+        self._cards, self._ranks = cards, spec.deployment.reward_model
+        self._layout = spec.reward_model.layout
         self._reports: list[StageReport] = []
 
-    def __call__(self, samples: Sequence[GeneratedSample]) -> list[RewardOutcome]:
-        shares = split_over_ranks([sample.tokens for sample in samples], self._num_replicas)
-        reports = self._cards.call(Worker.score, [[samples[index].id for index in share] for share in shares])
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        shares = split_over_ranks([sample.tokens for sample in samples], self._layout.dp)
+        calls = [stage_call(Worker.score, [samples[index].id for index in share]) for share in shares]
+        reports = self._cards.call_each(calls_of_replicas(self._layout, self._ranks, calls))
         self._reports += reports
         outcome_by_id = {id: outcome for report in reports for id, outcome in report.scores.items()}
-        return [outcome_by_id[sample.id] for sample in samples]
+        lost = RewardOutcome(None, error="lost", detail="its tokens were damaged or lost in the queue")
+        return [outcome_by_id.get(sample.id, lost) for sample in samples]
 
     def take_reports(self) -> list[StageReport]:
         reports, self._reports = self._reports, []

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from fusion.rewards import reward_metrics
 from fusion.telemetry import Metrics
-from stalesync.samples import ScoredSample
+from stalesync.samples import Sample
 
 
-def add_sample_metrics(metrics: Metrics, samples: Sequence[ScoredSample], max_response_length: int) -> None:
+def add_sample_metrics(metrics: Metrics, samples: Sequence[Sample], max_response_length: int) -> None:
     """Adds rewards and lengths of samples that were trained, filtered or failed. A response of
     ``max_response_length`` tokens counts as clipped."""
     metrics.update(reward_metrics([sample.outcome for sample in samples]))
@@ -17,12 +17,12 @@ def add_sample_metrics(metrics: Metrics, samples: Sequence[ScoredSample], max_re
         return
     metrics.spread("response_length", [sample.response_tokens for sample in samples])
     metrics.spread("prompt_length", [sample.prompt_tokens for sample in samples])
-    clipped = sum(sample.response_tokens >= max_response_length for sample in samples)
+    clipped = sum([sample.response_tokens >= max_response_length for sample in samples])
     metrics.add("response_length/clip_ratio", clipped / len(samples))
 
 
 def add_staleness_metrics(
-    metrics: Metrics, groups: Mapping[str, Sequence[ScoredSample]], *, version: int, max_staleness: int
+    metrics: Metrics, groups: Mapping[str, Sequence[Sample]], *, version: int, max_staleness: int
 ) -> None:
     """Adds the lag in versions of the oldest token of every sample trained in ``version``, and the number of samples
     with tokens of several versions.
@@ -37,4 +37,4 @@ def add_staleness_metrics(
     )
     for lag in range(max_staleness + 1):
         metrics.add(f"staleness/lag_{lag}_count", lags.count(lag))
-    metrics.add("staleness/mixed_versions_count", sum(sample.newest > sample.oldest for sample in samples))
+    metrics.add("staleness/mixed_versions_count", sum([sample.newest > sample.oldest for sample in samples]))

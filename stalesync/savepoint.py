@@ -1,27 +1,46 @@
-"""Write and read the controller's files of a checkpoint.
+"""Write, verify and read the checkpoints of a run.
 
-    checkpoints/step-N/   trainer/                   weights, optimizer, step: written by the cards
+    checkpoints/step-N/   trainer/                   masters and moments as global tensors: written by the cards
                           queue/                     samples in progress, including suspended ones
-                          controller.json            the run's state, written last: marks the checkpoint as complete
+                          controller.json            the run's state
+                          manifest.json              sizes and digests of all these files, written last: marks the
+                                                     checkpoint as complete
 
-The states of run and queue are taken while no engine runs and all generated samples are scored (`TrainingRun.cut`), so
-that no work is repeated after a restart.
+The states of run and queue are taken while no engine runs, all generated samples are scored, and all that were scored
+or trained are acknowledged to the queue (`TrainingRun.cut`), so that no sample is scored or trained twice after a
+restart.
+
+Only folders named `step-<number>` are checkpoints of the run: copies of any other name (`step-4-good`) are neither
+resumed nor removed. A damaged checkpoint is renamed to `step-N.damaged` when the run goes back to an older one.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distqueue import DistQueue
+from fusion.model import Parallel
 from fusion.telemetry.files import sync, write_atomic
+from fusion.telemetry.manifest import NAME as MARK
+from fusion.telemetry.manifest import find_damage, read_manifest, write_manifest
+from fusion.telemetry.run_folder import complete_checkpoints, step_of
+
+if TYPE_CHECKING:
+    from distqueue import DistQueue
 
 NAME = "controller.json"
 QUEUE = "queue"
 TRAINER = "trainer"
+
+log = logging.getLogger(__name__)
+
+
+class NoWholeCheckpoint(ValueError):
+    """A run has checkpoints, but none from which it can resume."""
 
 
 def begin(target: Path, queue: DistQueue | None) -> None:
@@ -36,8 +55,12 @@ def begin(target: Path, queue: DistQueue | None) -> None:
 def finish(target: Path, state: str) -> None:
     """Completes a checkpoint whose other files are on disk. ``state``: the run's state as JSON."""
     write_atomic(target / NAME, state)
-    for path in (target / NAME, target, target.parent):
-        sync(path)
+    sync(target / NAME)
+    # The cards have hashed what they wrote; only the small files and the queue's are read here.
+    written_by_cards = target / TRAINER
+    hashed = read_manifest(written_by_cards) if written_by_cards.is_dir() else {}
+    write_manifest(target, {f"{TRAINER}/{name}": record for name, record in hashed.items()})
+    sync(target.parent)
 
 
 def read(checkpoint: Path) -> Mapping[str, Any]:
@@ -51,18 +74,60 @@ def queue_of(checkpoint: Path | None) -> str | None:
     return str(folder.resolve()) if folder is not None and folder.is_dir() else None
 
 
-def newest(folder: Path) -> Path | None:
-    """Returns the complete checkpoint of a run with the highest step; None if there is none."""
-    complete = [path.parent for path in folder.glob(f"checkpoints/step-*/{NAME}")]
-    return max(complete, key=lambda path: json.loads((path / NAME).read_text())["step"], default=None)
+def layout_of(checkpoint: Path) -> Parallel:
+    """Returns the layout that the checkpoint's trainer had."""
+    return Parallel(**json.loads((checkpoint / TRAINER / "trainer.json").read_text())["layout"])
 
 
-def prune(folder: Path, keep: int) -> None:
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """Reads the complete checkpoints of a run from the newest on, and returns the first that is as it was written, with
+    a line for each damaged one before it, which is renamed. None: the run has saved none.
+
+    Raises:
+        NoWholeCheckpoint: all complete checkpoints are damaged, or were written by an earlier version. Nothing is
+            renamed.
+    """
+    damaged: dict[Path, str] = {}
+    complete = [*complete_checkpoints(folder).values()]
+    for path in reversed(complete):
+        damage = find_damage(path)
+        if damage is None:
+            return path, [_set_aside(bad, why, resumed=path) for bad, why in damaged.items()]
+        damaged[path] = damage
+    if damaged:
+        listed = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
+        raise NoWholeCheckpoint(
+            f"run.resume=true: no checkpoint in {folder / 'checkpoints'} is whole ({listed}). Restore one from a copy, "
+            f"or start a new run with another run.name (model.path={folder / 'hf'} continues from its last weights)"
+        )
+    old = [path.parent for path in folder.glob(f"checkpoints/step-*/{NAME}") if [*path.parent.glob("trainer/*.pt")]]
+    if old:
+        raise NoWholeCheckpoint(
+            f"run.resume=true: {old[0]} was written by an earlier version, whose checkpoints cannot be resumed; start "
+            f"a new run from its weights with model.path={folder / 'hf'} and another run.name"
+        )
+    return None, []
+
+
+def _set_aside(path: Path, damage: str, resumed: Path) -> str:
+    """Renames a damaged checkpoint, so that it does not count as one of those to keep; returns what happened."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 2
+    while aside.exists():
+        aside, number = path.with_name(f"{path.name}.damaged-{number}"), number + 1
+    path.rename(aside)
+    line = f"checkpoint {path} is damaged: {damage}. Going back to {resumed.name}; the damaged one is kept as {aside}"
+    log.warning(line)
+    return line
+
+
+def prune(checkpoints: Path, keep: int) -> None:
     """Removes complete checkpoints except the last ``keep`` (0: removes none), and incomplete ones older than those. Of
     each checkpoint, the file that marks it as complete is removed first."""
-    steps = {path: int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
-    complete = sorted((path for path in steps if (path / NAME).is_file()), key=lambda path: steps[path])
-    if keep and len(complete) >= keep:
-        for path in [path for path in steps if steps[path] < steps[complete[-keep]]]:
-            (path / NAME).unlink(missing_ok=True)
+    complete = [*complete_checkpoints(checkpoints.parent)]
+    if not keep or len(complete) < keep:
+        return
+    for path in checkpoints.glob("step-*"):
+        step = step_of(path.name)
+        if step is not None and step < complete[-keep] and path.is_dir() and not path.is_symlink():
+            (path / MARK).unlink(missing_ok=True)
             shutil.rmtree(path)

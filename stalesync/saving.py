@@ -3,12 +3,12 @@
     controller   … ─ cut ─► next step ─► next step ─► … ─ cut: waits until the previous one is written ─► …
     cards             └ snapshot: a copy of the state in host memory
                              └─► save: the copy, synced ──┐
-    thread                                                └─► controller.json ─► older checkpoints are removed
+    thread                                                └─► manifest.json ─► older checkpoints are removed
 
 Invariants:
 1. One checkpoint is written at a time, and a cut begins when the previous one is complete.
-2. A checkpoint is complete (`savepoint.NAME` exists) only when all its other files are on disk; only then are older
-   ones removed.
+2. A checkpoint is complete (its manifest exists) only when all its other files are on disk; only then are older ones
+   removed.
 3. An error is raised when the run next checks its cards, begins another save, or ends.
 """
 
@@ -57,6 +57,11 @@ class Saver:
         assert self._thread is None, "one checkpoint is written at a time"
         self._thread = threading.Thread(target=self._run, args=(write,), name="save", daemon=True)
         self._thread.start()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
         """Raises the error of the thread, if any.

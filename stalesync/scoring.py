@@ -6,12 +6,16 @@
 
 The queue delivers a sample's text, and its lengths as metadata; its tokens are never sent to this process. The cards of
 a reward model read them directly from the queue.
+
+The queue delivers a sample again whose lease has ended before it was acknowledged: it expired, or the queue's actor was
+restarted, whose journal holds no leases. Such a sample is scored once all the same (`Arrivals`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from distqueue import PackedBatch
@@ -20,29 +24,45 @@ from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
 from fusion.rollout.packing import TEXT
 from fusion.rollout.types import EvalAnswer
+from stalesync.batch_size import BatchSize
+from stalesync.failed_rewards import FailedRewards, TooManyFailed
+from stalesync.failures import RewardsFailed
 from stalesync.prompts import Prompt
 from stalesync.reward_sources import RewardSource
-from stalesync.samples import GeneratedSample, ScoredSample
+from stalesync.samples import Sample, by_id
 
 REWARD = "reward"
 """The queue's task of scoring."""
 
+RESPONSE = "response"
+"""Column of the response's tokens, of which the controller receives the number only."""
+
 EVALUATED = "evaluated"
 """Reason for which the tokens of a held-out prompt's answer are dropped from the queue."""
 
-MAX_BATCH = 64
-"""Maximum number of samples scored at a time, while others are still being generated."""
+MAX_STOP_S = 2.0
+"""Maximum seconds for which the end of the block waits until the samples that are being scored are scored"""
 
 POLL_S = 1.0
 """Interval at which the thread that waits for samples checks whether it must end."""
+
+MIN_GROUPS_KEPT = 1024
+"""Number of groups whose samples are remembered before those that have ended are looked for"""
 
 
 class ScoringQueue(Protocol):
     """The part of the queue's interface that scoring uses."""
 
-    def get(self, task: str, columns: Sequence[str], count: int, *, partial: bool, timeout_s: float) -> PackedBatch: ...
-
-    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]: ...
+    def get(
+        self,
+        task: str,
+        columns: Sequence[str],
+        count: int,
+        *,
+        lengths: Sequence[str],
+        partial: bool,
+        timeout_s: float,
+    ) -> PackedBatch: ...
 
     def ack(self, task: str, ids: Sequence[str]) -> None: ...
 
@@ -53,20 +73,22 @@ class ScoringProgress:
     """Tracks which samples were generated, wait for their score, and are scored. Pure.
 
     Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
-    `num_unscored` counts the samples that are generated and not taken as scored yet.
+    `num_unscored` counts the samples that are generated and not taken as scored yet, `num_unacknowledged` those that
+    are scored and not acknowledged to the queue yet.
     """
 
     def __init__(self) -> None:
         self.num_unscored = 0
-        self._generated: list[GeneratedSample] = []
-        self._scored: list[ScoredSample] = []
-        self._waiting: list[GeneratedSample] = []
+        self.num_unacknowledged = 0
+        self._generated: list[Sample] = []
+        self._scored: list[Sample] = []
+        self._waiting: list[Sample] = []
 
     @property
     def has_news(self) -> bool:
         return bool(self._generated or self._scored)
 
-    def observe_generated(self, samples: Sequence[GeneratedSample], wait: bool) -> None:
+    def observe_generated(self, samples: Sequence[Sample], wait: bool) -> None:
         """Records generated samples. ``wait``: `take_waiting` returns them for scoring; else the caller scores them
         now."""
         self._generated += samples
@@ -74,38 +96,79 @@ class ScoringProgress:
         if wait:
             self._waiting += samples
 
-    def observe_scored(self, samples: Sequence[ScoredSample]) -> None:
+    def observe_scored(self, samples: Sequence[Sample]) -> None:
+        """Records scored samples, which the caller acknowledges to the queue now."""
         self._scored += samples
+        self.num_unacknowledged += len(samples)
 
-    def take_generated(self) -> list[GeneratedSample]:
+    def observe_acknowledged(self, count: int) -> None:
+        self.num_unacknowledged -= count
+
+    def take_generated(self) -> list[Sample]:
         """Returns the samples generated since the last call, in order of ids."""
         generated, self._generated = self._generated, []
-        return sorted(generated, key=lambda sample: sample.id)
+        return sorted(generated, key=by_id)
 
-    def take_scored(self) -> list[ScoredSample]:
+    def take_scored(self) -> list[Sample]:
         """Returns the samples scored since the last call, in order of ids."""
         scored, self._scored = self._scored, []
         self.num_unscored -= len(scored)
-        return sorted(scored, key=lambda sample: sample.id)
+        return sorted(scored, key=by_id)
 
-    def take_waiting(self) -> list[GeneratedSample]:
+    def take_waiting(self) -> list[Sample]:
         """Returns the samples that wait to be scored, in order of ids."""
         waiting, self._waiting = self._waiting, []
-        return sorted(waiting, key=lambda sample: sample.id)
+        return sorted(waiting, key=by_id)
+
+
+class Arrivals:
+    """Tracks which samples have arrived, by group, at least until the group has ended. ``in_progress``: the groups that
+    have not.
+
+    Cost: amortized O(1) for each sample. Memory follows the number of groups in progress.
+    """
+
+    def __init__(self, in_progress: Container[str]) -> None:
+        self._in_progress = in_progress
+        self._ids: dict[str, set[str]] = {}
+        self._max_groups = MIN_GROUPS_KEPT
+
+    def new(self, ids: Sequence[str], groups: Sequence[str]) -> list[int]:
+        """Returns the positions of those samples of a delivery that arrive for the first time."""
+        positions = []
+        for position, (id, group) in enumerate(zip(ids, groups, strict=True)):
+            arrived = self._ids.setdefault(group, set())
+            if id not in arrived:
+                arrived.add(id)
+                positions.append(position)
+        if len(self._ids) > self._max_groups:
+            self._ids = {group: arrived for group, arrived in self._ids.items() if group in self._in_progress}
+            self._max_groups = max(MIN_GROUPS_KEPT, 2 * len(self._ids))
+        return positions
 
 
 class Scorer:
-    """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager."""
+    """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
+    its thread scores no sample; a call of the source that is still under way after `MAX_STOP_S` is left behind.
 
-    def __init__(self, source: RewardSource, queue: ScoringQueue):
+    ``max_failed_share``: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
+    raises `RewardsFailed`.
+    """
+
+    def __init__(self, source: RewardSource, queue: ScoringQueue, max_failed_share: float = 1.0):
         self._source, self._queue = source, queue
+        self._failed = FailedRewards(max_failed_share)
         self.prompts: dict[str, Prompt] = {}
         """Prompts of all groups that have not ended, by id; `Groups` adds each before its samples are generated"""
+        self._arrivals = Arrivals(self.prompts)
         self._progress = ScoringProgress()
         self._changed = threading.Condition()
         """Lock for all accesses to the progress and the error"""
         self._error: BaseException | None = None
         self._stopping = threading.Event()
+        self._scoring = threading.Lock()
+        """Held by the thread while it handles samples"""
+        self._batch_size = BatchSize()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
 
     def __enter__(self) -> Scorer:
@@ -113,7 +176,10 @@ class Scorer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # The thread itself may wait for samples for another `POLL_S`; it is not joined, as it takes none any more.
         self._stopping.set()
+        if self._scoring.acquire(timeout=MAX_STOP_S):
+            self._scoring.release()
 
     @property
     def concurrent(self) -> bool:
@@ -126,7 +192,15 @@ class Scorer:
         with self._changed:
             return self._progress.num_unscored
 
-    def poll(self, timeout_s: float) -> tuple[list[GeneratedSample], list[ScoredSample]]:
+    def wait_acknowledged(self) -> None:
+        """Waits until every scored sample is acknowledged to the queue. Raises the exception of the scoring thread, if
+        any."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not self._progress.num_unacknowledged)
+            if self._error is not None:
+                raise self._error
+
+    def poll(self, timeout_s: float) -> tuple[list[Sample], list[Sample]]:
         """Returns the samples generated and those scored since the last call, each in order of ids; waits at most
         ``timeout_s`` for the first one. Raises the exception of the scoring thread, if any."""
         with self._changed:
@@ -136,16 +210,15 @@ class Scorer:
                 raise self._error
             return self._progress.take_generated(), self._progress.take_scored()
 
-    def score_waiting(self) -> tuple[list[ScoredSample], list[StageReport]]:
+    def score_waiting(self) -> tuple[list[Sample], list[StageReport]]:
         """Scores the samples that could not be scored concurrently, in the TRAIN phase. Also returns the cards'
         reports."""
         with self._changed:
             waiting = self._progress.take_waiting()
         if not waiting:
             return [], self._source.take_reports()
-        scored = self._score(waiting)
+        self._score(waiting)
         with self._changed:
-            self._progress.observe_scored(scored)
             return self._progress.take_scored(), self._source.take_reports()
 
     def take_reports(self) -> list[StageReport]:
@@ -158,7 +231,7 @@ class Scorer:
         """Scores one answer per prompt (by its id), in the TRAIN phase; returns text and outcome of each. Drops the
         rows of the answers' tokens from the queue."""
         samples = [
-            GeneratedSample(
+            Sample(
                 id=answers[prompt.id].row or prompt.id,
                 prompt=prompt,
                 response=answers[prompt.id].text,
@@ -167,19 +240,39 @@ class Scorer:
             )
             for prompt in prompts
         ]
-        outcomes = self._source(samples)
+        outcomes = self._outcomes(samples)
         if rows := [answers[prompt.id].row for prompt in prompts if answers[prompt.id].row]:
             self._queue.drop(rows, EVALUATED)
         return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def check_failed(self) -> None:
+        """Judges the rewards at the end of a run.
+
+        Raises:
+            RewardsFailed: too many failed.
+        """
+        with self._changed:
+            _refuse(self._failed.judge())
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
                 try:
-                    batch = self._queue.get(REWARD, [TEXT], MAX_BATCH, partial=True, timeout_s=POLL_S)
+                    batch = self._queue.get(
+                        REWARD,
+                        [TEXT],
+                        self._batch_size.count,
+                        lengths=[RESPONSE],
+                        partial=True,
+                        timeout_s=POLL_S,
+                    )
                 except TimeoutError:
                     continue
-                self._take(batch)
+                start = time.perf_counter()
+                with self._scoring:
+                    if not self._stopping.is_set():
+                        self._take(batch)
+                self._batch_size.observe(len(batch), time.perf_counter() - start)
         except BaseException as error:
             if self._stopping.is_set() and isinstance(error, QueueClosed):
                 return
@@ -192,31 +285,48 @@ class Scorer:
         with self._changed:
             self._progress.observe_generated(samples, wait=not self.concurrent)
             self._changed.notify_all()
-        if not self.concurrent:
-            return
-        scored = self._score(samples)
+        if self.concurrent and samples:
+            self._score(samples)
+
+    def _score(self, samples: Sequence[Sample]) -> None:
+        """Scores samples. They are reported before they are acknowledged, so that training need not wait for that."""
+        outcomes = self._outcomes(samples)
         with self._changed:
-            self._progress.observe_scored(scored)
+            for sample, outcome in zip(samples, outcomes, strict=True):
+                sample.outcome = outcome
+            self._progress.observe_scored(samples)
+            self._changed.notify_all()
+        self._queue.ack(REWARD, [sample.id for sample in samples])
+        with self._changed:
+            self._progress.observe_acknowledged(len(samples))
             self._changed.notify_all()
 
-    def _score(self, samples: Sequence[GeneratedSample]) -> list[ScoredSample]:
+    def _outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         outcomes = self._source(samples)
-        self._queue.ack(REWARD, [sample.id for sample in samples])
-        return [sample.scored(outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+        with self._changed:
+            _refuse(self._failed.observe(outcomes))
+        return outcomes
 
-    def _describe(self, batch: PackedBatch) -> list[GeneratedSample]:
-        response_tokens = self._queue.lengths(batch.ids, ["response"])["response"]
-        samples = []
-        for row, id in enumerate(batch.ids):
-            prompt = self.prompts[batch.groups[row]]
-            samples.append(
-                GeneratedSample(
-                    id=id,
-                    prompt=prompt,
-                    response=batch[TEXT][row],
-                    prompt_tokens=len(prompt.ids),
-                    response_tokens=response_tokens[row],
-                    versions=batch.versions[row],
-                )
-            )
-        return samples
+    def _describe(self, batch: PackedBatch) -> list[Sample]:
+        """Returns the batch's samples in order of ids. Leaves out those that have arrived before, and those whose group
+        has ended meanwhile: the queue has lost them, and `Groups.note_lost` has counted them."""
+        groups = {*batch.groups}
+        prompts_by_group = {group: prompt for group in groups if (prompt := self.prompts.get(group)) is not None}
+        rows = self._arrivals.new(batch.ids, batch.groups)
+        if len(prompts_by_group) < len(groups):
+            rows = [row for row in rows if batch.groups[row] in prompts_by_group]
+        if len(rows) < len(batch):
+            batch = batch.select(rows)
+        if not batch.ids:
+            return []
+        prompts = [prompts_by_group[group] for group in batch.groups]
+        prompt_tokens = [len(prompt.ids) for prompt in prompts]
+        oldest, newest = zip(*batch.versions, strict=True)
+        fields = batch.ids, prompts, batch[TEXT].texts(), prompt_tokens, batch.lengths[RESPONSE], oldest, newest
+        samples = map(Sample, *fields)  # by keyword it would take three times as long
+        return sorted(samples, key=by_id)
+
+
+def _refuse(verdict: TooManyFailed | None) -> None:
+    if verdict is not None:
+        raise RewardsFailed(str(verdict))

@@ -5,9 +5,9 @@
                   └──────fail / filter──┴─────────────► failed(why) / filtered(rule)
 
 The policy version is the number of published optimizer updates. A group's age counts from the version at which it was
-admitted, which is that of its oldest token. Two gates keep the bound s, *admit* and *advance*. Both check the same
-condition: can all untrained groups be trained in time, with `groups_per_step` groups per version? A group of age a can
-be trained in the current version or in the next s - a, so the condition is that for every age k
+admitted, which is at most that of its oldest token. Two gates keep the bound s, *admit* and *advance*. Both check the
+same condition: can all untrained groups be trained in time, with `groups_per_step` groups per version? A group of age a
+can be trained in the current version or in the next s - a, so the condition is that for every age k
 
     untrained groups of age >= k  <=  places left in this version + (s - k) * groups_per_step.
 
@@ -25,8 +25,9 @@ The oldest groups are trained first, so training the first r finished groups rem
 of age >= k. The number of groups that may be trained (`num_ready`) and must be trained (`num_due`) follows from the
 number of groups of each age.
 
-Cost, for n groups in progress: `may_admit` O(1); `may_advance`, `is_enough` O(s), with `tokens_per_step` at most
-O(s + groups_per_step); a change of state O(log n) and a move within a sorted list.
+Cost, for n groups in progress: a change of state and `may_admit` O(1); `may_advance`, `is_enough` O(s); `ready` and
+`enough`, once a step, O(n log n). With `tokens_per_step`, `is_enough` is O(n log n), too, from when finished groups
+hold that many tokens.
 
 Invariants (property-tested in tests/stalesync/test_staleness.py):
 1. No group is trained at an age above s.
@@ -40,7 +41,6 @@ Invariants (property-tested in tests/stalesync/test_staleness.py):
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class StalenessLedger:
     """Group id → version at admission; the same for `finished`."""
     finished: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    """Finished group → trainable tokens of its prompts and responses"""
+    """Finished group → tokens of its prompts and responses, as passed to `finish`"""
     ended: Counter[str] = field(default_factory=Counter)
     """trained, filtered:<rule>, failed:<why> → groups."""
     ages: Counter[int] = field(default_factory=Counter)
@@ -74,8 +74,8 @@ class StalenessLedger:
     """Number of groups that have finished since the start, and their tokens"""
     _finished_tokens: int = 0
     """Tokens of the groups that are finished now"""
-    _oldest_first: list[tuple[int, str]] = field(default_factory=list)
-    """(version at admission, group) of finished groups, sorted"""
+    _sorted: list[str] | None = None
+    """What `_oldest_first` returned; None: `finished` has changed since"""
     _num_untrained_of: Counter[int] = field(default_factory=Counter)
     """Version at admission → groups in flight or finished; `_num_finished_of`: finished"""
     _num_finished_of: Counter[int] = field(default_factory=Counter)
@@ -103,14 +103,20 @@ class StalenessLedger:
 
     def admit(self, groups: Iterable[str]) -> None:
         """Admits groups at the current version."""
-        for group in groups:
+        room = self.may_admit
+        for count, group in enumerate(groups, start=1):
             assert group not in self.in_flight and group not in self.finished, f"group {group} is admitted already"
-            assert self.may_admit > 0, f"group {group} could not be trained within {self.max_staleness} versions"
+            assert count <= room, f"group {group} could not be trained within {self.max_staleness} versions"
             self.in_flight[group] = self.version
             self._num_untrained_of[self.version] += 1
 
     def finish(self, group: str, tokens: int = 0) -> None:
-        """Marks a group whose samples are all generated and scored. ``tokens``: of its prompts and responses."""
+        """Marks a group as finished: its samples are all generated and, if samples are scored while others are
+        generated (`AdmissionSpec.scores_beside`), also scored.
+
+        Args:
+            tokens: of its prompts and responses; of scored samples, only of those whose reward did not fail.
+        """
         self._insert_finished(group, self.in_flight.pop(group), tokens)
         groups, tokens_before = self._totals
         self._totals = groups + 1, tokens_before + tokens
@@ -118,11 +124,12 @@ class StalenessLedger:
     def ready(self) -> list[str]:
         """Returns the finished groups that may be trained in this version, oldest first; groups of the same age by
         name, so that the order in which they finished has no effect."""
-        return [group for _, group in self._oldest_first[: self.num_ready]]
+        return self._oldest_first()[: self.num_ready]
 
     def enough(self) -> list[str]:
         """Returns the groups with which a step may begin now, oldest first; empty if others must finish first."""
-        return [group for _, group in self._oldest_first[: self._num_enough]]
+        count = self._num_enough
+        return self._oldest_first()[:count] if count else []
 
     @property
     def is_enough(self) -> bool:
@@ -212,11 +219,19 @@ class StalenessLedger:
         ready = self.num_ready
         if self.tokens_per_step is not None and self._finished_tokens >= self.tokens_per_step:
             held, due = 0, self.num_due
-            for count, (_, group) in enumerate(self._oldest_first[:ready], start=1):
+            for count, group in enumerate(self._oldest_first()[:ready] if due <= ready else (), start=1):
                 held += self.tokens[group]
                 if held >= self.tokens_per_step and count >= due:
                     return count
         return ready if ready >= self._places else 0
+
+    def _oldest_first(self) -> list[str]:
+        """Returns the finished groups by age, groups of the same age by name. They are sorted only when they are asked
+        for: keeping them sorted would move on average half of them for each group that finishes."""
+        if self._sorted is None:
+            finished = self.finished
+            self._sorted = sorted(finished, key=lambda group: (finished[group], group))
+        return self._sorted
 
     @property
     def num_ready(self) -> int:
@@ -269,7 +284,7 @@ class StalenessLedger:
         self.tokens[group] = tokens
         self._finished_tokens += tokens
         self._num_finished_of[version] += 1
-        insort(self._oldest_first, (version, group))
+        self._sorted = None
 
     def _remove_finished(self, group: str) -> int:
         """Returns the version at which it was admitted."""
@@ -277,7 +292,7 @@ class StalenessLedger:
         self._finished_tokens -= self.tokens.pop(group)
         _decrement(self._num_untrained_of, version)
         _decrement(self._num_finished_of, version)
-        del self._oldest_first[bisect_left(self._oldest_first, (version, group))]
+        self._sorted = None
         return version
 
 

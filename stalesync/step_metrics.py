@@ -23,8 +23,8 @@ class StepMetrics:
         self._waits: dict[str, bool] = {}
         """`timing_s/…` that waiting for samples is also added to → whether it applies now"""
 
-    def begin(self) -> None:
-        """Discards what cards did so far: it belongs to no step."""
+    def begin_first_step(self) -> None:
+        """Starts the accounting of the cards' time: work before the first step is not counted in its usage."""
         self._usage.count(wall_ns())
 
     def take(self, reports: Sequence[StageReport]) -> None:
@@ -41,7 +41,7 @@ class StepMetrics:
         self._waits = {"wait_older": for_older, "gen_tail": in_tail}
 
     def add_seconds(self, stage: Stage, seconds: float) -> None:
-        """Adds the seconds that obeying a command of ``stage`` took."""
+        """Adds the seconds that executing a command of ``stage`` took."""
         if stage in TIMERS:
             self.metrics.add(f"timing_s/{TIMERS[stage]}", seconds)
         if stage != "generate":
@@ -50,8 +50,8 @@ class StepMetrics:
             self.metrics.add(f"timing_s/{name}", seconds * holds)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is measured inside the block belongs to no step."""
+    def excluded(self) -> Iterator[None]:
+        """Excludes the metrics added inside the block, such as an evaluation's, from the step's."""
         kept, self.metrics = self.metrics, Metrics()
         try:
             yield

@@ -7,7 +7,9 @@ held-out answers ─► step ─► step ─┬─► step ─► … ─► hel
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ from stalesync.config import Config
 from stalesync.control import ControlDesk
 from stalesync.controller import Controller
 from stalesync.evaluation import Evaluation
+from stalesync.failures import logging_errors
+from stalesync.garbage import collecting_seldom
 from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
+from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
 from stalesync.scoring import Scorer
 from stalesync.staleness import StalenessLedger
@@ -55,6 +60,10 @@ class TrainingRun:
         self.config, self.cards, self.queue, self.source, self.scorer = config, cards, queue, source, scorer
         self.folder, self.view = folder, view
         self.step = 0
+        self._logged = 0
+        """Number of steps whose metrics are logged"""
+        self._figures: dict[str, float] = {}
+        """Metrics of evaluations, for the next row of the log"""
         stalesync, num_held_out = config.stalesync, config.run.eval_prompts
         ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
         algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
@@ -101,22 +110,57 @@ class TrainingRun:
     def run(self) -> list[Answer]:
         """Runs all remaining steps; returns answers to held-out prompts before and after. The cards are in the training
         phase at the start and at the end."""
-        last, every = self.config.run.steps, self.config.run.save_every or self.config.run.steps
-        before = self.evaluate("before")
-        self.view.begin()
-        self.step_metrics.begin()
-        while self.step < last:
-            metrics, before = self.loop.train_step(self.step + 1) | before, {}
-            self.pace.count(metrics)
-            self.step += 1
-            after = self.evaluate("after") if self.step == last else {}
-            state = self.cut() if self.step == last or self.step % every == 0 else None
-            self.folder.log(self.step, metrics | after | self.saver.metrics())
-            self.view.update(self.step, metrics)
-            if state is not None:
-                self.save(state)
+        last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
+        self._figures, saved_at = self.evaluate("before"), time.monotonic()
+        with collecting_seldom(), self.logging_after_failure():
+            self.view.begin()
+            self.step_metrics.begin_first_step()
+            while self.step < last:
+                self.loop.train_step(self.step + 1, close_last=self.close_step)
+                self.step += 1
+                if self.step == last or interval.due(self.step, time.monotonic() - saved_at, self.saver.writing):
+                    state, saved_at = self.close_and_cut(), time.monotonic()
+                    self.save(state)
         self.saver.finish()
+        self.scorer.check_failed()
         return self.evaluation.answers()
+
+    def close_step(self) -> None:
+        """Closes the last step, unless that is done: acknowledges its samples, and logs its metrics."""
+        if self._logged < self.step:
+            self.log(self.loop.close_step())
+
+    def close_and_cut(self) -> dict[str, Any]:
+        """Closes the last step, with a cut; after the last one of the run, with an evaluation before it."""
+        metrics = self.loop.close_step()
+        with self.logging_after_failure(metrics):
+            if self.step == self.config.run.steps:
+                self._figures |= self.evaluate("after")
+            state = self.cut()
+        self.log(metrics)
+        return state
+
+    @contextmanager
+    def logging_after_failure(self, metrics: Mapping[str, float] | None = None) -> Iterator[None]:
+        """If the block fails, logs the metrics of the last step, unless that is done, and raises the block's error.
+
+        Args:
+            metrics: None: those of the loop, without the queue's, which may have ended.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._logged < self.step:
+                with logging_errors("logging the last step's metrics"):
+                    self.log(self.loop.take_metrics({}) if metrics is None else metrics)
+            raise
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of the last step, with those of evaluations and cuts."""
+        figures, self._figures, self._logged = self._figures, {}, self.step
+        self.pace.count(metrics)
+        self.folder.log(self.step, {**metrics, **figures, **self.saver.metrics()})
+        self.view.update(self.step, metrics)
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Answers the held-out prompts once with the current weights; returns `val/rewards/<when>`.
@@ -126,11 +170,11 @@ class TrainingRun:
         """
         if not self.evaluation.prompts:
             return {}
-        with self.step_metrics.aside():
+        with self.step_metrics.excluded():
             self.loop.stop()
-            self.loop.obey(Publish(self.admission.ledger.version))
+            self.loop.execute(Publish(self.admission.ledger.version))
             answers = self.generation.answer(self.evaluation.prompts, self.desk.share.engines)
-            self.loop.obey(SwitchToTrain())
+            self.loop.execute(SwitchToTrain())
             self.evaluation.score(self.scorer, answers, when)
             self.step_metrics.take(self.scorer.take_reports())
         return self.evaluation.metrics(when)
@@ -149,7 +193,7 @@ class TrainingRun:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Writes a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
-        steps run."""
+        steps run. The cards hash what they write; the manifest of all files is written last."""
         target, export, as_json = self.checkpoint, str(self.folder.hf), json.dumps(state)
 
         def write() -> None:
@@ -172,7 +216,7 @@ class TrainingRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object."""
-        self.step = state["step"]
+        self.step = self._logged = state["step"]
         self.source.load_state_dict(state["prompts"])
         self.desk.load_state_dict(state["share"])
         self.admission.load_state_dict(state)
@@ -192,6 +236,8 @@ class TrainingRun:
             lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")
         if num_failed:
             lines.append(f"{num_failed} samples could not be scored and were not trained (reward/failed)")
+        if self.source.num_bad_rows:
+            lines.append(f"{self.source.num_bad_rows} rows of data.source could not be used (data.bad_rows=skip)")
         if num_skipped := self.source.metrics().get("data/skipped_prompts", 0):
             lines.append(f"{num_skipped:.0f} prompts were longer than data.max_prompt_length")
         return lines

@@ -2,7 +2,7 @@
 
     groups ─ claim ─► advantages ─ put ─► queue ─► train, by id ─► ack
                           ▲                 │
-                          └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: after them)
+                          └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile)
 
 Invariants: the samples of a step are claimed for the task `train` before any column is written for them, so the queue
 rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
@@ -12,17 +12,18 @@ acknowledged after its optimizer step. This process reads no payload from the qu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from distqueue import PackedBatch
+from distqueue import PackedBatch, SamplesLost
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
 from stalesync.cards import Cards
-from stalesync.samples import ScoredSample
+from stalesync.samples import Sample, by_id
+from stalesync.stage_calls import calls_of_replicas, stage_call
 
 log = logging.getLogger(__name__)
 
@@ -52,82 +53,148 @@ class Updater:
     view: LiveView
     algorithm: Algorithm
     record_reports: Callable[[Sequence[StageReport]], None]
+    _trained: list[str] = field(default_factory=list)
+    """Trained samples that are not acknowledged yet"""
 
     @property
     def kl_in(self) -> str | None:
         """Where the KL divergence from the reference is applied: `loss` or `reward`; None: there is no reference."""
         return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
 
-    def train(self, groups: dict[str, list[ScoredSample]], version: int, metrics: Metrics) -> None:
+    def train(
+        self,
+        groups: dict[str, list[Sample]],
+        version: int,
+        metrics: Metrics,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Trains policy ``version`` on all scored samples of these groups, in this order; drops samples whose reward
-        failed.
+        failed, and leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
+
+        Args:
+            meanwhile: called once, while the cards train.
 
         Raises:
             ValueError: a sample has been trained, is being trained, or has been dropped.
         """
-        samples = sorted((sample for members in groups.values() for sample in members), key=lambda one: one.id)
+        samples = sorted([sample for members in groups.values() for sample in members], key=by_id)
         with metrics.timer("adv"):
-            kept = self._drop_failed(samples)
-            ids = [sample.id for sample in kept]
-            if kept:
-                self.queue.claim(TRAIN, ids)
-                self._put_advantages(kept, metrics)
+            kept = self._claim(self._drop_failed(samples))
+        if kept and self.kl_in == "reward":
+            kept = self._put_advantages(kept, metrics, self._run_reference(self._shares(kept), metrics))
         if not kept:
             log.warning("no sample could be scored, nothing is trained in this step")
+            meanwhile()
             return
         minibatches = [
             _split_over_replicas([sample for sample in kept if sample.prompt.id in chunk], self.spec.train.dp)
             for chunk in _split_groups(list(groups), self.spec.algorithm.minibatches)
         ]
         if self.kl_in == "loss":
-            self._run_reference(self._reference_shares(minibatches, kept), metrics)
+            # The advantages are computed while the reference runs, which does not read them.
+            shares = self._reference_shares(minibatches, kept)
+            self._run_reference(shares, metrics, meanwhile=lambda: self._put_advantages(kept, metrics))
+        elif self.kl_in is None:
+            self._put_advantages(kept, metrics)
         self.view.phase("train")
         with metrics.timer("train"):
-            self.record_reports(
-                self.cards.on(self.spec.deployment.train).call(Worker.train, minibatches, version=version)
-            )
-        self.queue.ack(TRAIN, ids)
+            calls = [
+                stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version)
+                for dp in range(self.spec.train.dp)
+            ]
+            ranks = self.spec.deployment.train
+            training = self.cards.begin_each(calls_of_replicas(self.spec.train, ranks, calls))
+            meanwhile()
+            self.record_reports(self.cards.wait(training))
+        self._trained = [sample.id for sample in kept]
 
-    def _drop_failed(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
+    def acknowledge(self) -> None:
+        """Acknowledges the samples of the last training to the queue, which frees them."""
+        if self._trained:
+            self.queue.ack(TRAIN, self._trained)
+        self._trained = []
+
+    def _drop_failed(self, samples: Sequence[Sample]) -> list[Sample]:
         """Drops samples whose reward failed from the queue; returns the others."""
+        ids_by_error: dict[str, list[str]] = {}
+        scored = []
         for sample in samples:
-            if sample.outcome.error:
-                self.queue.drop([sample.id], f"reward_{sample.outcome.error}")
-        return [sample for sample in samples if sample.outcome.error is None]
+            if sample.outcome.error is None:
+                scored.append(sample)
+            else:
+                ids_by_error.setdefault(sample.outcome.error, []).append(sample.id)
+        for error, ids in ids_by_error.items():
+            self.queue.drop(ids, f"reward_{error}")
+        return scored
 
-    def _put_advantages(self, samples: list[ScoredSample], metrics: Metrics) -> None:
-        replicas = (self.spec.reference or self.spec.train).dp
-        kl = self._run_reference(_split_over_replicas(samples, replicas), metrics) if self.kl_in == "reward" else {}
-        if kl:
-            response_tokens = sum(sample.response_tokens for sample in samples)
-            metrics.add("actor/reward_kl_penalty", sum(kl.values()) / response_tokens)
-        advantages, _ = self.algorithm.advantages(
-            rewards=[sample.outcome.reward for sample in samples],
-            groups=[sample.prompt.id for sample in samples],
-            response_lengths=[sample.response_tokens for sample in samples],
-            reference_kl=[kl[sample.id] for sample in samples] if kl else None,
-        )
-        self.queue.put(PackedBatch.from_samples([sample.id for sample in samples], {"advantage": advantages}))
-        metrics.spread("critic/advantages", advantages.tolist())
+    def _claim(self, samples: list[Sample]) -> list[Sample]:
+        """Claims the samples for the task; returns those that the queue has not lost."""
+        while samples:
+            try:
+                self.queue.claim(TRAIN, [sample.id for sample in samples])
+                break
+            except SamplesLost as error:
+                log.error("%d samples are not trained: %s", len(error.ids), error)
+                lost = set(error.ids)
+                samples = [sample for sample in samples if sample.id not in lost]
+        return samples
 
-    def _run_reference(self, shares: list[list[str]], metrics: Metrics) -> dict[str, float]:
-        """Computes the reference's log-probabilities; returns each sample's KL by id if it is applied to the reward."""
+    def _put_advantages(
+        self, samples: list[Sample], metrics: Metrics, kl: Mapping[str, float] | None = None
+    ) -> list[Sample]:
+        """Puts the column of advantages; returns the samples that have one. ``kl``: to be subtracted from the rewards,
+        by sample; those that were lost when the reference read them have none."""
+        with metrics.timer("adv"):
+            if kl is not None:
+                samples = [sample for sample in samples if sample.id in kl]
+                if not samples:
+                    return []
+                response_tokens = sum(sample.response_tokens for sample in samples)
+                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / response_tokens)
+            advantages, _ = self.algorithm.advantages(
+                rewards=[sample.outcome.reward for sample in samples],
+                groups=[sample.prompt.id for sample in samples],
+                response_lengths=[sample.response_tokens for sample in samples],
+                reference_kl=None if kl is None else [kl[sample.id] for sample in samples],
+            )
+            self.queue.put(PackedBatch.from_samples([sample.id for sample in samples], {"advantage": advantages}))
+            metrics.spread("critic/advantages", advantages.tolist())
+        return samples
+
+    def _run_reference(
+        self, shares: list[list[str]], metrics: Metrics, meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, float]:
+        """Computes the reference's log-probabilities; returns each sample's KL by id if it is applied to the reward.
+
+        Args:
+            shares: sample ids by replica.
+            meanwhile: called while the reference runs.
+        """
         self.view.phase("reference")
         with metrics.timer("ref"):
-            reports = self.cards.on(self.spec.deployment.reference).call(Worker.reference, shares)
+            layout, ranks = self.spec.reference or self.spec.train, self.spec.deployment.reference
+            calls = [stage_call(Worker.reference, ids) for ids in shares]
+            running = self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
+            meanwhile()
+            reports = self.cards.wait(running)
         self.record_reports(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
-    def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[ScoredSample]) -> list[list[str]]:
+    def _shares(self, samples: list[Sample]) -> list[list[str]]:
+        """Returns sample ids by replica of the reference."""
+        return _split_over_replicas(samples, (self.spec.reference or self.spec.train).dp)
+
+    def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[Sample]) -> list[list[str]]:
         """Returns sample ids by replica of the reference; the same as for training if it uses the training layout."""
         if self.spec.reference is None:
             return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
-        return _split_over_replicas(samples, self.spec.reference.dp)
+        return self._shares(samples)
 
 
-def _split_over_replicas(samples: list[ScoredSample], num_replicas: int) -> list[list[str]]:
+def _split_over_replicas(samples: list[Sample], num_replicas: int) -> list[list[str]]:
     """Splits sample ids over data-parallel replicas, balanced by tokens."""
-    shares = split_over_ranks([sample.tokens for sample in samples], num_replicas)
+    tokens = [sample.prompt_tokens + sample.response_tokens for sample in samples]
+    shares = split_over_ranks(tokens, num_replicas)
     return [[samples[index].id for index in share] for share in shares]
 
 

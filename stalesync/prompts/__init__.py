@@ -2,13 +2,14 @@
 
     addition        one-digit sums, a+b=                   ┐
     worked          many-digit sums, every step written    ├─ rows: prompt, answer, fields
-    files           JSONL and Parquet                      ┘
+    files           JSON Lines, JSON, Parquet; chats       ┘
                                                            │ order: seeded, endless, resumable
     tokenizer       characters of both generators          ▼
                     (or the model's own)  ──────►  PromptSource.next(n) ─► Prompt(id, ids, text, answer, fields)
 
-A prompt longer than `data.max_prompt_length` is refused before the run starts, or skipped and counted
-(`data.long_prompts`)."""
+Every row of a file is read, rendered and tokenized before the run starts. One that cannot be used is refused by name,
+or skipped and counted (`data.bad_rows`); likewise a prompt longer than `data.max_prompt_length` (`data.long_prompts`).
+"""
 
 import lazy_loader
 

@@ -17,14 +17,26 @@ class DataConfig:
     """Where prompts come from."""
 
     source: str = "addition"
-    """`addition` (one-digit sums), `worked_arithmetic` (long answers with their working), or a .jsonl or .parquet
-    file."""
+    """`addition` (one-digit sums), `worked_arithmetic` (long answers with their working), or a .jsonl, .json (an array
+    of rows) or .parquet file."""
 
     prompt_field: str = "prompt"
-    """Field of the file with the prompt: a text, or a list of chat messages (`role`, `content`)."""
+    """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
+    `value` as in ShareGPT's files) that ends with the user's."""
 
     answer_field: str = "answer"
-    """Field of the file with the reference answer, which is passed to the reward function."""
+    """Field of the file with the reference answer, which is passed to the reward function as text: a number or list of
+    a JSON file as it is written there. The other fields are passed by name, except for ones that are called prompt,
+    response or answer."""
+
+    bad_rows: str = "refuse"
+    """What happens to a row of the file that cannot be used (no valid JSON, no prompt, an image in a chat, a chat that
+    the template refuses, …): `refuse`: an error before the run starts names it; `skip`: it is skipped and counted in
+    `data/bad_rows`."""
+
+    rows: int | None = None
+    """Number of rows that an epoch has: the first ones of the file or of the generator's endless rows; null: all of
+    them."""
 
     prompts_per_step: int = 64
     """Number of prompts per step; each gets a group of responses."""
@@ -50,17 +62,22 @@ class DataConfig:
     """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
     def validate(self) -> None:
-        """Raises:
-        ValueError: a value that is not accepted, by key.
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
         """
         check = Checks("data", self)
         known = self.source in GENERATORS or self.source.endswith(SUFFIXES)
         check.that("source", known, ", ".join((*GENERATORS, "a path ending in " + " or ".join(SUFFIXES))))
         check.integer("prompts_per_step", "max_prompt_length", "min_digits", "max_digits", at_least=1)
+        check.integer("rows", at_least=1, null=True)
         digits = self.min_digits <= self.max_digits <= len(PLACES)
         check.that("max_digits", digits, f"between data.min_digits={self.min_digits} and {len(PLACES)}")
         check.integer("max_terms", at_least=2, at_most=MAX_TERMS)
+        check.one_of("bad_rows", ("refuse", "skip"))
         check.one_of("long_prompts", ("refuse", "skip"))
         check.one_of("chat_template", ("auto", "never"))
         check.that("prompt_field", bool(self.prompt_field), "the name of a field")
         check.that("answer_field", bool(self.answer_field), "the name of a field")
+        check.that("answer_field", self.answer_field != self.prompt_field, "another field than data.prompt_field")

@@ -1,56 +1,76 @@
-"""Reads rows of a JSONL or Parquet file with the library `datasets` (memory-mapped, no network access)."""
+"""Read rows of a JSON, JSON Lines or Parquet file, and check each of them before the run starts."""
 
 from __future__ import annotations
 
+import json
+import logging
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from stalesync.prompts.chats import normalize_chat
 from stalesync.prompts.config import DataConfig
+from stalesync.prompts.json_rows import JsonRows
 from stalesync.prompts.rows import Row
+
+log = logging.getLogger(__name__)
+
+CheckRows = Callable[[Sequence[Row]], list[int | ValueError]]
+
+SCAN = 1024
+"""Rows that are checked at a time: tokenizers are faster on many texts."""
+
+ARGUMENTS = ("prompt", "response", "answer")
+"""Arguments that every reward function receives; a column of such a name is not passed as a field."""
+
+
+class Table(Protocol):
+    """The rows of a file by index. Raises ValueError for a row that cannot be read, without its name."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
 class FileRows:
-    """Holds the rows of `data.source`. `held_out` of them (at most a tenth), chosen by the seed, are used only for
-    evaluation.
+    """Holds the rows of `data.source` that can be used.
+
+    Args:
+        check: returns for each of some rows the number of tokens of its prompt, or why the row cannot be used.
+        held_out: number of rows (at most a tenth), chosen by the seed, that are used only for evaluation.
+
+    Attributes:
+        usable, lengths: the indices of the rows that can be used, and the number of tokens of their prompts.
+        num_bad: number of rows that cannot be used; they are skipped.
+        fields: names of the fields that every row has.
+        digest: of the file's content.
 
     Raises:
-        ValueError: the file does not exist, cannot be read, is empty, or lacks a field; names the file and the key.
+        ValueError: the file does not exist, cannot be read, is empty, or lacks a field; or, with `data.bad_rows`
+            refuse, a row cannot be used. Names the file, the row and the key.
     """
 
-    def __init__(self, config: DataConfig, seed: int, held_out: int = 0) -> None:
+    def __init__(self, config: DataConfig, seed: int, check: CheckRows, held_out: int = 0) -> None:
         self._config = config
-        self._table = _read(config.source)
-        count, fields = len(self._table), list(self._table.column_names)
-        if not count:
+        self._table, self.digest = _open(config)
+        if not len(self._table):
             raise ValueError(f"data.source={config.source!r}: the file has no rows")
-        for key in ("prompt_field", "answer_field"):
-            name = getattr(config, key)
-            if name not in fields:
-                has = ", ".join(fields)
-                raise ValueError(f"data.{key}={name!r}: {config.source} has no such field; it has {has}")
-        kept = min(held_out, count // 10)
-        self._held_out = random.Random(f"{seed}-file-evaluation").sample(range(count), kept)
-        self.indices: Sequence[int] = range(count) if not kept else sorted(set(range(count)) - set(self._held_out))
+        self.usable, self.lengths = self._check_rows(check)
+        usable = self.usable
+        kept = min(held_out, len(usable) // 10)
+        chosen = random.Random(f"{seed}-file-evaluation").sample(range(len(usable)), kept)
+        self._held_out = [usable[position] for position in chosen]
+        excluded = set(self._held_out)
+        self.indices: Sequence[int] = [index for index in usable if index not in excluded] if kept else usable
 
     def row(self, index: int) -> Row:
-        columns = dict(self._table[index])
-        prompt = self._value(columns, index, "prompt_field")
-        answer = self._value(columns, index, "answer_field")
-        if not isinstance(prompt, (str, list)):
-            raise ValueError(
-                f"{self.name(index)}: data.prompt_field={self._config.prompt_field!r} holds a {type(prompt).__name__}; "
-                "expected a text or a list of chat messages"
-            )
-        used = (self._config.prompt_field, self._config.answer_field)
-        return Row(prompt, str(answer), {key: value for key, value in columns.items() if key not in used})
-
-    def _value(self, columns: dict[str, Any], index: int, key: str) -> Any:
-        name = getattr(self._config, key)
-        if columns[name] is None:
-            raise ValueError(f"{self.name(index)}: the field data.{key}={name!r} is empty")
-        return columns[name]
+        try:
+            return self._row(self._table[index])
+        except ValueError as error:
+            raise ValueError(f"{self.name(index)}: {error}") from None
 
     def name(self, index: int) -> str:
         return f"data.source={self._config.source!r} row {index} (counted from 0)"
@@ -58,22 +78,139 @@ class FileRows:
     def evaluation(self, count: int) -> list[Row]:
         return [self.row(index) for index in self._held_out[:count]]
 
+    def _check_rows(self, check: CheckRows) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns the indices of the rows that can be used, and the number of tokens of their prompts."""
+        names: dict[str, None] = {}  # in order
+        common: set[str] | None = None
+        usable, lengths = array("q"), array("q")
+        first_error = ""
+        for start in range(0, len(self._table), SCAN):
+            rows, errors = self._read(range(start, min(start + SCAN, len(self._table))), names)
+            for (index, row), found in zip(rows.items(), check([*rows.values()]), strict=True):
+                if isinstance(found, ValueError):
+                    errors[index] = found
+                    continue
+                usable.append(index)
+                lengths.append(found)
+                common = {*row.fields} if common is None else common & row.fields.keys()
+            if errors and not first_error:
+                first_error = f"{self.name(min(errors))}: {errors[min(errors)]}"
+        self.num_bad = len(self._table) - len(usable)
+        self.fields = frozenset(common or ())
+        for key in ("prompt_field", "answer_field"):
+            if names and (name := getattr(self._config, key)) not in names:
+                has = ", ".join(names)
+                raise ValueError(f"data.{key}={name!r}: {self._config.source} has no such field; it has {has}")
+        if self.num_bad and (self._config.bad_rows == "refuse" or not usable):
+            others = f"; so are {self.num_bad - 1} other rows" if self.num_bad > 1 else ""
+            raise ValueError(f"{first_error}{others}; correct the file, or skip such rows with data.bad_rows=skip")
+        if self.num_bad:
+            log.warning("%d of %d rows are skipped (data.bad_rows): %s", self.num_bad, len(self._table), first_error)
+        if shadowed := sorted(self._columns_not_passed({*names})):
+            log.warning("data.source: the columns %s are not passed to the reward function", ", ".join(shadowed))
+        return usable if self.num_bad else range(len(self._table)), lengths
 
-def _read(source: str) -> Any:
-    path = Path(source)
+    def _read(self, indices: Iterable[int], names: dict[str, None]) -> tuple[dict[int, Row], dict[int, ValueError]]:
+        """Returns the rows that could be read, and the errors of the others; adds the names of all columns."""
+        rows, errors = {}, {}
+        for index in indices:
+            try:
+                columns = self._table[index]
+                names.update(dict.fromkeys(columns))
+                rows[index] = self._row(columns)
+            except ValueError as error:
+                errors[index] = error
+        return rows, errors
+
+    def _columns_not_passed(self, names: set[str]) -> set[str]:
+        return (names & {*ARGUMENTS}) - {self._config.prompt_field, self._config.answer_field}
+
+    def _row(self, columns: dict[str, Any]) -> Row:
+        config = self._config
+        prompt, answer = (self._value(columns, key) for key in ("prompt_field", "answer_field"))
+        if isinstance(prompt, list):
+            prompt = normalize_chat(prompt)
+        elif not isinstance(prompt, str):
+            raise ValueError(
+                f"data.prompt_field={config.prompt_field!r} holds a {type(prompt).__name__}; "
+                "expected a text or a list of chat messages"
+            )
+        elif not prompt:
+            raise ValueError(f"data.prompt_field={config.prompt_field!r} is an empty text")
+        left_out = (config.prompt_field, config.answer_field, *ARGUMENTS)
+        fields = {name: value for name, value in columns.items() if name not in left_out}
+        for name, value in fields.items():
+            if not _is_json(value):
+                raise ValueError(
+                    f"the column {name!r} holds a {type(value).__name__}, which a checkpoint cannot keep; store it as "
+                    "text or as a number, or leave it out"
+                )
+        return Row(prompt, answer_text(answer), fields)
+
+    def _value(self, columns: dict[str, Any], key: str) -> Any:
+        name = getattr(self._config, key)
+        if name not in columns:
+            raise ValueError(f"there is no field data.{key}={name!r}; it has {', '.join(columns) or 'none'}")
+        if columns[name] is None:
+            raise ValueError(f"the field data.{key}={name!r} is empty")
+        return columns[name]
+
+
+def answer_text(value: Any) -> str:
+    """Return an answer as text: a text as it is, anything else (from a Parquet file) as JSON where JSON has it, else by
+    `str`.
+
+    Raises:
+        ValueError: it is binary.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        raise ValueError("data.answer_field holds binary data; expected a text")
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (bool, list, dict)) else str(value)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value of a row can be written to a checkpoint; Parquet also has dates, decimals and bytes."""
+    if value is None or isinstance(value, (str, int, float)):
+        return True
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_json, value.values() if isinstance(value, dict) else value))
+    return False
+
+
+def _open(config: DataConfig) -> tuple[Table, str]:
+    """Opens the file of `data.source`; returns its rows and a digest of its content."""
+    path = Path(config.source)
     if not path.is_file():
-        raise ValueError(f"data.source={source!r}: no such file: {path.absolute()}")
+        raise ValueError(f"data.source={config.source!r}: no such file: {path.absolute()}")
     if not path.stat().st_size:
-        raise ValueError(f"data.source={source!r}: the file is empty")
+        raise ValueError(f"data.source={config.source!r}: the file is empty")
+    try:
+        table = _parquet(path) if path.suffix == ".parquet" else JsonRows(path, config.answer_field)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.source={config.source!r}: cannot be read: {error}") from error
+    return table, _digest(path)
+
+
+def _digest(path: Path) -> str:
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _parquet(path: Path) -> Table:
+    """Opens a Parquet file with the library `datasets` (memory-mapped, no network access)."""
     import datasets
 
-    reader = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
     bars_enabled = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        return reader(str(path))
+        return datasets.Dataset.from_parquet(str(path))
     except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"data.source={source!r}: cannot be read: {error.__cause__ or error}") from error
+        raise ValueError(str(error.__cause__ or error)) from error
     finally:
         if bars_enabled:
             datasets.enable_progress_bars()

@@ -36,14 +36,25 @@ class ForcedLengths:
 
     def __call__(self, prompt_id: str, member: int) -> int:
         """Returns the number of tokens of the response of a group member: 1 … cap."""
-        key = request_key(prompt_id)
-        if self._uniform("runaway", key, member) < RUNAWAY:
-            return self.cap
-        spread = SIGMA_PROMPT * self._normal("prompt", key, 0) + SIGMA_WITHIN * self._normal("within", key, member)
+        return self.of_members(prompt_id, range(member, member + 1))[0]
+
+    def of_members(self, prompt_id: str, members: range) -> list[int]:
+        """Returns the lengths of several members of a group."""
+        key, numbers = request_key(prompt_id), np.array(members)
+        (prompt,) = self._normals("prompt", key, np.zeros(1, np.int64))
+        within, runaway = self._normals("within", key, numbers), self._uniforms("runaway", key, numbers)
+        return [
+            self.cap if chance < RUNAWAY else self._length(SIGMA_PROMPT * prompt + SIGMA_WITHIN * own)
+            for own, chance in zip(within, runaway, strict=True)
+        ]
+
+    def _length(self, spread: float) -> int:
         return max(1, min(self.cap, round(self.median * exp(spread))))
 
-    def _uniform(self, purpose: str, key: int, member: int) -> float:
-        return float(uniforms(self.seed, np.array([key], np.uint64), np.array([member]), stream=STREAMS[purpose])[0])
+    def _uniforms(self, purpose: str, key: int, members: np.ndarray) -> list[float]:
+        keys = np.full(len(members), key, np.uint64)
+        return uniforms(self.seed, keys, members, stream=STREAMS[purpose]).tolist()
 
-    def _normal(self, purpose: str, key: int, member: int) -> float:
-        return NormalDist().inv_cdf(self._uniform(purpose, key, member) * (1 - 2.0**-52) + 2.0**-54)
+    def _normals(self, purpose: str, key: int, members: np.ndarray) -> list[float]:
+        draw = NormalDist().inv_cdf
+        return [draw(one * (1 - 2.0**-52) + 2.0**-54) for one in self._uniforms(purpose, key, members)]

@@ -17,7 +17,12 @@ class Row:
 
 
 class Rows(Protocol):
-    """Rows by index. Invariant: a row depends only on its index and on the arguments the object was created with."""
+    """Rows by index. Invariant: a row depends only on its index and on the arguments the object was created with.
+
+    ``fields``: names of the fields that every row has.
+    """
+
+    fields: frozenset[str]
 
     @property
     def indices(self) -> Sequence[int] | None:

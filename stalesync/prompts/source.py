@@ -5,7 +5,7 @@ Invariants:
    the state was saved and loaded in between.
 2. Each epoch of a finite source is one pass in a new order; a row that is not skipped appears exactly once.
 3. Ids are `e{epoch}-{row}`: unique in a run, and the same for the same seed.
-4. No prompt is longer than `data.max_prompt_length`; with `refuse` this is checked before the first prompt.
+4. No prompt is empty or longer than `data.max_prompt_length`; with `refuse` this is checked before the first prompt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from stalesync.prompts.config import DataConfig
 from stalesync.prompts.files import FileRows
 from stalesync.prompts.rows import Row, Rows
 from stalesync.prompts.worked import WorkedRows
-
-SCAN = 1024
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class PromptSource:
     most a tenth) are excluded from `next` and used by `evaluation`; generators do not use `held_out`.
 
     Raises:
-        ValueError: the config is wrong, the file lacks a field, or a prompt is too long and `data.long_prompts` is
-            `refuse` (naming row and key).
+        ValueError: the config is wrong, the file lacks a field, a row cannot be used and `data.bad_rows` is `refuse`,
+            or a prompt is too long and `data.long_prompts` is `refuse` (naming row and key).
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, seed: int, held_out: int = 0) -> None:
@@ -50,13 +48,25 @@ class PromptSource:
         self._config = config
         self._tokenizer = tokenizer
         self._seed = seed
-        self._rows = open_rows(config, seed, held_out)
+        self._templated = config.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
+        self._rows = self._open_rows(held_out)
+        self._indices = self._choose_rows()
         self._epoch = 0
         self._position = 0
         self._skipped = 0
         self._order: tuple[int, list[int]] = (-1, [])
         if config.long_prompts == "refuse":
             self._refuse_long()
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the fields that every row has, besides prompt and answer."""
+        return self._rows.fields
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Number of rows of the file that cannot be used and are skipped."""
+        return self._rows.num_bad if isinstance(self._rows, FileRows) else 0
 
     def next(self, n: int | None = None) -> list[Prompt]:
         """Returns the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
@@ -71,7 +81,7 @@ class PromptSource:
             self._skipped += len(prompts) - len(fitting)
             taken += fitting
             skipped_in_a_row = 0 if fitting else skipped_in_a_row + len(prompts)
-            if skipped_in_a_row > max(len(self._rows.indices or ()), 1000):
+            if skipped_in_a_row > max(len(self._indices or ()), 1000):
                 raise ValueError(f"data.max_prompt_length={self._config.max_prompt_length}: no prompt is that short")
         return taken
 
@@ -80,12 +90,14 @@ class PromptSource:
         (except for the one-digit sums, which are all used for both). A file has at most `held_out`."""
         rows = self._rows.evaluation(n)
         names = [f"eval-{index}" for index in range(len(rows))]
-        prompts = self._encode(names, rows, names)
+        prompts = self._encode(names, rows)
         return [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
 
     def metrics(self) -> dict[str, float]:
-        """Returns `data/epoch`, and `data/skipped_prompts` since the start of the run."""
-        return {"data/epoch": float(self._epoch), "data/skipped_prompts": float(self._skipped)}
+        """Returns `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if
+        it has any."""
+        bad = {"data/bad_rows": float(self.num_bad_rows)} if self.num_bad_rows else {}
+        return {"data/epoch": float(self._epoch), "data/skipped_prompts": float(self._skipped)} | bad
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `load_state_dict` needs to resume at the next prompt; plain JSON."""
@@ -93,6 +105,7 @@ class PromptSource:
             "source": self._config.source,
             "rows": self._row_count,
             "seed": self._seed,
+            "digest": self._digest,
             "epoch": self._epoch,
             "position": self._position,
             "skipped": self._skipped,
@@ -102,20 +115,45 @@ class PromptSource:
         """Resumes where `state` was taken.
 
         Raises:
-            ValueError: the state belongs to another source, number of rows or seed, by name.
+            ValueError: the state belongs to another source, number of rows, seed or content of the file, by name.
         """
         for key, value in (("source", self._config.source), ("rows", self._row_count), ("seed", self._seed)):
             if state[key] != value:
                 raise ValueError(f"data: cannot resume: the saved run had {key}={state[key]!r}, this one has {value!r}")
+        if state.get("digest") not in (None, self._digest):
+            raise ValueError(
+                f"data: cannot resume: data.source={self._config.source!r} has other content than in the saved run"
+            )
         self._epoch, self._position, self._skipped = state["epoch"], state["position"], state["skipped"]
 
     @property
+    def _digest(self) -> str | None:
+        return self._rows.digest if isinstance(self._rows, FileRows) else None
+
+    @property
     def _row_count(self) -> int | None:
-        return None if self._rows.indices is None else len(self._rows.indices)
+        return None if self._indices is None else len(self._indices)
+
+    def _choose_rows(self) -> Sequence[int] | None:
+        """Returns the rows of an epoch; None: there is no end to them.
+
+        Raises:
+            ValueError: the file has fewer than `data.rows`.
+        """
+        indices, wanted = self._rows.indices, self._config.rows
+        if wanted is None:
+            return indices
+        if indices is None:
+            return range(wanted)
+        if wanted > len(indices):
+            raise ValueError(
+                f"data.rows={wanted}: data.source={self._config.source!r} has {len(indices)} rows to train on"
+            )
+        return indices[:wanted]
 
     def _advance(self) -> tuple[int, int]:
         """Moves to the next prompt and returns its (epoch, row)."""
-        indices = self._rows.indices
+        indices = self._indices
         if indices is None:
             self._position += 1
             return 0, self._position - 1
@@ -129,16 +167,13 @@ class PromptSource:
         return self._epoch, self._order[1][self._position - 1]
 
     def _prompts(self, drawn: Sequence[tuple[str, int]]) -> list[Prompt]:
-        names = [self._rows.name(index) for _, index in drawn]
-        return self._encode([id_ for id_, _ in drawn], [self._rows.row(index) for _, index in drawn], names)
+        return self._encode([id_ for id_, _ in drawn], [self._rows.row(index) for _, index in drawn])
 
-    def _encode(self, ids: Sequence[str], rows: Sequence[Row], names: Sequence[str]) -> list[Prompt]:
+    def _encode(self, ids: Sequence[str], rows: Sequence[Row]) -> list[Prompt]:
         if not rows:
             return []
-        templated = self._config.chat_template == "auto" and bool(getattr(self._tokenizer, "chat_template", None))
-        texts = [self._render(row, templated, name) for row, name in zip(rows, names, strict=True)]
-        # A template writes the special tokens itself.
-        encoded = self._tokenizer(texts, add_special_tokens=not templated)["input_ids"]
+        texts = [self._render(row) for row in rows]
+        encoded = self._tokenize(texts)
         return [
             Prompt(
                 id=id_,
@@ -150,44 +185,84 @@ class PromptSource:
             for id_, tokens, row, text in zip(ids, encoded, rows, texts, strict=True)
         ]
 
-    def _render(self, row: Row, templated: bool, name: str) -> str:
-        if not templated:
+    def _render(self, row: Row) -> str:
+        """Returns the text of a prompt as the model reads it.
+
+        Raises:
+            ValueError: the prompt is a chat, and there is no template; or the template refuses it.
+        """
+        if not self._templated:
             if isinstance(row.prompt, str):
                 return row.prompt
             raise ValueError(
-                f"{name}: the prompt is a chat, which needs a tokenizer with a chat template, and chat_template=auto"
+                "the prompt is a chat, which needs a tokenizer with a chat template, and data.chat_template=auto"
             )
         chat = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        return self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        try:
+            return self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever the template's code raises
+            raise ValueError(f"the chat template refuses the prompt: {error}") from error
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        # A template writes the special tokens itself.
+        return self._tokenizer(texts, add_special_tokens=not self._templated)["input_ids"]
+
+    def _check(self, rows: Sequence[Row]) -> list[int | ValueError]:
+        """Returns the number of tokens of each prompt; the error of one that cannot be rendered or tokenized, or has no
+        token, or whose text or answer is no Unicode."""
+        found: list[int | ValueError] = [self._length_of(row) for row in rows] if len(rows) == 1 else []
+        if len(rows) > 1:
+            try:
+                found = [len(ids) for ids in self._tokenize([self._render(row) for row in rows])]
+                "".join(row.answer for row in rows).encode()
+            except Exception:  # the tokenizers library raises plain `Exception`
+                found = [self._length_of(row) for row in rows]
+        return [length if length != 0 else ValueError("the prompt has no token") for length in found]
+
+    def _length_of(self, row: Row) -> int | ValueError:
+        try:
+            text = self._render(row)
+            text.encode(), row.answer.encode()
+            (ids,) = self._tokenize([text])
+        except UnicodeEncodeError as error:
+            return ValueError(f"prompt or answer is not valid Unicode: {error.reason}")
+        except ValueError as error:
+            return error
+        except Exception as error:
+            return ValueError(f"the tokenizer refuses the prompt: {error}")
+        return len(ids)
+
+    def _open_rows(self, held_out: int) -> Rows:
+        config, seed = self._config, self._seed
+        if config.source == "addition":
+            return AdditionRows(seed)
+        if config.source == "worked_arithmetic":
+            return WorkedRows(
+                seed, min_digits=config.min_digits, max_digits=config.max_digits, max_terms=config.max_terms
+            )
+        return FileRows(config, seed, self._check, held_out)
 
     def _refuse_long(self) -> None:
         limit = self._config.max_prompt_length
-        for prompt in self._whole_source():
-            if len(prompt.ids) > limit:
+        for name, length in self._lengths():
+            if length > limit:
                 raise ValueError(
-                    f"{prompt.id}: a prompt of {len(prompt.ids)} tokens is longer than data.max_prompt_length={limit}; "
+                    f"{name}: a prompt of {length} tokens is longer than data.max_prompt_length={limit}; "
                     "increase it, or skip such prompts with data.long_prompts=skip"
                 )
 
-    def _whole_source(self) -> Iterator[Prompt]:
-        """Yields every prompt with its row's name as id; of an endless source, only the longest."""
-        if isinstance(self._rows, WorkedRows):
-            name = "the longest problem of data.source='worked_arithmetic'"
-            yield from self._encode([name], [self._rows.longest()], [name])
-            return
-        indices = self._rows.indices
-        assert indices is not None
-        for start in range(0, len(indices), SCAN):
-            yield from self._prompts([(self._rows.name(i), i) for i in indices[start : start + SCAN]])
-
-
-def open_rows(config: DataConfig, seed: int, held_out: int = 0) -> Rows:
-    """Opens the rows of `data.source`."""
-    if config.source == "addition":
-        return AdditionRows(seed)
-    if config.source == "worked_arithmetic":
-        return WorkedRows(seed, min_digits=config.min_digits, max_digits=config.max_digits, max_terms=config.max_terms)
-    return FileRows(config, seed, held_out)
+    def _lengths(self) -> Iterator[tuple[str, int]]:
+        """Yields every prompt's name and number of tokens; of an endless source, only the longest's."""
+        rows = self._rows
+        if isinstance(rows, FileRows):
+            yield from ((rows.name(index), length) for index, length in zip(rows.usable, rows.lengths, strict=True))
+        elif isinstance(rows, WorkedRows):
+            (longest,) = self._encode([""], [rows.longest()])
+            yield "the longest problem of data.source='worked_arithmetic'", len(longest.ids)
+        else:
+            assert rows.indices is not None
+            prompts = self._prompts([(rows.name(index), index) for index in rows.indices])
+            yield from ((prompt.id, len(prompt.ids)) for prompt in prompts)
 
 
 def solution_ids(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:

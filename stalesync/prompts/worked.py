@@ -61,6 +61,7 @@ class WorkedRows:
     uniformly."""
 
     indices = None
+    fields = frozenset({"solution", "digits", "terms"})
 
     def __init__(self, seed: int, *, min_digits: int, max_digits: int, max_terms: int) -> None:
         self._seed = seed

@@ -1,0 +1,30 @@
+"""Let Python collect garbage seldom in the controller.
+
+A step creates objects for every sample, which live until the step ends. With Python's defaults a collection begins
+after every 700 of them, and the larger ones visit all objects of the process, imported modules included: a third of the
+controller's time in a step with 16,384 groups.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NEW_OBJECTS = 50_000
+"""Number of new objects after which a collection begins"""
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Inside the block, excludes all objects that exist at its start from collections, and lets these begin after
+    `NEW_OBJECTS` new ones."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

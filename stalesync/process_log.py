@@ -1,0 +1,78 @@
+"""Write what a process logs and prints to a file in the run's folder, which stays when the process is killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+log = logging.getLogger(__name__)
+
+
+def write_log_to(path: str) -> None:
+    """Appends to a file what this process logs, prints, or writes from C++, and its stack if it crashes, from now on.
+    Where the file cannot be opened, because this host does not have the folder, all stays as it is."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        log.warning("no log in the run's folder: %s", error)
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what was printed is not lost in a crash
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    faulthandler.enable(file=2)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=FORMAT, force=True)
+    log.info("process %d on %s", os.getpid(), socket.gethostname())
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Appends to a file what this process logs in the block; warnings are still printed to the standard error."""
+    root = logging.getLogger()
+    level, handlers = root.level, list[logging.Handler]([logging.FileHandler(path)])
+    handlers[0].setFormatter(logging.Formatter(FORMAT))
+    if not root.handlers:
+        console = logging.StreamHandler()
+        console.setLevel(logging.WARNING)
+        handlers.append(console)
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+@contextmanager
+def stderr_to(path: Path | None) -> Iterator[None]:
+    """Appends to a file what the process, also from C++, writes to its standard error in the block. None: changes
+    nothing."""
+    if path is None:
+        yield
+        return
+    sys.stderr.flush()
+    before, file = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)

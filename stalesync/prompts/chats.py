@@ -1,0 +1,88 @@
+"""Check chats and bring them to one form, before a chat template reads them: a template renders a message whose fields
+it does not know as an empty one, without an error.
+
+    {"role": "user", "content": "…"}                            as it is
+    {"role": "user", "content": [{"type": "text", …}, …]}       the texts, joined by line ends (as vLLM does)
+    {"from": "human", "value": "…"}                             ShareGPT's form
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE_BY_SENDER = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles by ShareGPT's `from`."""
+
+FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+"""Fields of a message that chat templates read."""
+
+
+def normalize_chat(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages as `role` and `content`, both texts, with the other fields that templates read.
+
+    Raises:
+        ValueError: the number of the message (counted from 0), what is wrong with it, and what is accepted. Also for a
+            chat that ends with the assistant: the response would follow an answer.
+    """
+    if not messages:
+        raise ValueError("the chat has no message")
+    chat = []
+    for number, message in enumerate(messages):
+        try:
+            chat.append(_normalize(message))
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+    if chat[-1]["role"] not in ("user", "tool"):
+        raise ValueError(f"message {len(chat) - 1}, the last one, is the {chat[-1]['role']}'s; expected the user's")
+    return chat
+
+
+def _normalize(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"a {type(message).__name__}; expected an object with role and content")
+    given = {name: value for name, value in message.items() if value is not None}  # a Parquet column has all fields
+    if "from" in given or "value" in given:
+        given = _of_sharegpt(given)
+    if unknown := sorted(given.keys() - FIELDS):
+        raise ValueError(f"the field {unknown[0]!r} is not supported; expected {', '.join(sorted(FIELDS))}")
+    if given.get("role") not in ROLES:
+        raise ValueError(f"role={given.get('role')!r}: expected one of {', '.join(ROLES)}")
+    content = _text(given["content"]) if "content" in given else ""
+    if not content.strip() and (given["role"] == "user" or "content" not in given and "tool_calls" not in given):
+        raise ValueError(f"the {given['role']}'s content is empty")
+    return given | {"content": content}
+
+
+def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(message.keys() - {"from", "value"}):
+        raise ValueError(f"the field {unknown[0]!r} is not supported beside from and value")
+    sender = message.get("from")
+    if not isinstance(sender, str) or sender not in ROLE_BY_SENDER:
+        raise ValueError(f"from={sender!r}: expected one of {', '.join(ROLE_BY_SENDER)}")
+    given = {"role": ROLE_BY_SENDER[sender]}
+    return given | ({"content": message["value"]} if "value" in message else {})
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"content is a {type(content).__name__}; expected a text or a list of text parts")
+    texts = []
+    for number, part in enumerate(content):
+        given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        kind = given.get("type")
+        if kind != "text" or not isinstance(given.get("text"), str) or len(given) > 2:
+            shown = f"of type {kind!r}" if kind is not None and kind != "text" else repr(part)[:60]
+            raise ValueError(f"content part {number} is {shown}; only parts of type 'text' are supported")
+        texts.append(given["text"])
+    return "\n".join(texts)

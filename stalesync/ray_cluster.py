@@ -1,0 +1,258 @@
+"""Start Ray on this machine for a run, or join a cluster; nobody without its token can call it.
+
+A call of Ray executes code. A Ray that a run starts listens on loopback only, and its calls carry a token, since the
+other users of the machine reach loopback, too. A cluster is joined only if it refuses callers without a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stalesync.process_log import stderr_to
+from stalesync.ray_guard import LEAVING, STARTED, Guard, Report, guarded, marking
+from stalesync.stopping import keeping_handlers
+
+if TYPE_CHECKING:
+    from stalesync.failures import RunFailed
+
+
+@contextmanager
+def ray_cluster(
+    address: str | None,
+    log: Path | None = None,
+    queue_roots: Sequence[Path | str] = (),
+    report: Report | None = None,
+) -> Iterator[Callable[[], None]]:
+    """Joins the cluster at ``address``, or starts Ray on this machine (None); at the block's end leaves the cluster, or
+    stops Ray, also if this process is killed. Does nothing where Ray is initialised already. Yields a health check of
+    the Ray that it has started.
+
+    Args:
+        log: to which what Ray's C++ writes to the standard error while it starts is appended: warnings, and the stack
+            where it fails; None: nowhere else.
+        queue_roots: folders in which queues have folders; when the Ray that was started here has ended, those of dead
+            queues are removed.
+        report: records an error and writes it to a descriptor, where a process of Ray has ended and this process has
+            to end without an exception: while Ray starts, called from another thread, or where Ray's C++ ends this
+            process, by the guard. None: the error is raised when Ray gives up itself, which takes a minute.
+
+    Raises:
+        RunFailed: Ray did not start, or the cluster cannot be joined, needs no token, or refuses that of this process.
+    """
+    set_environment(address)
+    check_token(address)
+    import ray
+
+    from stalesync.ray_processes import RayProcesses
+
+    if ray.is_initialized():
+        yield lambda: None
+        return
+    if address is not None:
+        with _shutting_down():
+            with keeping_handlers(), stderr_to(log):
+                _check_admitted(address)
+                _initialise(address, address=address)
+            yield lambda: None
+        return
+    with guarded(queue_roots, report) as guard, _shutting_down():
+        try:
+            watching = nullcontext() if report is None else _watching_start(report, guard)
+            with keeping_handlers(), watching, stderr_to(log), marking(guard.mark):
+                _start()
+            guard.send(STARTED)
+            with closing(RayProcesses()) as processes:
+                yield processes.check
+        finally:
+            guard.send(LEAVING)
+
+
+@contextmanager
+def _watching_start(report: Report, guard: Guard) -> Iterator[None]:
+    """Reports a process of Ray that ends inside the block and ends this process at once, from another thread: the main
+    thread waits in Ray, which would end the process without a report. The guards of Ray and of the rewards end
+    theirs."""
+    from stalesync.ray_processes import watching_start
+
+    stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
+
+    def give_up(error: RunFailed) -> NoReturn:
+        guard.send(LEAVING)
+        try:
+            report(error, stderr)
+        finally:
+            os._exit(1)
+
+    try:
+        with watching_start(give_up):
+            yield
+    finally:
+        os.close(stderr)
+
+
+@contextmanager
+def _shutting_down() -> Iterator[None]:
+    """Shuts Ray down at the block's end, also where it has not started as a whole."""
+    import ray
+
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def set_environment(address: str | None) -> None:
+    """Sets what Ray reads from the environment when it is imported, and what its processes read; keeps the user's
+    settings. Where Ray has been imported already, it reads them again."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray starts workers at niceness 15: on a busy core they get about 3 % of the CPU time.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if address is None:
+        # Whatever its name says, on any system Ray then uses 127.0.0.1 in place of the machine's address.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if "ray" in sys.modules:
+        _read_environment_again()
+
+
+def _read_environment_again() -> None:
+    """Otherwise this process would send no token, which its own GCS refuses, and listen on the machine's address."""
+    import ray
+    from ray._private import ray_constants
+
+    if not ray.is_initialized():
+        compiled: Any = ray._raylet
+        compiled.Config.initialize("")
+        ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(
+            ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not ray_constants.IS_WINDOWS_OR_OSX
+        )
+
+
+def check_token(address: str | None) -> None:
+    """Checks that there is a token for the cluster at ``address``, if there is a cluster.
+
+    Raises:
+        ClusterOpen: there is none.
+    """
+    if address is not None and not has_token(os.environ, Path.home()):
+        from stalesync.failures import ClusterOpen
+
+        raise ClusterOpen(address)
+
+
+def _check_admitted(address: str) -> None:
+    """Calls the cluster without a token and with that of this process, once: Ray itself would call again for minutes.
+
+    Raises:
+        ClusterOpen: the cluster accepts callers without a token, and the user has not chosen so.
+        TokenRefused: the cluster does not accept the token of this process.
+        RayNotStarted: the cluster does not answer.
+    """
+    import ray
+
+    from stalesync.failures import ClusterOpen, RayNotStarted, TokenRefused
+
+    try:
+        if _uses_token(os.environ):
+            with _without_token():
+                if _admits(address):
+                    raise ClusterOpen(address)
+        if not _admits(address):
+            raise TokenRefused(address)
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise RayNotStarted(address, error) from error
+
+
+def _admits(address: str) -> bool:
+    """Whether the cluster answers to this process as its settings are now."""
+    import ray
+    from ray._private import services
+
+    compiled: Any = ray._raylet
+    try:
+        compiled.GcsClient(address=services.canonicalize_bootstrap_address_or_die(address))
+    except ray.exceptions.AuthenticationError:
+        return False
+    return True
+
+
+@contextmanager
+def _without_token() -> Iterator[None]:
+    """Lets this process call Ray without its token inside the block."""
+    mode = os.environ["RAY_AUTH_MODE"]
+    try:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        _read_environment_again()
+        yield
+    finally:
+        os.environ["RAY_AUTH_MODE"] = mode
+        _read_environment_again()
+
+
+def has_token(environment: Mapping[str, str], home: Path) -> bool:
+    """Whether Ray has a token for a cluster, or the user has chosen to do without (RAY_AUTH_MODE=disabled)."""
+    return not _uses_token(environment) or _given(environment) or token_file(home).is_file()
+
+
+def _uses_token(environment: Mapping[str, str]) -> bool:
+    return environment.get("RAY_AUTH_MODE", "").lower() != "disabled"
+
+
+def keep_token(environment: Mapping[str, str], home: Path) -> None:
+    """Creates the token of a user who has none where Ray looks for it (`ray get-auth-token`), readable by that user
+    only. Ray would let others read it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = token_file(home)
+    if _given(environment):
+        return
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    # Under its name it appears whole: another run may look for it now, and the disk may be full.
+    whole = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(secrets.token_hex(32))
+        os.link(whole, path)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    finally:
+        whole.unlink(missing_ok=True)
+
+
+def token_file(home: Path) -> Path:
+    """Returns the file in which Ray looks for the token of a user."""
+    return home / ".ray" / "auth_token"
+
+
+def _given(environment: Mapping[str, str]) -> bool:
+    return bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys())
+
+
+def _start() -> None:
+    try:
+        keep_token(os.environ, Path.home())
+    except OSError:  # no home to write to: only this run's processes have the token
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Without an address Ray would join a cluster that already runs on this machine.
+    _initialise(None, address="local", include_dashboard=False, num_cpus=max(2, os.cpu_count() or 1))
+
+
+def _initialise(cluster: str | None, **options: Any) -> None:
+    import ray
+
+    from stalesync.failures import RayNotStarted
+
+    try:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+    except Exception as error:  # Ray raises many types, some of them plain `Exception`
+        raise RayNotStarted(cluster, error) from error

@@ -1,0 +1,141 @@
+"""Notice that a process of Ray has ended. Ray waits a minute for its GCS, and then ends the controller without cleanup.
+
+Only for a Ray that this process has started: its processes are children of this one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stalesync.failures import RayEnded
+
+NAMES = ("gcs_server", "raylet")
+"""Ray cannot do without these."""
+
+WATCH_S = 0.1
+"""Interval at which the processes are checked while Ray starts"""
+
+GIVE_UP_S = 0.5
+"""Time in which Ray may report by itself that one of them has ended"""
+
+
+class RayProcesses:
+    """Watches the children of a process that have one of ``names``.
+
+    Args:
+        parent: None: this process.
+        before: children that are not watched, such as those of an earlier Ray.
+    """
+
+    def __init__(
+        self, names: Collection[str] = NAMES, *, parent: int | None = None, before: Collection[int] = ()
+    ) -> None:
+        self._names, self._parent, self._seen = names, parent or os.getpid(), {*before}
+        self._name_by_fd: dict[int, str] = {}
+        self.add_started()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Each is readable when its process has ended."""
+        return list(self._name_by_fd)
+
+    def add_started(self) -> None:
+        """Watches those that have started since, too, also one that has ended already."""
+        for pid, name in started_by(self._parent).items():
+            if name in self._names and pid not in self._seen:
+                try:
+                    self._name_by_fd[os.pidfd_open(pid)] = name
+                except (OSError, AttributeError):  # it has ended, or kernel or interpreter are older than Linux 5.3
+                    continue
+                self._seen.add(pid)
+
+    def ended(self) -> str | None:
+        """Returns the name of one that has ended; None: all of them run. Any thread."""
+        poll = select.poll()  # one object must not be polled by two threads at a time
+        for fd in self._name_by_fd:
+            poll.register(fd, select.POLLIN)
+        return next((self._name_by_fd[fd] for fd, _ in poll.poll(0)), None)
+
+    def check(self) -> None:
+        """Checks that all of them run. Any thread.
+
+        Raises:
+            RayEnded: one has ended.
+        """
+        if name := self.ended():
+            from stalesync.failures import RayEnded
+
+            raise RayEnded(name)
+
+    def close(self) -> None:
+        for fd in self._name_by_fd:
+            os.close(fd)
+        self._name_by_fd = {}
+
+
+@contextmanager
+def watching_start(give_up: Callable[[RayEnded], None], names: Collection[str] = NAMES) -> Iterator[None]:
+    """Watches the children that have one of ``names`` and start inside the block. If one has ended and the block lasts
+    another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process."""
+    inside, lock, before = True, threading.Lock(), started_by(os.getpid())
+
+    def watch() -> None:
+        ended_s: float | None = None
+        name_by_pid: dict[int, str] = {}
+        while inside:
+            now_s, started = time.monotonic(), started_by(os.getpid())
+            name_by_pid |= {pid: name for pid, name in started.items() if name in names and pid not in before}
+            running = children_of(os.getpid())
+            ended = sorted(name for pid, name in name_by_pid.items() if pid not in running)
+            ended_s = (ended_s or now_s) if ended else None
+            if ended_s is not None and now_s - ended_s > GIVE_UP_S:
+                with lock:
+                    if inside:
+                        from stalesync.failures import RayEnded
+
+                        give_up(RayEnded(ended[0]))
+                return
+            time.sleep(WATCH_S)
+
+    thread = threading.Thread(target=watch, name="start of Ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with lock:
+            inside = False
+        thread.join()
+
+
+def children_of(parent: int) -> dict[int, str]:
+    """Returns the names of a process's children that have not ended, as the kernel has them (at most 15 bytes), by
+    process id."""
+    return {pid: name for pid, (name, state) in _children(parent).items() if state not in "ZX"}
+
+
+def started_by(parent: int) -> dict[int, str]:
+    """As `children_of`, with those that have ended and of whose end the parent has not learnt."""
+    return {pid: name for pid, (name, _) in _children(parent).items()}
+
+
+def _children(parent: int) -> dict[int, tuple[str, str]]:
+    """Returns name and state of each child by process id."""
+    children = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                before, after = (entry / "stat").read_text().rsplit(")", 1)
+            except OSError:  # it has ended
+                continue
+            state, ppid, *_ = after.split()
+            if int(ppid) == parent:
+                children[int(entry.name)] = (before.split("(", 1)[1], state)
+    return children

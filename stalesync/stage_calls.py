@@ -1,0 +1,106 @@
+"""The calls of a stage on several cards, what is still missing of their results, and their failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import ray
+
+from fusion.model import Parallel
+from fusion.telemetry import wall_ns
+from stalesync.card import Card
+from stalesync.failures import FailedStage, is_consequence
+from stalesync.hosts import Host, describe_ranks
+
+GATHER_FAILURES_S = 1.5
+"""Time to wait for failures of other cards after the first one: the card that caused a failure is not always the first
+to report."""
+
+GATHER_CAUSE_S = 15.0
+"""Time to wait for the cause where only consequences have been reported: other ranks notice that a host has ended
+before Ray does."""
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StageCall(Generic[Result]):
+    """One card's call of a stage: the name of the worker's method, and its arguments."""
+
+    stage: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def stage_call(
+    stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+) -> StageCall[Result]:
+    """Binds arguments to a stage, for `Cards.call_each`."""
+    return StageCall(stage.__name__, args, kwargs)
+
+
+def calls_of_replicas(
+    layout: Parallel, ranks: Sequence[int], calls: Sequence[StageCall[Result]]
+) -> dict[int, StageCall[Result]]:
+    """Returns the calls by rank of a stage that replicas compute with different samples.
+
+    Args:
+        layout: of the mesh that ``ranks`` form, in its order.
+        calls: by DP rank of that mesh.
+    """
+    return {rank: calls[layout.coordinate("dp", place)] for place, rank in enumerate(ranks)}
+
+
+@dataclass
+class RunningStage(Generic[Result]):
+    """A stage in progress on some cards. ``pending``: Ray's references → rank; ``results``: by rank, of the others."""
+
+    stage: str
+    ranks: tuple[int, ...]
+    pending: dict[Any, int]
+    results: dict[int, Result] = field(default_factory=dict)
+    reported_until_ns: int = field(default_factory=wall_ns)
+    """End of the reported work: the beginning of the stage, until an interim report"""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that takes its results; another one may run other stages on other cards."""
+
+
+def gather_failures(first: FailedStage, running: Iterable[RunningStage[Any]]) -> list[FailedStage]:
+    """Returns the failures of the stages in progress, among them their root cause if it is reported in time; ``first``
+    was reported first."""
+    pending = {ref: (rank, stage.stage) for stage in running for ref, rank in stage.pending.items()}
+    failed = [first, *_failures_of(pending, GATHER_FAILURES_S)]
+    if all(map(is_consequence, failed)):
+        for failure in _failures_of(pending, GATHER_CAUSE_S):
+            failed.append(failure)
+            if not is_consequence(failure):
+                break
+    return failed
+
+
+def _failures_of(pending: dict[Any, tuple[int, str]], timeout_s: float) -> Iterator[FailedStage]:
+    """Yields failures as they are reported within ``timeout_s``. ``pending``: Ray's reference → rank, stage; what has
+    been reported is removed."""
+    deadline = time.monotonic() + timeout_s
+    while pending and time.monotonic() < deadline:
+        done, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        for ref in done:
+            rank, stage = pending.pop(ref)
+            try:
+                ray.get(ref)
+            except Exception as error:
+                yield FailedStage.of(error, rank=rank, stage=stage)
+
+
+def describe_hanging(ranks: Sequence[int], hosts: Sequence[Host] = ()) -> str:
+    """Returns the part of an error message that names the ranks that did not answer a status call, with their hosts if
+    there are several; "" if all did."""
+    if not ranks:
+        return ""
+    hang = "it hangs" if len(ranks) == 1 else "they hang"
+    return f"; {describe_ranks(ranks, hosts)} did not answer a status call: {hang}"
