@@ -3,6 +3,8 @@
     python benchmarks/distqueue.py --json PATH
 
     put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
+    put_sums_s, …       the part of it that computes checksums; get_sums_s: that verifies them
+    hash_s              floor of both: xxh3 of the same bytes, one call per column
     copy_s              floor: np.copyto of the same bytes into warm memory
     call_s              floor: an empty call to an actor like the queue's; a put here is one call, ray.put is none
     ray_*               ray.put / ray.get of the same packed arrays, with the copy into warm memory
@@ -14,7 +16,7 @@
 Workloads: `long`, 512 samples of lognormal lengths (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300
 tokens; five columns of 4 bytes per token each. Then what the queue's own processes cost a node, requests and bytes of
 the hierarchical reader, and the sample table with a million rows. TransferQueue pins its requirements: to include it,
-use an environment with TransferQueue, torch, numpy, ray and safetensors.
+use an environment with TransferQueue, torch, numpy, ray, lazy_loader, xxhash and safetensors.
 """
 
 from __future__ import annotations
@@ -33,14 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, help="rounds of the transfer (default: 15)")
     parser.add_argument("--only", choices=["transfer", "processes", "hierarchy", "metadata"], help="run only this part")
     args = parser.parse_args()
+    if args.rounds is not None and args.only not in (None, "transfer"):
+        parser.error(f"--rounds has no effect with --only {args.only}: it is of the transfer")
     figures: dict[str, Any] = {}
     if args.only in (None, "transfer"):
         from benchmarks.distqueue_transfer import measure as measure_transfer
 
-        figures |= measure_transfer(args.rounds)
+        figures |= measure_transfer(args.rounds or 15)
     if args.only in (None, "processes"):
         from benchmarks.distqueue_processes import measure as measure_processes
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.distqueue_reads import flat_reads, leader_reads, requests
+from benchmarks.local_ray import start_ray
 from distqueue import DistQueue, PackedBatch
 from distqueue.hierarchy import GroupReader
 from distqueue.hierarchy.tree import Member
@@ -99,7 +100,7 @@ def measure(batches: int = 8) -> dict[str, Any]:
     """
     ours = not ray.is_initialized()
     if ours:
-        ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
+        start_ray(num_cpus=os.cpu_count() or 1)
     queue = DistQueue.create(["train"])
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}})(Rank)
     ranks = [actor.remote(rank, queue) for rank in range(LAYOUT.world)]

@@ -8,13 +8,18 @@ import json
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from xxhash import xxh3_64_intdigest
 
+from benchmarks.local_ray import start_ray
+from benchmarks.rotation import in_rotation
 from distqueue import DistQueue, PackedBatch
+from distqueue.payload import gather, segment_file
 
 COLUMNS = {
     "tokens": torch.int32,
@@ -54,26 +59,38 @@ class Client:
 
     def __init__(self, queue: DistQueue, no_op: Any, peers: list[str]) -> None:
         self.queue, self.no_op, self.warm = queue, no_op, np.zeros(1, np.uint8)
+        self.sums_s = 0.0
+        """Seconds spent on checksums"""
+        segment_file.sums_of, gather._verify = self._timed(segment_file.sums_of), self._timed(gather._verify)
         if "transferqueue" in peers:
             import transfer_queue
 
             logging.disable(logging.WARNING)
             transfer_queue.init()
 
-    def put_ours(self, workload: str, round: int) -> tuple[float, int]:
+    def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began_s = time.perf_counter()
+            result = compute(*args)
+            self.sums_s += time.perf_counter() - began_s
+            return result
+
+        return timed
+
+    def put_ours(self, workload: str, round: int) -> tuple[float, float, int]:
         ids = [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
         batch = PackedBatch.from_samples(ids, make_columns(workload, round))
-        before, began_s = self.queue.traffic.sent_bytes, time.perf_counter()
+        before, self.sums_s, began_s = self.queue.traffic.sent_bytes, 0.0, time.perf_counter()
         self.queue.put(batch)
-        return time.perf_counter() - began_s, self.queue.traffic.sent_bytes - before
+        return time.perf_counter() - began_s, self.sums_s, self.queue.traffic.sent_bytes - before
 
-    def get_ours(self, workload: str, round: int) -> tuple[float, int]:
-        before, began_s = self.queue.traffic.received_bytes, time.perf_counter()
+    def get_ours(self, workload: str, round: int) -> tuple[float, float, int]:
+        before, self.sums_s, began_s = self.queue.traffic.received_bytes, 0.0, time.perf_counter()
         batch = self.queue.get("train", list(COLUMNS), len(lengths(workload)), timeout_s=60)
         seconds = time.perf_counter() - began_s
         assert int(batch["mask"].buffer[-1]) == round + int(lengths(workload).sum()) - 1
         self.queue.ack("train", batch.ids)
-        return seconds, self.queue.traffic.received_bytes - before
+        return seconds, self.sums_s, self.queue.traffic.received_bytes - before
 
     def put_ray(self, workload: str, round: int) -> tuple[float, list[Any]]:
         columns = make_columns(workload, round)
@@ -127,6 +144,13 @@ class Client:
             np.copyto(target, source)
         return time.perf_counter() - began_s
 
+    def hash(self, workload: str) -> float:
+        columns = [np.full(4 * int(lengths(workload).sum()), 7, np.uint8) for _ in COLUMNS]
+        began_s = time.perf_counter()
+        for column in columns:
+            xxh3_64_intdigest(column.data)
+        return time.perf_counter() - began_s
+
     def warmed(self, workload: str) -> list[np.ndarray]:
         """Return one array per column in this process's memory, whose pages have been written before."""
         total = 4 * int(lengths(workload).sum())
@@ -142,13 +166,13 @@ def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) ->
     for round in range(rounds + 2):
         times: dict[str, float] = {
             "copy_s": ray.get(reader.copy.remote(workload)),
+            "hash_s": ray.get(reader.hash.remote(workload)),
             "call_s": ray.get(reader.call.remote(workload)),
         }
-        order = PEERS[round % len(PEERS) :] + PEERS[: round % len(PEERS)]
-        for peer in order:
+        for peer in in_rotation(PEERS, round):
             if peer == "ours":
-                times["put_s"], sent = ray.get(writer.put_ours.remote(workload, round))
-                times["get_s"], received = ray.get(reader.get_ours.remote(workload, round))
+                times["put_s"], times["put_sums_s"], sent = ray.get(writer.put_ours.remote(workload, round))
+                times["get_s"], times["get_sums_s"], received = ray.get(reader.get_ours.remote(workload, round))
             elif peer == "ray":
                 times["ray_put_s"], refs = ray.get(writer.put_ray.remote(workload, round))
                 times["ray_get_s"] = ray.get(reader.get_ray.remote(workload, refs))
@@ -164,38 +188,48 @@ def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) ->
     return figures | {"sent_bytes": sent, "received_bytes": received}
 
 
-def measure_starved(queue: DistQueue, rounds: int = 100, readers: int = 512) -> dict[str, float]:
-    """Return the median milliseconds of one client's put, get and ack, alone and beside ``readers`` blocked gets."""
+def measure_starved(queue: DistQueue, *, rounds: int = 4, trips: int = 50, readers: int = 512) -> dict[str, float]:
+    """Return the median milliseconds of one client's put, get and ack, alone and beside ``readers`` blocked gets.
 
-    def round_trips(name: str) -> float:
+    Every round measures ``trips`` of both, in rotating order, after a few that warm up.
+    """
+
+    def round_trips(name: str) -> list[float]:
         seconds = []
-        for i in range(rounds):
-            batch = PackedBatch.from_samples([f"{name}{i}"], {"tokens": [torch.arange(100, dtype=torch.int32)]})
+        for i in range(trips + trips // 10):
+            batch = PackedBatch.from_samples([f"{name}-{i}"], {"tokens": [torch.arange(100, dtype=torch.int32)]})
             began_s = time.perf_counter()
             queue.put(batch)
             queue.ack("train", queue.get("train", ["tokens"], 1).ids)
             seconds.append(time.perf_counter() - began_s)
-        return statistics.median(seconds[rounds // 10 :]) * 1e3
+        return seconds[trips // 10 :]
 
-    async def beside() -> float:
-        waiting = [asyncio.create_task(queue.get_async("train", ["never"], 1)) for _ in range(readers)]
-        while (await asyncio.to_thread(queue.stats))["distqueue/train/waiters"] < readers:
+    async def until_blocked(count: int) -> None:
+        while (await asyncio.to_thread(queue.stats))["distqueue/train/waiters"] != count:
             await asyncio.sleep(0.05)
-        median_ms = await asyncio.to_thread(round_trips, "beside")
+
+    async def beside(name: str) -> list[float]:
+        waiting = [asyncio.create_task(queue.get_async("train", ["never"], 1)) for _ in range(readers)]
+        await until_blocked(readers)
+        seconds = await asyncio.to_thread(round_trips, name)
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        return median_ms
+        await until_blocked(0)
+        return seconds
 
-    return {"alone_ms": round_trips("alone"), "beside_ms": asyncio.run(beside()), "readers": readers}
+    sides = {"alone": round_trips, "beside": lambda name: asyncio.run(beside(name))}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for round in range(rounds):
+        for name in in_rotation(list(sides), round):
+            seconds[name] += sides[name](f"{name}-{round}")
+    return {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seconds.items()} | {"readers": readers}
 
 
 def measure(rounds: int) -> dict[str, Any]:
     """Measure every workload, and a client beside blocked readers, on a Ray of its own; print the figures."""
     figures: dict[str, Any] = {}
-    # num_cpus=16: TransferQueue reserves a core for each of its processes
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(address="local", num_cpus=16, **quiet)
+    start_ray(num_cpus=16)  # TransferQueue reserves a core for each of its processes
     queue = DistQueue.create(["train"])
     client = ray.remote(Client).options(num_cpus=0)
     no_op = ray.remote(NoOpActor).options(num_cpus=0).remote()
@@ -230,3 +264,6 @@ def print_figures(workload: str, figures: dict[str, float]) -> None:
             f"  {peer:<16}put {put_s * 1e3:8.2f} ms ({put_s / copy_s:5.1f} x copy)"
             f"   get {get_s * 1e3:8.2f} ms ({get_s / copy_s:5.1f} x copy){against}"
         )
+        if not prefix:
+            put_ms, get_ms, hash_ms = (figures[name] * 1e3 for name in ("put_sums_s", "get_sums_s", "hash_s"))
+            print(f"    its checksums {put_ms:10.2f} ms{get_ms:31.2f} ms                floor (hash) {hash_ms:.2f} ms")

@@ -4,9 +4,9 @@
 
 equal: 64 sequences of 64 new tokens. ragged: 256 sequences of up to 256 new tokens that end at a stop token. Both
 sides sample at temperature 1 from the same weights and prompts; the engine also returns logprobs. Only useful tokens
-count: those that a batch computes after a sequence has ended do not. Rounds alternate; figures are medians. The floor
-repeats the products with weight matrices of the engine's steps, with the same numbers of rows and evenly loaded
-experts, and nothing else (no attention).
+count: those that a batch computes after a sequence has ended do not. Every round runs all sides, in rotating order;
+figures are medians, and the ratio is that of the medians. The floor repeats the products with weight matrices of the
+engine's steps, with the same numbers of rows and evenly loaded experts, and nothing else (no attention).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 
@@ -43,6 +44,9 @@ class PlainCpu:
 
     def owner(self, name: str) -> Any:
         return nullcontext()
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def memory(self) -> Any:
         return SimpleNamespace(free=1 << 30)
@@ -78,27 +82,37 @@ def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
 def measure(
     hf: Any, engine: EmbeddedEngine, device: Any, *, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
 ) -> dict[str, float]:
-    """Run engine, `generate` and floor in alternating rounds, each with other noise and the same prompts."""
+    """Run engine, `generate` and floor in every round, in rotating order, with other noise and the same prompts.
+
+    The floor repeats the steps of the engine's latest run; `ratio_to_hf` is the ratio of both medians.
+    """
     torch.manual_seed(1)
     prompts = torch.randint(2, SHAPE["vocab_size"], (batch, PROMPT_TOKENS))
+    case: dict[str, Any] = dict(prompts=prompts, new_tokens=new_tokens, stop=stop)
     rates: dict[str, list[float]] = {"engine": [], "hf": [], "floor": []}
     useful_share = []
     for round_ in range(-1, rounds):
-        rows, tokens, seconds = run_engine(
-            engine, device, prompts=prompts, new_tokens=new_tokens, stop=stop, round_=round_
-        )
-        hf_tokens, hf_slots, hf_seconds = run_hf(hf, device, prompts=prompts, new_tokens=new_tokens, stop=stop)
-        floor_seconds = timed(device, lambda rows=rows: run_products(engine.model, rows))
+        round_rates = {}
+        for side in in_rotation(list(rates), round_ + 1):  # the first round begins with the engine
+            if side == "engine":
+                rows, tokens, seconds = run_engine(engine, device, round_=round_, **case)
+                round_rates[side] = tokens / seconds
+            elif side == "hf":
+                hf_tokens, hf_slots, seconds = run_hf(hf, device, **case)
+                round_rates[side] = hf_tokens / seconds
+            else:
+                seconds = timed(device, lambda rows=rows: run_products(engine.model, rows))
+                round_rates[side] = tokens / seconds
         if round_ >= 0:  # the first round warms up
-            rates["engine"].append(tokens / seconds)
-            rates["hf"].append(hf_tokens / hf_seconds)
-            rates["floor"].append(tokens / floor_seconds)
             useful_share.append(hf_tokens / hf_slots)
+            for side, rate in round_rates.items():
+                rates[side].append(rate)
+    medians = {side: statistics.median(values) for side, values in rates.items()}
     return {
-        "engine_tokens_per_s": statistics.median(rates["engine"]),
-        "hf_tokens_per_s": statistics.median(rates["hf"]),
-        "ratio_to_hf": statistics.median(e / h for e, h in zip(rates["engine"], rates["hf"], strict=True)),
-        "floor_tokens_per_s": statistics.median(rates["floor"]),
+        "engine_tokens_per_s": medians["engine"],
+        "hf_tokens_per_s": medians["hf"],
+        "ratio_to_hf": medians["engine"] / medians["hf"],
+        "floor_tokens_per_s": medians["floor"],
         "hf_useful_share": statistics.median(useful_share),
     }
 

@@ -130,17 +130,19 @@ def plot(curves: Curves) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="overrides of the runs' config")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--seeds", type=int, help="(default: 10)")
+    parser.add_argument("--steps", type=int, help="training steps of a run (default: 30)")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: 2)")
     parser.add_argument("--json", type=Path, help="write the figures and curves to this file")
     parser.add_argument("--from", dest="source", type=Path, help="read the curves of an earlier --json, run nothing")
     parser.add_argument("--svg", type=Path, help="write the plot to this file")
     args = parser.parse_args()
     if args.source:
+        if args.overrides or args.seeds or args.steps or args.jobs:
+            parser.error("--from runs nothing: --seeds, --steps, --jobs and overrides have no effect with it")
         curves = json.loads(args.source.read_text())["curves"]
     else:
-        curves = measure(seeds=args.seeds, steps=args.steps, jobs=args.jobs, overrides=args.overrides)
+        curves = measure(seeds=args.seeds or 10, steps=args.steps or 30, jobs=args.jobs or 2, overrides=args.overrides)
     figures = judge(curves)
     for bound in ("1", "2"):
         paired = figures[bound]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.rotation import in_rotation
 from fusion.npu import Device
 from fusion.offload import Offloader, StreamedStates
 
@@ -59,9 +60,8 @@ def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in ways.values():
         run()
-    names = list(ways)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in in_rotation(list(ways), number):
             start = time.perf_counter()
             ways[name]()
             times[name].append(time.perf_counter() - start)

@@ -167,6 +167,10 @@ def main() -> None:
         "--modes", help="run only these, e.g. colocated:1,hybrid:2:2 (deployment:bound[:cards]); no targets are checked"
     )
     args = parser.parse_args()
+    if args.modes and args.calibrate:
+        parser.error("--modes and --calibrate exclude each other")
+    if args.json and (args.modes or args.calibrate):
+        parser.error("--json is written only with all modes: without --modes and --calibrate")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")

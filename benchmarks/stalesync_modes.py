@@ -49,7 +49,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a step. A token of the run stands for `tokens` modelled ones, a second for `speed` modelled ones."""
+    """The work of a step. A token of the run represents `tokens` modelled ones, a second `speed` modelled ones."""
 
     training: float
     """Factor by which the modelled cost of training is multiplied."""
@@ -67,7 +67,7 @@ class Workload:
 
     @property
     def pace(self) -> str:
-        scale = f"a token stands for {self.tokens}, a second for {self.speed:g}"
+        scale = f"a token represents {self.tokens} modelled tokens, a second {self.speed:g} modelled seconds"
         return f"{CARDS} dies {self.hardware} under {self.model}; {scale}; training counts {self.training:g} times"
 
     def overrides(self) -> list[str]:
@@ -216,15 +216,25 @@ def make_model(folder: Path) -> None:
     Qwen3ForCausalLM(shape).save_pretrained(folder)
 
 
+def new_home(folder: Path, mode: Mode, workload: Workload) -> Path:
+    """Return a path in ``folder`` that no earlier run has, not even one of the same mode."""
+    number = len(list(folder.glob(log_of(Path("*")).name)))
+    return folder / f"{number}-{mode.fusion}-{mode.staleness}-{mode.generating or CARDS}-{workload.training:g}"
+
+
+def log_of(home: Path) -> Path:
+    return home.with_name(f"{home.name}.log")
+
+
 def run(mode: Mode, workload: Workload, folder: Path) -> Figures:
-    """Start the run in ``folder``, wait until it has made its steps, and stop it."""
-    home = folder / f"{mode.fusion}-{mode.staleness}-{mode.generating or CARDS}-{workload.training:g}"
+    """Start the run in ``folder``, wait until it has made its steps, and stop it. The same mode may run repeatedly."""
+    home = new_home(folder, mode, workload)
     command = [sys.executable, "scripts/train.py", f"model.path={folder / 'model'}", f"run.dir={home}"]
     command += [*workload.overrides(), f"fusion={mode.fusion}", f"stalesync.max_staleness={mode.staleness}"]
     command += [f"fusion.infer_cards={mode.generating}"] if mode.generating is not None else []
     steps = mode.warm + STEPS
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    log = home.with_suffix(".log")
+    log = log_of(home)
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=environment)
         rows: list[dict[str, float]] = []

@@ -6,17 +6,17 @@ A Qwen3-MoE of 89M parameters (fp32) on four emulated NPUs, one process and one 
 both layouts share storage. For every pair, in both directions:
 
     moved     bytes sent between ranks, summed over all ranks
-    floor     the fastest exchange of the pair's byte matrix, plus one memcpy of the bytes that must be packed and of
-              those that stay on their rank but change storage (switch_floor.py)
+    floor     the fastest exchange of the pair's byte matrix, with one memcpy of the bytes that must be packed for it,
+              and one of those that stay on their rank but change storage (switch_floor.py)
     switch    `Switcher.run`, from weights in one layout to weights in the other, verified element by element
     megatron  `megatron.core.resharding`, cached, same tensors and layouts (switch_megatron.py), where it is importable
     extra     bytes at the peak beyond max(A, B) on the worst rank, allocated and reserved; bucket = 1/16 of the largest
               shard. Megatron's extra is what it allocates beyond its two models, which must both be resident
 
-Times are from the first rank's start to the last rank's end. All sides run in every round; figures are medians, the
-first round warms up, no round is discarded. Every pair runs in fresh processes: the process groups and memory that
-Megatron leaves slow down both sides alike. At the bound: the switch with max(A, B) + 4 buckets as the card's capacity,
-and two mutants of its plan, one that frees nothing and one in layer order.
+Times are from the first rank's start to the last rank's end. All sides run in every round, in rotating order; figures
+are medians, the first round warms up, no other is discarded. Every pair runs in fresh processes: the process groups and
+memory that Megatron leaves slow down both sides alike. At the bound: the switch with max(A, B) + 4 buckets as the
+card's capacity, and two mutants of its plan, one that frees nothing and one in layer order.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Measure the floor of a switch: its bytes over the fastest available wire, and one copy of those to be packed.
+"""Measure the floor of a switch: its bytes over the fastest available wire, and the copies that this wire requires.
 
-    wire     the pair's byte matrix in one exchange, contiguous, between allocated and warm buffers; the fastest of
+    wire     the pair's byte matrix in one exchange, contiguous, between allocated and warm buffers:
              all_to_all   one `all_to_all_single` with uneven splits
              p2p          one batch of sends and receives, one message per pair of ranks
-             shared       every rank reads its bytes from the sender's memory (cards of one machine)
-    memcpy   one contiguous copy of the bytes that must be packed for sending
+             shared       every rank reads its bytes from the sender's memory (cards of one machine), unpacked
+    memcpy   one contiguous copy of the bytes that must be packed for `all_to_all` and `p2p`
     local    one contiguous copy of the bytes that stay on their rank but change storage
+
+    floor = min(shared, min(all_to_all, p2p) + memcpy) + local
 
 Not included: unpacking, allocating and freeing memory, and keeping order and bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +23,21 @@ import torch.distributed as dist
 from benchmarks.switch_clock import wall
 from fusion.ep_switch import Plan
 from fusion.npu import Device
+from fusion.npu.all_or_none import gather_bytes
+
+
+def floor_of(seconds: Mapping[str, float]) -> tuple[str, float]:
+    """Return the fastest wire, including the packing that it requires, and the floor in seconds.
+
+    ``seconds``: those of every wire, of `memcpy` and of `local`.
+    """
+    wires = {
+        "all_to_all": seconds["all_to_all"] + seconds["memcpy"],
+        "p2p": seconds["p2p"] + seconds["memcpy"],
+        "shared": seconds["shared"],
+    }
+    wire = min(wires, key=lambda name: wires[name])
+    return wire, wires[wire] + seconds["local"]
 
 
 def byte_matrix(plan: Plan) -> list[list[int]]:
@@ -51,8 +68,7 @@ class Floor:
             self.copy_source, self.copy_target = (
                 torch.zeros(sum(matrix[me]), dtype=torch.uint8, device=device.torch_device) for _ in range(2)
             )
-        handles: list[Any] = [None] * len(matrix)
-        dist.all_gather_object(handles, device.share(self.send))
+        handles = gather_bytes(device.share(self.send), dist.group.WORLD)
         self.mapped = {peer: device.map(handles[peer]) for peer, nbytes in enumerate(self.received) if nbytes}
         """Send buffers of other ranks, by rank."""
         self.peers = self._peers(matrix, me)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.switch_clock import check, fill, wall, worst
 from fusion.ep_switch import Layout, Plan, SwitchError, plan_switch
 from fusion.ep_switch.transfer import Switcher
-from fusion.model import Buckets, ModelConfig, Parallel
+from fusion.model import Buckets, LocalParam, ModelConfig, Parallel
 from fusion.npu import Device
 from fusion.npu.failures import FailureKind
 
@@ -75,10 +75,13 @@ class Pair:
                 buckets.release(index)
         for index in range(len(self.ends[end].flats)):
             self.ends[end].allocate(index)
-        fill(self.layouts[end].params(self.rank), self.ends[end].views)
+        fill(self._params(end), self.ends[end].views)
 
     def verify(self, end: int) -> None:
-        check(self.layouts[end].params(self.rank), self.ends[end].views)
+        check(self._params(end), self.ends[end].views)
+
+    def _params(self, end: int) -> list[LocalParam]:
+        return [param for plan in self.ends[end].plans for param, _ in plan.entries]
 
     def fits_the_bound(self, source: int, plan: Plan | None = None) -> bool:
         """Return whether the switch succeeds on cards whose capacity is the bound plus what else they hold.

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import switch_megatron
+from benchmarks.rotation import in_rotation
 from benchmarks.switch_clock import worst
-from benchmarks.switch_floor import Floor, byte_matrix
+from benchmarks.switch_floor import Floor, byte_matrix, floor_of
 from benchmarks.switch_pair import Extra, Pair
 from fusion.model import ModelConfig, Parallel, global_params
 from fusion.npu import Device, open_device
@@ -79,14 +80,20 @@ def measure(
     refit = switch_megatron.Refit(config, device, one=one, other=other) if switch_megatron.why_not() is None else None
     switches: list[list[float]] = [[], []]
     refits: list[list[tuple[float, int]]] = [[], []]
+    sides = ["switch", "floor", *(["refit"] if refit else [])]
     for round_ in range(-1, rounds):
+        keep = round_ >= 0
         for source in (0, 1):
-            seconds, _ = pair.switch(source)
-            floors[source].measure(keep=round_ >= 0)
-            timed_refit = refit.time(source, verify=round_ < 0) if refit else None
-            if round_ >= 0:
-                switches[source].append(seconds)
-                refits[source] += [timed_refit] if timed_refit else []
+            for side in in_rotation(sides, round_):
+                if side == "switch":
+                    seconds, _ = pair.switch(source)
+                    switches[source] += [seconds] if keep else []
+                elif side == "floor":
+                    floors[source].measure(keep)
+                else:
+                    assert refit is not None
+                    timed_refit = refit.time(source, verify=not keep)
+                    refits[source] += [timed_refit] if keep else []
     pair.verify(0)
     return [times(floors[i], switches[i], refits[i]) | memory[i] for i in (0, 1)]
 
@@ -117,18 +124,17 @@ def measure_memory(pair: Pair) -> list[dict[str, Any]]:
 
 
 def times(floor: Floor, switches_s: list[float], refits: list[tuple[float, int]]) -> dict[str, Any]:
-    wires_s = {name: statistics.median(seconds) for name, seconds in floor.seconds.items()}
-    memcpy_s, local_s = wires_s.pop("memcpy"), wires_s.pop("local")
-    wire = min(wires_s, key=lambda name: wires_s[name])
-    floor_s, switch_s = wires_s[wire] + memcpy_s + local_s, statistics.median(switches_s)
+    seconds_s = {name: statistics.median(seconds) for name, seconds in floor.seconds.items()}
+    wire, floor_s = floor_of(seconds_s)
+    switch_s = statistics.median(switches_s)
     return {
         "bytes_moved": floor.moved,
         "packed_bytes": worst(floor.packed),
         "floor_s": floor_s,
         "floor_wire": wire,
-        "wire_s": wires_s,
-        "memcpy_s": memcpy_s,
-        "local_s": local_s,
+        "wire_s": {name: seconds_s[name] for name in floor.wires},
+        "memcpy_s": seconds_s["memcpy"],
+        "local_s": seconds_s["local"],
         "switch_s": switch_s,
         "switch_s_min_max": [min(switches_s), max(switches_s)],
         "ratio_to_floor": switch_s / floor_s,

@@ -1,0 +1,150 @@
+"""Run a chain: its starts with their kills, the last one to its end; collect what its folder holds then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos_forks import Forks
+from benchmarks.chaos_plan import STEPS, Chain, Kill
+from benchmarks.chaos_run import StartedRun
+from benchmarks.chaos_space import Space
+from benchmarks.chaos_verdict import Ended, Remains
+
+COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
+data.prompts_per_step=8 algorithm.group_size=4 run.eval_prompts=0 training.lr=1e-3 reward.max_failed_share=1
+run.name=run run.resume=true""".split()
+
+Note = Callable[[Chain, Ended], None]
+
+
+@dataclass
+class Result:
+    """What came of a chain.
+
+    Attributes:
+        failed: why the last start did not go to its end; "": it did. Without that, there are no remains.
+        left: what is left over after it.
+        weights: digests of the exported files by name.
+        start_s: seconds in which the last start ended its first step.
+        compared: whether it was compared with the undisturbed run.
+    """
+
+    chain: Chain
+    ends: list[Ended] = field(default_factory=list)
+    failed: str = ""
+    left: tuple[str, ...] = ()
+    remains: Remains | None = None
+    weights: dict[str, str] = field(default_factory=dict)
+    start_s: float = 0.0
+    compared: bool = False
+
+
+def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
+    """Return the arguments of every start of a chain. Above staleness 0, responses are long enough that training
+    suspends some."""
+    longer = ["rollout.max_response_length=24", "rollout.forced_median=6"]
+    return [
+        *COMMON,
+        *(longer if chain.bound else ["rollout.max_response_length=5"]),
+        f"model.path={model}",
+        f"run.dir={runs}",
+        f"run.steps={STEPS}",
+        f"run.save_every={chain.save_every}",
+        f"fusion={chain.deployment}",
+        f"algorithm.kl_coef={0.01 if chain.deployment == 'full' else 0.0}",
+        f"stalesync.max_staleness={chain.bound}",
+        f"queue.durability={chain.durability}",
+        *([f"rollout.chunk_tokens={chain.chunk_tokens}"] if chain.chunk_tokens else []),
+    ]
+
+
+def run_chain(
+    chain: Chain,
+    folder: Path,
+    *,
+    model: Path,
+    reference_s: float,
+    forks: Forks | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    note: Note = lambda chain, ended: None,
+) -> Result:
+    """Run a chain in a new folder, which is removed.
+
+    Args:
+        reference_s: seconds in which an undisturbed run starts.
+        forks: by which runs are started; None: as interpreters of their own.
+        stopping: whether to go to the end without further kills.
+        note: called after each kill.
+    """
+    result, space = Result(chain), Space(folder, forks)
+    try:
+        arguments = overrides_of(chain, model=model, runs=space.runs)
+        for number, kills in enumerate(chain.starts, start=1):
+            run = StartedRun(space, arguments, name="run", reference_s=reference_s)
+            for kill in () if stopping() else kills:
+                if (ended := execute(run, kill)) is not None:
+                    result.ends.append(ended)
+                    note(chain, ended)
+            status = run.wait_for_end()
+            if status == 0 or number == len(chain.starts):
+                _collect(result, run)
+                return result
+            space.clear(space.commands())
+        raise AssertionError("a chain has a last start")
+    finally:
+        space.close()
+
+
+def execute(run: StartedRun, kill: Kill) -> Ended | None:
+    """Execute a kill; None: the run had ended before, or the victim did not exist."""
+    if not run.await_moment(kill):
+        return None
+    struck, rank = run.strike(kill)
+    if not struck:
+        return None
+    return run.observe_end(kill, rank) if kill.ends else run.observe_survival(kill)
+
+
+def _collect(result: Result, run: StartedRun) -> None:
+    """Fill in what the last start has left."""
+    last = run.observe_end(Kill("", "", None, 0.0, 0.0, ends=False), None)
+    result.failed = "" if last.status == 0 else f"{last.message}\n{last.err[-4000:]}"
+    result.start_s = run.first_step_s or run.start_s
+    result.left = last.left
+    if result.failed:
+        return
+    newest = max(run.folder.glob("checkpoints/step-*/controller.json"), key=_step_of)
+    result.left = (*last.left, *left_in(run.folder))
+    result.weights = {path.name: sha256(path.read_bytes()).hexdigest() for path in run.folder.glob("hf/*.safetensors")}
+    result.remains = Remains.of_state(
+        json.loads(newest.read_text()),
+        steps=STEPS,
+        bound=result.chain.bound,
+        metrics=read_rows(run.folder / "metrics.jsonl"),
+        groups=read_rows(run.folder / "groups.jsonl"),
+    )
+
+
+def left_in(folder: Path) -> list[str]:
+    """Return the temporary files and unfinished folders in the folder of a run that has gone to its end."""
+    paths = sorted(folder.rglob("*"))
+    return [str(path.relative_to(folder)) for path in paths if is_temporary(path.name)]
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file or folder of this name is one that is renamed when it is complete. Pure."""
+    return name.startswith(".") or name.endswith((".partial", ".old"))
+
+
+def read_rows(path: Path) -> Sequence[dict[str, Any]]:
+    """Return the objects of a JSON-lines file; a missing one has none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _step_of(path: Path) -> int:
+    return int(path.parent.name.removeprefix("step-"))

@@ -1,0 +1,26 @@
+"""Import what the processes of tests need: one that is forked from a process that has done so starts in milliseconds.
+
+The list names modules of this project, and what they, Ray and test files import late. It leaves out Ray itself, which
+reads its settings when it is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from importlib import import_module
+
+MODULES = """
+    distqueue.core.queue distqueue.payload.shard fusion.colocate.worker fusion.rollout.detokenize
+    fusion.training.chunk_reader
+    google.protobuf.json_format google.protobuf.timestamp_pb2 hydra hypothesis.strategies jsonschema msgpack
+    numpy.ma.extras pdb pyarrow.json pydantic.main pydantic.types pydantic.v1 pytest requests rich.live rich.progress
+    sqlite3 tensorboard.summary.writer.event_file_writer torch.fx.experimental.symbolic_shapes
+    transformers.models.auto.tokenization_auto yaml zoneinfo
+""".split()
+
+for name in MODULES:
+    with suppress(ModuleNotFoundError):  # another version of Ray may not bring it
+        import_module(name)
+gc.collect()
+gc.freeze()  # what is imported is no garbage: the forks need not look for some in it
