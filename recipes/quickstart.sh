@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains a small MoE base model on one-digit addition with GRPO, on four emulated NPUs: training in TP2 x EP2,
-# generation in EP4 on the same cards. Takes two to three minutes on two cores. Arguments are config overrides,
-# such as run.seed=1. fusion=separate, colocated (the default), full or hybrid chooses which roles share cards; in
-# separate and hybrid half of the cards only generate, with two cards per engine.
+# generation in EP4 on the same cards. Once installed, takes two to three minutes on two cores. Arguments are config
+# overrides, such as run.seed=1. fusion=separate, colocated (the default), full or hybrid chooses which roles share
+# cards; in separate and hybrid half of the cards only generate, with two cards per engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 INSTALL = "pip install -e . in the checkout"
+COMPILERS = ("g++", "c++", "clang++")
+"""Those with which `fusion/npu/emulator/build.py` builds the emulated NPU, in its order of preference."""
 CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
 
 
@@ -106,12 +108,12 @@ def cuda() -> Check:
 
 
 def compiler() -> Check:
-    path = shutil.which("g++") or shutil.which("c++")
+    path = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if path is None:
         advice = "apt install g++; without it, cards are emulated by plain CPU tensors"
         return Check("C++ compiler", "warn", "not found", advice=advice)
-    version = subprocess.run([path, "-dumpfullversion"], timeout=30, **CAPTURE).stdout.strip()
-    return Check("C++ compiler", "ok", f"{path} {version}")
+    version = subprocess.run([path, "--version"], timeout=30, **CAPTURE).stdout.splitlines()
+    return Check("C++ compiler", "ok", f"{path}: {version[0] if version else 'unknown version'}")
 
 
 OPEN = "from fusion.npu import open_device; d = open_device('emulated'); print(d.kind, d.describe(), sep='\\n')"
@@ -127,7 +129,7 @@ def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:
         return Check(name, "warn", f"did not open within {timeout_s:.0f} s", advice="is another build running?")
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        return Check(name, "warn", last, advice=f'python -c "{code.split(";")[0]}" shows the whole error')
+        return Check(name, "warn", last, advice=f'python -c "{code}" shows the whole error')
     kind, _, description = child.stdout.strip().replace("\n", " ").partition(" ")
     if kind == "absent":
         return Check(name, "none", "not built yet", advice="its first use builds it, in about a minute")

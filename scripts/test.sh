@@ -4,15 +4,20 @@
 #                                              of its time waiting for child processes); prints the ten slowest
 #   bash scripts/test.sh quick                 a smoke test of under a minute: a few tests of every package and one
 #                                              whole run, as listed in tests/quick.txt
+#   bash scripts/test.sh extended              other cases of what the default run covers, for CI
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 source scripts/environment.sh
+unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters are started: they need not compile the same files again
 if [ $# -eq 0 ]; then
   set -- -n 2 --dist worksteal --durations=10
 elif [ "$1" = quick ]; then
   shift
   set -- -n 2 --dist worksteal --durations=10 @tests/quick.txt "$@"
+elif [ "$1" = extended ]; then
+  shift
+  set -- -n 2 --dist worksteal --durations=10 -m extended "$@"
 fi
 exec python -m pytest "$@"

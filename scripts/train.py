@@ -6,7 +6,9 @@ python scripts/train.py --help            lists the groups and every key with it
 """
 
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 CONF = Path(__file__).resolve().parent.parent / "recipes" / "conf"
 USAGE = "usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]"
@@ -45,17 +47,30 @@ def compose_and_run() -> None:
             config.validate()  # before torch and ray are loaded, so that a wrong value is refused at once
         except ValueError as error:
             refuse(error)
+        from stalesync.ray_cluster import set_environment
+
+        set_environment(config.cluster.address)
         from stalesync.failures import RunFailed
         from stalesync.launch import launch
+        from stalesync.stopping import exit_status
 
         try:
             launch(config)
         except (ValueError, RunFailed) as error:
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            sys.exit(130)
+            fail(f"error: {error}", error)
+        except KeyboardInterrupt as stop:
+            sys.exit(exit_status(stop))
+        except Exception as error:
+            fail("".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip(), error)
 
     run()
+
+
+def fail(text: str, error: Exception) -> NoReturn:
+    """Ends the process: the text on stderr, and in its last line where the run's log is; exit code 1."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note not in text]
+    print(text, *notes, sep="\n", file=sys.stderr)
+    sys.exit(1)
 
 
 def refuse(error: ValueError) -> None:
