@@ -64,7 +64,7 @@ def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
 def processes() -> Any:
     """A multiprocessing context whose processes are forked from one that has imported torch, and nothing else yet."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.colocate.cards"])
+    context.set_forkserver_preload(["benchmarks.preload", "torch._dynamo"])  # the latter is imported by recomputation
     return context
 
 

@@ -25,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 REFERENCE_S = 0.011
@@ -181,3 +182,11 @@ def run(command: list[str], timeout_s: float, **options: Any) -> subprocess.Comp
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs: it exists, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, or ends while it is read
+        return False

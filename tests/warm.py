@@ -28,8 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ray_forks import ForkServer, end_process, run_script
 from tests.machine import Deadline, wait_for
-from tests.ray_forks import ForkServer, end_process, run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -200,7 +200,10 @@ def use_ray() -> None:
     """Starts Ray in this process, unless it runs; whoever needs another one shuts this one down first."""
     import ray
 
+    from stalesync.ray_cluster import set_environment
+
     if not ray.is_initialized():
+        set_environment(None)  # a test may have changed it since this Ray has read it
         with launcher().forked_workers():
             ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 
@@ -211,7 +214,8 @@ def use_ray() -> None:
 def serve() -> None:
     """Forks what is asked for until nothing more is; what still runs then is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _preload()
+    from benchmarks import preload  # noqa: F401
+
     statuses: dict[int, int | None] = {}
     server: ForkServer | None = None
     for line in sys.stdin:
@@ -229,16 +233,6 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
     for pid in [pid for pid in statuses if _poll(pid, statuses) is None]:
         os.kill(pid, signal.SIGKILL)
-
-
-def _preload() -> None:
-    import hydra  # noqa: F401
-    import transformers.models.auto.tokenization_auto  # noqa: F401
-
-    import distqueue.core.queue  # noqa: F401
-    import distqueue.payload.shard  # noqa: F401
-    import fusion.colocate.worker  # noqa: F401
-    import fusion.rollout.detokenize  # noqa: F401
 
 
 def _poll(pid: int, statuses: dict[int, int | None]) -> int | None:
@@ -261,9 +255,9 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _session(requests: str, answers: str) -> int:
-    from stalesync.launch import _ray
+    from stalesync.ray_cluster import ray_cluster
 
-    with open(requests) as lines, open(answers, "w") as told, _ray(None):
+    with open(requests) as lines, open(answers, "w") as told, ray_cluster(None):
         for line in lines:
             request = json.loads(line)
             _write_to(request["out"], request["err"])

@@ -11,7 +11,7 @@ from distqueue import LocalQueue, PackedBatch
 from fusion.colocate import InferenceShare, RewardModelSpec, StageReport, Worker, WorkerSpec, deploy
 from fusion.ep_switch import FusionConfig, weights_checksum
 from fusion.inference import Request, RolloutConfig
-from fusion.model import Parallel
+from fusion.model import Mesh, Parallel
 from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.telemetry import Span
@@ -120,18 +120,17 @@ class Card:
             memory["switched"] = worker.card.device.memory_by_owner()
         scores = {}
         if self.rank in deployment.reward_model:
-            scores = self.told(worker.score(self.deal(ids, self.spec.reward_model.layout.dp))).scores
-        shares = self.deal(ids, self.spec.train.dp)
+            scores = self.told(worker.score(self.own(ids, worker.card.meshes.reward_model))).scores
         if self.rank in deployment.reference:
-            own = self.spec.reference
-            report = self.told(worker.reference(self.deal(ids, own.dp) if own else shares))
+            meshes = worker.card.meshes
+            report = self.told(worker.reference(self.own(ids, meshes.reference or meshes.train)))
             memory["reference"] = report.memory.by_owner["reference"]
         self.meet()
         samples = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs"])
         advantages = torch.linspace(-1, 1, len(ids))
         LocalQueue.put(worker.queue, PackedBatch.from_samples(ids, {"advantage": advantages}))
         if self.rank in deployment.train:
-            memory["train"] = self.told(worker.train([shares])).memory.by_owner["train"]
+            memory["train"] = self.told(worker.train([self.own(ids)])).memory.by_owner["train"]
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, {id: outcome.reward for id, outcome in scores.items()})
         return {
@@ -152,8 +151,11 @@ class Card:
             for k in range(GROUP)
         ]
 
-    def deal(self, ids: list[str], replicas: int) -> list[list[str]]:
-        return [[ids[index] for index in share] for share in split_over_ranks([9] * len(ids), replicas)]
+    def own(self, ids: list[str], mesh: Mesh | None = None) -> list[str]:
+        """What this card's replica of the mesh (default: of those that train) gets of some samples."""
+        mesh = mesh or self.worker.card.meshes.train
+        assert mesh is not None
+        return [ids[index] for index in split_over_ranks([9] * len(ids), mesh.parallel.dp)[mesh.dp_rank]]
 
     def checksum(self) -> int | None:
         """Of the policy as it is trained, on the cards that train."""

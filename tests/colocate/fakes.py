@@ -7,7 +7,7 @@ the first weight, and a generated token is the first weight rounded. So a test s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from fusion.inference import InferEngine, Output, Request, RolloutConfig
 from fusion.model import Buckets, Mesh, ModelConfig, WeightHolder, local_params, plan_units, unit_bytes
 from fusion.npu import Device
 from fusion.training import Sequences, TrainEngine
+from fusion.training.chunks import Chunk
 from fusion.training.loss import Loss
 
 
@@ -97,10 +98,15 @@ class FakeTrainer:
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
         return {"tensors": weights | self.optimizer_states(), "steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, tensor in self.state_dict()["tensors"].items():
-            tensor.copy_(state["tensors"][name])
-        self.steps = state["steps"]
+    def chunks(self, state: dict[str, Any]) -> list[Chunk]:
+        weights = [
+            Chunk(f"weight/{param.name}", param.shape, (0,) * len(param.shape), self.weight_views(state)[param.name])
+            for param in self.model.table
+        ]
+        return [*weights, Chunk("moment", (4,), (0,), state["tensors"]["exp_avg.0"])]
+
+    def resume_at(self, steps: int) -> None:
+        self.steps = steps
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
@@ -120,6 +126,7 @@ class FakeEngine:
         self._running: dict[str, Output] = {}
         self._aborted: set[str] = set()
         self._pause = self._has_kv = False
+        self._reports: list[dict[str, Any]] = []
         self._generated = 0
 
     def allocate_kv(self) -> None:
@@ -144,6 +151,13 @@ class FakeEngine:
 
     def forget(self, ids: Iterable[str]) -> None: ...
 
+    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
+        self._reports += map(dict, items)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        reports, self._reports = self._reports, []
+        return reports
+
     def pause(self) -> None:
         self._pause = True
 
@@ -153,7 +167,8 @@ class FakeEngine:
 
     def status(self) -> dict[str, float]:
         totals = ("preemptions", "prefix_hit_tokens", "dummy_steps", "kv_restored_tokens", "recomputed_tokens")
-        figures = dict.fromkeys((*totals, "interrupted", "depth", "tokens_per_s"), 0.0)
+        drafts = ("decoded_sequences", "drafted_tokens", "accepted_tokens")
+        figures = dict.fromkeys((*totals, *drafts, "interrupted", "depth", "tokens_per_s"), 0.0)
         return figures | {
             "running": len(self._running),
             "generated_tokens": self._generated,

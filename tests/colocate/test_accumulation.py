@@ -15,8 +15,8 @@ def two_batches_one_step(rank, device, spec, interruptions):
     """Weights and optimizer after a step of which the first half of the gradient was summed before other phases."""
     card = Card(rank, device, spec)
     card.step(0)
-    worker, shares = card.worker, card.deal(IDS, spec.train.dp)
-    trainer, mine = worker.card.trainer, shares[worker.card.meshes.train.dp_rank]
+    worker, mine = card.worker, card.own(IDS)
+    trainer = worker.card.trainer
     batch = worker.queue.read(mine, (*TOKENS, *LOSS, REFERENCE))
     trainer.forward_backward(to_sequences(Received.of(batch)), worker.card.algorithm.loss)
     held = []
@@ -24,14 +24,21 @@ def two_batches_one_step(rank, device, spec, interruptions):
         worker.switch("infer", 1)
         held.append(worker.card.device.memory_by_owner()["gradients"])
         worker.switch("train")
-    worker.train([shares])
+    worker.train([mine])
     worker.card.switcher.load_optimizer()
     worker.card.switcher.await_optimizer()
     return held, {name: tensor.cpu() for name, tensor in trainer.state_dict()["tensors"].items()}
 
 
-@pytest.mark.parametrize("offload", ["switch", "stream"])
-@pytest.mark.parametrize("resident", ["one", "all"])
+@pytest.mark.parametrize(
+    ("resident", "offload"),
+    [
+        ("one", "stream"),
+        ("all", "switch"),
+        pytest.param("one", "switch", marks=pytest.mark.extended),
+        pytest.param("all", "stream", marks=pytest.mark.extended),
+    ],
+)
 def test_an_accumulation_that_a_switch_interrupts_steps_bitwise_as_one_that_none_did(tmp_path, offload, resident):
     """``resident``: training's own come back with the switch, or once the reference has left."""
     spec = make_spec(

@@ -119,7 +119,7 @@ def test_roles_with_cards_of_their_own_say_the_same(paths, colocated):
     ("train", "infer", "fusion"),
     [
         ({"ep": 4}, {"tp": 4}, {"deployment": "full"}),
-        ({"tp": 2, "pp": 2}, {"ep": 4}, {}),
+        pytest.param({"tp": 2, "pp": 2}, {"ep": 4}, {}, marks=pytest.mark.extended),
         ({"tp": 2, "pp": 2, "ep": 2}, {"pp": 2, "tp": 2}, {"deployment": "full", "resident": "one"}),
         ({"pp": 2}, {"ep": 2, "etp": 1}, {"deployment": "separate"}),
     ],
@@ -167,7 +167,7 @@ def test_the_engine_after_a_switch_speaks_as_one_loaded_fresh(paths, tmp_path, t
     assert len(after) == 8 and after == fresh, "token for token, logprob for logprob"
 
 
-@pytest.mark.parametrize("deployment", ["colocated", "hybrid"])
+@pytest.mark.parametrize("deployment", [pytest.param("colocated", marks=pytest.mark.extended), "hybrid"])
 def test_which_cards_generate_and_with_how_much_changes_between_two_steps(paths, colocated, deployment):
     policy, reward = paths
     parts = {"colocated": ({"tp": 2, "ep": 4}, 4), "hybrid": (X, 4)}

@@ -79,8 +79,8 @@ def test_fakes_that_only_satisfy_the_interfaces_drive_a_whole_worker(worker, tmp
         ids = generate(worker, version)
         worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.ones(len(ids))}))
         worker.switch("train", version)
-        worker.reference([ids])
-        report = worker.train([[ids[:2]], [ids[2:]]], version)
+        worker.reference(ids)
+        report = worker.train([ids[:2], ids[2:]], version)
         assert {"actor/loss", "actor/grad_norm"} <= set(report.metrics)
         found = worker.queue.read(ids, ["response", "versions", "ref_logprobs"])
         token = round(initial + 2 * version)
@@ -93,7 +93,7 @@ def test_fakes_that_only_satisfy_the_interfaces_drive_a_whole_worker(worker, tmp
     assert abs(trained - initial - 4) < 1e-5
     worker.switch("infer", 2)
     worker.switch("train", 2)
-    worker.train([[ids]])
+    worker.train([ids])
     worker.restore(str(tmp_path / "checkpoint"))
     assert first_weight(worker.card.weights.train.weights) == trained and worker.card.trainer.steps == 4
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()

@@ -177,8 +177,8 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
     staged("generate", [Request(id, (3, 4), params, group="0", exact_tokens=5) for id in ids], False)
     worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))
     staged("switch", "train", 0)
-    staged("reference", [ids])
-    staged("train", [[ids]])
+    staged("reference", ids)
+    staged("train", [ids])
     assert stages == {
         "switch": {"switch"},
         "generate": {"decode", "prefill"},

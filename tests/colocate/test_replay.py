@@ -87,17 +87,28 @@ def two_minibatches(rank, device, spec):
     card = Card(rank, device, spec)
     card.step(0)
     worker = card.worker
-    report = worker.train([card.deal(IDS[:4], spec.train.dp), card.deal(IDS[4:], spec.train.dp)])
+    report = worker.train([card.own(IDS[:4]), card.own(IDS[4:])])
     mismatch = report.metrics.get(MISMATCH)
     return mismatch and mismatch.value / (mismatch.weight or 1), worker.card.reader.readers["train"].columns
 
 
+LAYOUTS = {
+    "PP2-to-EP2": (4, {"tp": 2, "ep": 2, "pp": 2}, {"tp": 1, "ep": 2}),
+    "EP2-to-PP2": (2, {"ep": 2}, {"pp": 2}),
+}
+DEFAULT = [("none", "EP2-to-PP2"), ("train", "EP2-to-PP2"), ("rollout", "PP2-to-EP2")]
+
+
 @pytest.mark.parametrize(
-    ("npus", "train", "infer"),
-    [(4, {"tp": 2, "ep": 2, "pp": 2}, {"tp": 1, "ep": 2}), (2, {"ep": 2}, {"pp": 2})],
-    ids=["PP2-to-EP2", "EP2-to-PP2"],
+    ("replay", "npus", "train", "infer"),
+    [
+        pytest.param(
+            replay, *case, id=f"{replay}-{name}", marks=() if (replay, name) in DEFAULT else pytest.mark.extended
+        )
+        for replay in ("none", "train", "rollout")
+        for name, case in LAYOUTS.items()
+    ],
 )
-@pytest.mark.parametrize("replay", ["none", "train", "rollout"])
 def test_a_step_in_layouts_that_differ(tmp_path, npus, train, infer, replay):
     """In float32 policies that are equal route alike, so what strays was brought to the wrong token or layer. The
     weights stay (lr 0), or move so far that the routing follows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -124,13 +125,18 @@ def test_a_folder_of_a_checkpoint_is_a_model(tmp_path):
 def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path):
     names = [f"host{number}" for number in range(48)]
     (tmp_path / "hosts").write_text("# the supernode\n" + "\n".join(names) + "\n")
-    done = recipe("--dry-run", "--hosts", str(tmp_path / "hosts"), "--", "run.steps=7")
+    quoted = 'run.dir="it\'s here"'
+    done = recipe("--dry-run", "--hosts", str(tmp_path / "hosts"), "--", "run.steps=7", quoted)
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("ssh ")]
-    assert len(commands) == 48 + 1 + 48
+    assert len(commands) == 1 + 48 + 1 + 48
+    assert "host1 " in commands[0] and "getent ahostsv4 host0" in commands.pop(0), "as the others know the head"
     assert "host0 " in commands[0] and "--head --port=6379" in commands[0] and "NPU" in commands[0]
     assert all("--address=host0:6379" in line for line in commands[1:48])
     job = commands[48]
+    for command, word in ((commands[0], '--system-config={"worker_niceness": 0}'), (job, quoted)):
+        *ssh, line = shlex.split(command)  # as a shell reads it that the command is pasted into
+        assert ssh == ["ssh", "-o", "BatchMode=yes", "host0", "bash", "<<<"] and word in shlex.split(line)
     assert "scripts/train.py" in job and "cluster=cloudmatrix384" in job and "run.steps=7" in job
     assert "parallel.train.pp=16" in job and "parallel.infer.ep=256" in job
     assert all(line.rstrip("'").endswith("ray stop") for line in commands[49:])
@@ -150,6 +156,14 @@ def test_the_recipe_refuses_wrong_arguments_at_once(arguments, message):
     assert done.returncode == 2 and message in done.stderr
 
 
+@pytest.mark.parametrize("host", ["-oProxyCommand=id", "root@-oProxyCommand=id", "node1;id", "$(id)"])
+def test_the_recipe_refuses_a_host_that_ssh_would_read_as_an_option(host, tmp_path):
+    (tmp_path / "hosts").write_text(f"node0\n{host}\n")
+    done = recipe("--dry-run", "--hosts", str(tmp_path / "hosts"))
+    assert done.returncode == 2 and "expected a name or an address" in done.stderr and not done.stdout
+
+
+@pytest.mark.extended
 def test_the_recipe_fails_where_the_plan_does_not_fit():
     done = recipe("--dry-run", "train=tp1ep8")
     assert done.returncode == 2 and "the plan does not fit" in done.stderr and "ssh" not in done.stdout

@@ -261,10 +261,11 @@ def recovered(folder: Path) -> QueueCore:
     """What a new life of the queue would go on with."""
     found = journal.Journal(folder, lambda: b"")
     try:
-        snapshot, events = found.read()
-        if snapshot is None:
+        stored = found.read()
+        assert not stored.missing, stored.damage
+        if stored.snapshot is None:
             return QueueCore(SampleTable(TASKS, LEASE_S))
-        return QueueCore.recover(snapshot, events, LEASE_S)
+        return QueueCore.recover(stored.snapshot, stored.events, LEASE_S)
     finally:
         found.close()
 
@@ -279,7 +280,7 @@ def has_ended(core: QueueCore, id: str) -> bool:
 
 def holds(core: QueueCore, id: str, column: str) -> bool:
     try:
-        core.table.check_columns([id], [column])
+        core.table.find([id], [column])
     except ValueError:
         return False
     return True

@@ -43,7 +43,7 @@ def ids_of(first: int, stop: int) -> list[str]:
 
 def create_with_everything(**options: Any) -> DistQueue:
     """Samples that are done, dropped, acknowledged by one task, leased, and of one column only; two puts of each."""
-    queue = DistQueue.create(["reward", "train"], group_size=2, **options)
+    queue = DistQueue.create(["reward", "train"], group_size=2, lease_s=600.0, **options)
     for first in (0, 4, 8):
         batch = make_batch(ids_of(first, first + 4))
         groups = [f"g{(first + k) // 2}" for k in range(4)]
@@ -112,7 +112,7 @@ def in_journal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Before]:
 
 def test_a_queue_in_memory_goes_on_from_the_checkpoint_of_a_journalled_one(in_journal: Before) -> None:
     assert journal_state(Path(in_journal.folder))["stats"]["distqueue/rows"] == in_journal.was["rows"]
-    queue = DistQueue.create(["reward", "train"], group_size=2, checkpoint=in_journal.folder)
+    queue = DistQueue.create(["reward", "train"], group_size=2, lease_s=600.0, checkpoint=in_journal.folder)
     assert durable(queue) == in_journal.was
     check_it_goes_on(queue)
     queue.close()
@@ -123,7 +123,7 @@ def test_a_journalled_queue_goes_on_from_one_in_memory_and_then_from_its_journal
     in_memory: Before, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"durability": "journal", "journal": str(tmp_path / "journal")}
-    queue = DistQueue.create(["reward", "train"], group_size=2, checkpoint=in_memory.folder, **options)
+    queue = DistQueue.create(["reward", "train"], group_size=2, lease_s=600.0, checkpoint=in_memory.folder, **options)
     assert durable(queue) == in_memory.was
     queue.put(make_batch(["x", "y"]), ["z", "z"])
     queue.drop(["x", "y"], "stale")

@@ -8,6 +8,7 @@ from tests.distqueue import faults
 from tests.machine import patience
 
 
+@pytest.mark.extended
 def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
     journal, folder = tmp_path / "journal", tmp_path / "told"
     killed = faults.fire(journal, folder, seconds=patience(8), pause_s=(0.2, 0.8), seed=1)

@@ -16,8 +16,8 @@ from ray.util import get_node_ip_address
 
 from distqueue import DistQueue
 from distqueue.core import QueueCore
-from distqueue.inspection import main
-from distqueue.journal import Journal
+from distqueue.inspection import main, ray_heads
+from distqueue.journal import INDEX, Journal
 from distqueue.samples import SampleTable
 from tests import machine
 from tests.distqueue.core.cores import ask, new_core, put_of, select, store
@@ -56,7 +56,7 @@ def leave_a_journal(folder: Path) -> None:
 def test_a_journal_is_shown_as_it_would_be_gone_on_with(tmp_path: Path, shown: Shown) -> None:
     folder = tmp_path / "what? 100% #1"
     leave_a_journal(folder)
-    before = (folder / "index.db").read_bytes()
+    before = (folder / INDEX).read_bytes()
     code, text, complaint = shown(str(folder))
     lines = text.splitlines()
     assert (code, complaint) == (0, "")
@@ -64,7 +64,7 @@ def test_a_journal_is_shown_as_it_would_be_gone_on_with(tmp_path: Path, shown: S
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith(("reward ", "train "))}
     assert rows == {"reward": ["2", "0"], "train": ["1", "0"]}, "what was leased is open"
     assert "ended: 1 dropped:stale" in lines and "column tokens: int8 (L)" in lines
-    assert (folder / "index.db").read_bytes() == before, "it only reads"
+    assert (folder / INDEX).read_bytes() == before, "it only reads"
 
 
 def test_a_journal_that_a_queue_has_open_is_shown(tmp_path: Path, shown: Shown) -> None:
@@ -95,7 +95,7 @@ def test_a_live_queue_is_shown_by_its_name(queue: DistQueue, shown: Shown) -> No
     lines = text.splitlines()
     assert code == 0 and lines[0].startswith("queue samples: 2 samples, ") and lines[0].endswith("in memory")
     waits = next(line for line in lines if line.startswith("1 reader is waiting, "))
-    assert waits.endswith("task 'train' wants 3 samples with ['tokens', 'advantage']: 0 samples ready, "
+    assert waits.endswith("task 'train' requests 3 samples with ['tokens', 'advantage']: 0 samples ready, "
                           "column 'advantage' missing for 2")  # fmt: skip
     assert any(line.startswith("shard-") for line in lines)
     ray.cancel(waiting)
@@ -111,7 +111,7 @@ def test_a_name_that_nobody_has_is_told_with_those_that_are_there(queue: DistQue
     assert complaint == "queue 'sample': not in this Ray cluster; live queues: 'samples'\n"
     with pytest.raises(ValueError, match="queue 'sample': not in this Ray cluster; live queues: 'samples'"):
         DistQueue.connect("sample")
-    with pytest.raises(ValueError, match="name='samples': a queue of this name lives in this Ray cluster"):
+    with pytest.raises(ValueError, match="name='samples': a queue of this name exists in this Ray cluster"):
         DistQueue.create(["train"], name="samples")
 
 
@@ -124,5 +124,22 @@ def test_as_a_command(queue: DistQueue, tmp_path: Path) -> None:
 
     assert run(str(tmp_path / "journal")).stdout.startswith("queue: 2 samples")
     address = f"{get_node_ip_address()}:{ray.get_runtime_context().gcs_address.rsplit(':')[1]}"
+    assert address in ray_heads()
     unknown = run("nobody", "--address", address)
     assert unknown.returncode == 1 and unknown.stderr.splitlines()[-1].startswith("queue 'nobody': not in this Ray")
+
+
+def test_the_heads_on_a_machine_are_found_with_their_ports(tmp_path: Path) -> None:
+    def process(number: int, *command: str) -> None:
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "cmdline").write_text("\0".join(command) + "\0")
+
+    for number, host in enumerate(["127.0.0.1", "127.0.0.1", "10.0.0.7"]):
+        (tmp_path / f"gcs_server_port_n{number}").write_text(f"{5000 + number}")
+        options = [f"--session-dir={tmp_path}", f"--node-id=n{number}", f"--node-ip-address={host}", "--log_dir"]
+        process(number, "/ray/core/src/ray/gcs/gcs_server", *options)
+    process(7, "/ray/core/src/ray/gcs/gcs_server", f"--session-dir={tmp_path}", "--node-id=new", "--node-ip-address=1")
+    process(8, "python", "--node-ip-address=10.0.0.9")
+    process(9, "")
+    assert ray_heads(tmp_path) == ["10.0.0.7:5002", "127.0.0.1:5000", "127.0.0.1:5001"]
+    assert ray_heads(tmp_path / "nothing") == []

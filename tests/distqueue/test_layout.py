@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -30,3 +32,12 @@ def test_types_that_numpy_lacks_or_that_are_rare_travel_bitwise(name: str) -> No
 def test_the_type_of_a_later_torch_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="^dtype='float9'; expected a dtype of torch that distqueue/layout.py lists"):
         Layout("tensor", dtype="float9", trailing=(), ragged=True)
+
+
+def test_a_column_whose_type_this_torch_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = LocalQueue(["train"])
+    queue.put(PackedBatch.from_samples(["a"], {"scale": torch.ones(1, dtype=torch.float8_e8m0fnu)}))
+    monkeypatch.delitem(DTYPES, "float8_e8m0fnu")
+    expected = f"column 'scale': dtype='float8_e8m0fnu': expected a dtype of torch {torch.__version__}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        queue.get("train", ["scale"], 1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from distqueue import LocalQueue, PackedBatch, QueueClosed
+from distqueue import LocalQueue, LostSample, PackedBatch, QueueClosed, SamplesLost
 from tests.machine import cpu_patience, patience, wait_for, within
 
 
@@ -55,6 +57,18 @@ def test_a_writer_claims_the_samples_it_works_on_and_learns_their_lengths_withou
     assert queue.get("reward", ["tokens"], 2).ids == ("a", "b"), "a claim is one task's"
 
 
+def test_a_reader_receives_the_lengths_of_columns_that_it_does_not_read() -> None:
+    queue = LocalQueue(["reward"])
+    queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.ones(3), torch.ones(5)], "answer": ["x", "yy"]}))
+    batch = queue.get("reward", ["answer"], lengths=["tokens", "answer"], token_budget=8)
+    assert batch.lengths == {"tokens": [3, 5], "answer": [1, 1]} and batch.columns.keys() == {"answer"}
+    assert batch.select([1]).lengths == {"tokens": [5], "answer": [1]}
+    assert PackedBatch.concat([batch.select([1]), batch.select([0])]).lengths["tokens"] == [5, 3]
+    queue.put(PackedBatch.from_samples(["c"], {"answer": ["z"]}))
+    with pytest.raises(TimeoutError, match="column 'tokens' missing for 1"):
+        queue.get("reward", ["answer"], 1, lengths=["tokens"], timeout_s=0.01)
+
+
 def test_readers_own_what_they_get() -> None:
     queue = LocalQueue(["train"])
     queue.put(batch_of("a"))
@@ -75,6 +89,60 @@ def test_a_refused_put_changes_nothing() -> None:
     assert queue.stats() | {"distqueue/train/age_s": 0} == before
 
 
+BAD = {
+    "an id that is no str": lambda: PackedBatch((1,), batch_of("a").columns),
+    "a group that is no str": lambda: batch_of("a").labelled([None]),  # type: ignore[list-item]
+    "a column that is no str": lambda: PackedBatch.from_samples(["a"], {7: torch.ones(1)}),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_names_that_are_no_text_are_refused(bad: Callable[[], PackedBatch]) -> None:
+    with pytest.raises(ValueError, match="(id 1|group None|column 7): (int|NoneType); expected a str"):
+        bad()
+
+
+@pytest.mark.parametrize("where", ["ids", "groups"])
+def test_a_put_that_fails_in_any_way_fails_alone(where: str) -> None:
+    """Whatever got past the checks: its writer is told, and it holds no room."""
+    queue = LocalQueue(["train"], max_rows=1)
+    bad = batch_of("a").labelled(["g"])
+    object.__setattr__(bad, where, {"ids": (1,), "groups": ([],)}[where])
+    with pytest.raises((TypeError, AttributeError, KeyError)):
+        queue._put(bad)
+    with ThreadPoolExecutor() as pool:
+        good = pool.submit(queue.put, batch_of("b"))
+        assert queue.get("train", ["tokens"], 1, timeout_s=patience(10)).ids == ("b",)
+        assert good.result() == ()
+    state = queue.state()
+    assert (state["writing"], state["waiting_writers"], state["stats"]["distqueue/rows"]) == (0, [], 1)
+
+
+def test_a_get_that_fails_in_any_way_fails_alone() -> None:
+    queue = LocalQueue(["train"])
+    queue.put(batch_of("a"), versions=[1])
+    with pytest.raises(TypeError):
+        queue.get("train", ["tokens"], 1, min_version="1", timeout_s=0)  # type: ignore[arg-type]
+    queue.put(batch_of("b"), versions=[1])
+    assert queue.get("train", ["tokens"], 2, timeout_s=0).ids == ("a", "b")
+
+
+def test_samples_that_cannot_be_completed_end_by_name() -> None:
+    queue = LocalQueue(["reward", "train"])
+    queue.put(batch_of("a", "b", "c"), groups=["g", "g", "h"])
+    queue.lose(["c", "nobody", "a"], "damaged")
+    assert queue.lost() == [LostSample("c", "h", "lost:damaged"), LostSample("a", "g", "lost:damaged")]
+    assert queue.lost(1) == queue.lost()[1:] and queue.stats()["distqueue/ended/lost:damaged"] == 2
+    for refused in (lambda: queue.read(["a", "b", "c"], ["tokens"]), lambda: queue.claim("train", ["a", "b", "c"])):
+        with pytest.raises(SamplesLost, match="^sample 'a': lost:damaged$") as error:
+            refused()
+        assert error.value.ids == ("a", "c") and pickle.loads(pickle.dumps(error.value)).ids == ("a", "c")
+    queue.drop(["b"], "stale")
+    with pytest.raises(ValueError, match="^sample 'b': dropped:stale$") as other:
+        queue.read(["a", "b"], ["tokens"])
+    assert not isinstance(other.value, SamplesLost), "what is wrong besides is told first"
+
+
 def test_a_dropped_sample_ends_under_its_name_and_stragglers_are_late() -> None:
     queue = LocalQueue(["train"])
     queue.put(batch_of("a", "b"))
@@ -89,7 +157,7 @@ def test_a_timeout_says_what_is_missing() -> None:
     queue.put(batch_of("a", "b", "c"))
     queue.put(PackedBatch.from_samples(["b"], {"reward": torch.ones(1)}))
     began_s = time.monotonic()
-    with pytest.raises(TimeoutError, match="wants 2 samples with .*: 1 samples ready, column 'reward' missing for 2"):
+    with pytest.raises(TimeoutError, match="requests 2 samples with .*: 1 samples ready, column 'reward' missing f"):
         queue.get("train", ["tokens", "reward"], 2, timeout_s=0.2)
     took_s = time.monotonic() - began_s
     assert 0.2 <= took_s and within(took_s, 2)

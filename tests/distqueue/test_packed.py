@@ -112,6 +112,22 @@ def test_layouts_are_kept() -> None:
     assert same_batch(PackedBatch.concat([empty, batch]), batch) and len(empty["one"]) == 0
 
 
+@given(st.lists(st.lists(st.integers(-100, 100), max_size=5), min_size=1, max_size=6))
+def test_lists_of_numbers_are_the_column_of_their_tensors(values: list[list[int]]) -> None:
+    ids = [f"s{row}" for row in range(len(values))]
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        numbers = [[value / 3 if dtype.is_floating_point else value for value in row] for row in values]
+        tensors = Column.pack([torch.tensor(row, dtype=dtype) for row in numbers], ids, "numbers")
+        column = Column.of_numbers(numbers, dtype, "numbers")
+        assert same(column.buffer, tensors.buffer) and torch.equal(column.offsets, tensors.offsets)
+
+
+def test_a_number_that_is_none_is_refused_by_column() -> None:
+    with pytest.raises(ValueError, match="column 'logprobs': a None; expected numbers"):
+        Column.of_numbers([[0.5], [None, 1.0]], torch.float32, "logprobs")  # type: ignore[list-item]
+    assert Column.of_numbers([[float("nan")]], torch.float32, "logprobs").buffer.isnan().all()
+
+
 def test_a_missing_column_names_sample_and_column() -> None:
     batch = PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]})
     with pytest.raises(ValueError, match=r"column 'reward': sample 'a' lacks it; it has \['tokens'\]"):
@@ -123,10 +139,10 @@ def test_a_missing_column_names_sample_and_column() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"x": [torch.ones(2), torch.ones(2).half()]}, r"column 'x', sample 'b': torch.float16 \(L, \(\)\) beside"),
+        ({"x": [torch.ones(2), torch.ones(2).half()]}, r"column 'x': sample 'b' is torch.float16 \[L\], sample 'a' is"),
         (
             {"x": [torch.ones(2, 3), torch.ones(2, 4)]},
-            r"sample 'b': .*\(L, \(4,\)\) beside .*\(L, \(3,\)\) of sample 'a'",
+            r"sample 'b' is .* \[L, 4\], sample 'a' is .* \[L, 3\]; expected",
         ),
         ({"x": [torch.tensor(1.0)] * 2}, "sample 'a': a scalar; pass"),
         ({"x": [[1, 2], [3]]}, "sample 'a': list; expected a tensor"),
@@ -150,3 +166,10 @@ def test_ids_groups_and_versions_fit_the_samples() -> None:
         PackedBatch.from_samples(["a"], {}).labelled(versions=[(3, 2)])
     with pytest.raises(ValueError, match="length=2: expected at least 3"):
         Column.pack([torch.ones(3)], ["a"], "x").to_padded(length=2)
+
+
+def test_the_texts_of_a_column_are_read_at_once():
+    texts = ["", "ü", "plain", "", "日本"]
+    column = PackedBatch.from_samples(list("abcde"), {"text": texts})["text"]
+    assert column.texts() == texts == [column[row] for row in range(len(column))]
+    assert column.rows(1, 3).texts() == ["ü", "plain"] and column.rows(2, 2).texts() == []

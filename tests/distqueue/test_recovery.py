@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from distqueue.core import QueueCore
 from distqueue.messages import Put, unpack
@@ -149,6 +149,14 @@ class Recovery(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         self.core.lose([data.draw(st.sampled_from(self.segments()))], "one", self.now_s)
 
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def lose_samples(self, data: st.DataObject) -> None:
+        """Some may have ended already."""
+        ids = data.draw(st.lists(st.sampled_from(self.ids), max_size=3))
+        lost = self.core.lose_samples(ids, "damaged", self.now_s)
+        assert lost == tuple(one.id for one in self.core.lost[len(self.core.lost) - len(lost) :])
+
     @precondition(lambda self: self.segments())
     @rule(
         data=st.data(), name=st.sampled_from(SHARDS), spilled=st.booleans(), ends=st.booleans(), compacted=st.booleans()
@@ -259,5 +267,6 @@ def figures(core: QueueCore, now_s: float) -> dict[str, float]:
     }
 
 
-Recovery.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
-test_recovery = Recovery.TestCase
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_recovery(examples: int) -> None:
+    run_state_machine_as_test(Recovery, settings=settings(max_examples=examples, stateful_step_count=40))

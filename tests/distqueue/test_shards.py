@@ -1,87 +1,25 @@
 """Shards of several nodes, played by several raylets of one machine: rows stay where they were written, readers
-elsewhere get exactly what they asked for, shards join, leave and fill up, and no process of the queue loads torch."""
+elsewhere get exactly what they asked for, shards join, leave and fill up."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 import torch
-from ray.cluster_utils import Cluster
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distqueue import DistQueue, PackedBatch
+from distqueue import DistQueue, LostSample, PackedBatch, SamplesLost
 from distqueue.actor_calls import run
+from tests.distqueue.nodes import Nodes, batch_of, started_nodes
 from tests.machine import patience, wait_for
-
-
-class Nodes:
-    """A head, on which the queue's actor and this process run, and nodes that come and go."""
-
-    def __init__(self) -> None:
-        # A dead node is missed sooner, a slow one is not taken for dead.
-        often = {"health_check_period_ms": 200, "health_check_initial_delay_ms": 200}
-        often["health_check_timeout_ms"] = round(1000 * patience(10))
-        head = {"num_cpus": 1, "include_dashboard": False, "_system_config": often}
-        ray.shutdown()
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        ray.init(address=self.cluster.address, log_to_driver=False)
-        self.head = ray.get_runtime_context().get_node_id()
-        self.beside: Any = None
-
-    def other(self) -> Any:
-        """A node beside the head: the one of earlier tests, or a new one."""
-        if self.beside is None:
-            self.beside = self.cluster.add_node(num_cpus=1)
-        return self.beside
-
-    def kill_other(self) -> None:
-        """Returns when it is missed."""
-        if (node := self.beside) is None:
-            return
-        self.beside = None
-        self.cluster.remove_node(node, allow_graceful=False)
-        wait_for(lambda: not [n for n in ray.nodes() if n["Alive"] and n["NodeID"] == node.node_id], 60)
-
-    def at(self, node: str, queue: DistQueue) -> Any:
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(Client).options(num_cpus=0, scheduling_strategy=strategy).remote(queue)
-
-
-class Client:
-    """A process of a node."""
-
-    def __init__(self, queue: DistQueue) -> None:
-        self.queue = queue
-
-    def put(self, *ids: str, length: int = 1000) -> None:
-        self.queue.put(batch_of(*ids, length=length))
-
-    def get(self, count: int) -> tuple[tuple[str, ...], bool, int]:
-        """(ids, whether all is right, bytes that came)."""
-        before = self.queue.traffic.received_bytes
-        batch = self.queue.get("train", ["tokens", "text"], count, timeout_s=patience(60))
-        wanted = batch_of(*batch.ids, length=len(batch["tokens"][0]))
-        right = all(torch.equal(batch[name].buffer, wanted[name].buffer) for name in wanted.columns)
-        self.queue.ack("train", batch.ids)
-        return batch.ids, right, self.queue.traffic.received_bytes - before
-
-
-def batch_of(*ids: str, length: int = 1000) -> PackedBatch:
-    tokens = [torch.arange(length, dtype=torch.int32) + sum(id.encode()) for id in ids]
-    return PackedBatch.from_samples(ids, {"tokens": tokens, "text": list(ids)})
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    ray.shutdown()
-    nodes.cluster.shutdown()
+    with started_nodes(forked=True) as nodes:
+        yield nodes
 
 
 def held(queue: DistQueue) -> dict[str, int]:
@@ -180,6 +118,65 @@ def test_a_full_queue_makes_writers_wait_with_a_message(nodes: Nodes, caplog: py
     queue.close()
 
 
+def damage(queue: DistQueue, first: str, token: int) -> None:
+    """Flips a bit of this token of the `large` samples that were put together, where they are stored; `first`: of
+    them."""
+    begin = large(first)["tokens"][0][:4].numpy().tobytes()
+    folders = [Path(shard["folder"]) for shard in queue.state()["shards"]]
+    path = next(path for folder in folders for path in folder.iterdir() if begin in path.read_bytes())
+    content = path.read_bytes()
+    with open(path, "r+b") as file:
+        at = content.index(begin) + 4 * token
+        file.seek(at)
+        file.write(bytes([content[at] ^ 4]))
+
+
+def large(*ids: str) -> PackedBatch:
+    return batch_of(*ids, length=10_000)
+
+
+@pytest.mark.parametrize("reads_from", ["here", "elsewhere"])
+def test_a_damaged_sample_ends_by_name_and_the_others_are_delivered(
+    nodes: Nodes, reads_from: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = DistQueue.create(["train"], name=f"damaged-{reads_from}")
+    queue.put(large("aa", "bb", "cc"), groups=["g"] * 3)
+    queue.put(large("dd"), groups=["h"])
+    damage(queue, "aa", 10_007)
+    if reads_from == "here":
+        batch = queue.get("train", ["tokens", "text"], 4, partial=True, timeout_s=patience(60))
+        ids = batch.ids
+        assert torch.equal(batch["tokens"].buffer, large(*ids)["tokens"].buffer)
+        (line,) = [record.message for record in caplog.records if "is damaged" in record.message]
+        assert line.startswith(f"queue 'damaged-{reads_from}', sample 'bb': column 'tokens' in /dev/shm/distqueue-")
+        assert line.endswith(" is damaged: its checksum differs; these samples end as lost:damaged")
+    else:
+        reader = nodes.at(nodes.other().node_id, queue)
+        ids, right, _ = ray.get(reader.get_some.remote(4), timeout=patience(60))
+        assert right
+    assert ids == ("aa", "cc", "dd")
+    assert queue.lost() == [LostSample("bb", "g", "lost:damaged")]
+    assert queue.stats()["distqueue/ended/lost:damaged"] == 1
+    with pytest.raises(SamplesLost, match="^sample 'bb': lost:damaged$"):
+        queue.read(["bb"], ["tokens"])
+    queue.close()
+
+
+def test_a_read_by_id_names_what_is_damaged(nodes: Nodes) -> None:
+    nodes.kill_other()
+    queue = DistQueue.create(["train"], name="named")
+    queue.put(large("aa", "bb"))
+    damage(queue, "aa", 7)
+    said = (
+        "^sample 'aa': lost:damaged; queue 'named', sample 'aa': column 'tokens' in /dev/shm/.* its checksum differs$"
+    )
+    with pytest.raises(SamplesLost, match=said) as error:
+        queue.read(["aa", "bb"], ["text", "tokens"])
+    assert error.value.ids == ("aa",)
+    assert queue.read(["bb"], ["text"])["text"][0] == "bb"
+    queue.close()
+
+
 def test_a_file_that_vanished_ends_its_samples_by_name_instead_of_a_hang(nodes: Nodes) -> None:
     nodes.kill_other()
     queue = DistQueue.create(["train"])
@@ -191,58 +188,4 @@ def test_a_file_that_vanished_ends_its_samples_by_name_instead_of_a_hang(nodes: 
     reader = nodes.at(nodes.head, queue)
     assert ray.get(reader.get.remote(3), timeout=patience(60))[0] == ("c",)
     assert queue.stats()["distqueue/ended/lost:not found"] == 2
-    queue.close()
-
-
-def assert_without_torch(queue: DistQueue, after: str) -> None:
-    """The queue's actor and each of its shards answer that they have not loaded torch, nor what loads it."""
-    unwanted = {"torch", "distqueue.column", "distqueue.client", "tests.distqueue.test_shards"}
-    processes = {"actor": queue._actor} | {name: actor for name, (_, actor) in run(queue._call("where")).items()}
-    for name, process in processes.items():
-        loaded = ray.get(process.__ray_call__.remote(lambda _: sorted(unwanted & set(sys.modules))))
-        assert loaded == [], f"{name}, after {after}"
-
-
-def test_no_process_of_the_queue_loads_torch_whatever_it_does(nodes: Nodes, tmp_path: Path) -> None:
-    other = nodes.other()
-    queue = DistQueue.create(["train"], max_bytes=40_000, spill=str(tmp_path / "spill"))
-    assert_without_torch(queue, "its start")
-    there = nodes.at(other.node_id, queue)
-    queue.put(batch_of("a", "b"))
-    queue.put(PackedBatch.from_samples(["a"], {"reward": torch.ones(1, dtype=torch.bfloat16)}))
-    ray.get(there.put.remote("c"))
-    assert_without_torch(queue, "puts of both nodes")
-    assert ray.get(there.get.remote(3))[:2] == (("a", "b", "c"), True)
-    assert_without_torch(queue, "a get of samples of both nodes")
-    queue.put(batch_of("d"))
-    queue.remove_shard(other.node_id)
-    ray.get(there.put.remote("e", "f"))
-    assert_without_torch(queue, "the removal of a shard, and a put from a node without one")
-    queue.add_shard(other.node_id)
-    for k in range(3):
-        ray.get(there.put.remote(f"{k}g", f"{k}h"))
-    queue.remove_shard(other.node_id)
-    queue.put(batch_of("i", length=5000))
-    assert queue.stats()["distqueue/spilled_bytes"] > 0
-    assert_without_torch(queue, "a shard's draining and spilling")
-    queue.claim("train", ["d"])
-    assert queue.lengths(["d"], ["tokens"]) == {"tokens": [1000]}
-    queue.give_back("train", ["d"])
-    queue.drop(["e"], "unwanted")
-    assert ray.get(there.get.remote(8))[:2] == (("d", "f", *(f"{k}{name}" for k in range(3) for name in "gh")), True)
-    with pytest.raises(ValueError, match="sample 'i': column 'text' exists already"):
-        queue.put(batch_of("i"))
-    assert_without_torch(queue, "a claim, a drop, a get of spilled samples and an error")
-    queue.checkpoint(str(tmp_path / "checkpoint"))
-    assert_without_torch(queue, "a checkpoint")
-    queue.close()
-
-    options = {"durability": "journal", "journal": str(tmp_path / "journal")}
-    queue = DistQueue.create(["train"], checkpoint=str(tmp_path / "checkpoint"), **options)
-    queue.put(batch_of("j"))
-    assert_without_torch(queue, "a checkpoint and a put")
-    for actor in (queue._actor, *(actor for _, actor in run(queue._call("where")).values())):
-        ray.kill(actor, no_restart=False)
-    assert queue.read(["j"], ["tokens"])["tokens"][0].shape == (1000,)
-    assert_without_torch(queue, "recovery from the journal")
     queue.close()

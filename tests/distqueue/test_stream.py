@@ -148,7 +148,7 @@ def test_exceptions_of_get_reach_the_loop(ahead: int) -> None:
     queue = filled(1)
     with pytest.raises(ValueError, match="task 'trian'"):
         next(stream(queue, "trian", ["tokens"], ahead=ahead, count=1))
-    with pytest.raises(TimeoutError, match="wants 2 samples with .* 1 samples ready"):
+    with pytest.raises(TimeoutError, match="requests 2 samples with .* 1 samples ready"):
         next(stream(queue, "train", ["tokens"], ahead=ahead, count=2, timeout_s=0.05))
     assert figures(queue, "train/depth", "train/waiters") == [1, 0]
 

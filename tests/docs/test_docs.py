@@ -38,6 +38,12 @@ def references(text):
     return re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
 
 
+def anchors(text):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_a_missing_function_would_be_noticed():
     assert references("`a/b.py:C.d` and `e.py:f`") == [("a/b.py", "C.d"), ("e.py", "f")]
     names = definitions(Path(__file__))
@@ -54,9 +60,12 @@ def test_functions_exist(page):
 
 @each_page
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(linked.read_text()), f"{page.name} links to {target}"
 
 
 @each_page
@@ -74,7 +83,7 @@ def test_config_keys_exist(page):
     groups = {key.split(".")[0] for key in keys}
     for key in re.findall(r"`([a-z]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()):
         group, field = key.split(".")
-        if group in groups and not (ROOT / group / field).exists() and field not in {"py", "sh", "yaml"}:
+        if group in groups and not (ROOT / group / field).exists() and field not in {"py", "sh", "yaml", "log"}:
             assert key in keys or any(one.startswith(f"{key}.") for one in keys), f"{page.name} names the key {key}"
 
 

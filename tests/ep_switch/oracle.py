@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fusion.ep_switch import Layout, Move, Place, Plan, Topology
+from fusion.ep_switch.topology import LEVELS
 from fusion.model import ModelConfig, Parallel, global_params
 from tests.helpers import tiny_config
 
@@ -192,6 +193,23 @@ def check_contents(plan: Plan) -> dict[int, int]:
     return most
 
 
+def sent_bytes(plan: Plan) -> dict[tuple[int, str], int]:
+    """(rank, level of the link) → bytes that the rank sends in the whole switch."""
+    sent: dict[tuple[int, str], int] = defaultdict(int)
+    for round_ in plan.rounds:
+        for move in round_.moves:
+            if not move.local:
+                level = LEVELS[plan.topology.level(move.source_rank, move.target_rank)]
+                sent[move.source_rank, level] += move.numel * plan.wire_dtype.itemsize
+    return sent
+
+
+def speed_class(topology: Topology, one: int, other: int) -> int:
+    """Index in `Topology.classes` of the link between two ranks; 0 is the fastest."""
+    level = topology.level(one, other)
+    return next(index for index, levels in enumerate(topology.classes) if level in levels)
+
+
 def check_traffic(plan: Plan, busiest: float) -> list[float]:
     """Minimal bytes, slow links, busiest senders; returns the busiest over the optimum of each class of links."""
     elements = Elements(plan.source.config)
@@ -211,7 +229,7 @@ def check_traffic(plan: Plan, busiest: float) -> list[float]:
         for move in round_.moves:
             if move.local:
                 continue
-            speed, numbers = topology.speed_class(move.source_rank, move.target_rank), elements.of(move)
+            speed, numbers = speed_class(topology, move.source_rank, move.target_rank), elements.of(move)
             got[move.target_rank][numbers] += 1
             sent[speed][move.source_rank] += len(numbers)
             if speed:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch import Layout, Plan, SwitchReport
+from fusion.ep_switch import Layout, Plan, Switcher, SwitchReport
+from fusion.ep_switch.exchange import Kind
 from fusion.model import Buckets, Mesh, ModelConfig, Parallel, Transformer
 from fusion.npu import Device
 
@@ -54,6 +55,20 @@ def build_pair(source: Layout, target: Layout, device: Device) -> list[Transform
     if first is not None:
         fill(first)
     return [first, second]
+
+
+def execute(
+    plan: Plan,
+    source: Transformer | None,
+    target: Transformer | None,
+    *,
+    device: Device,
+    group: dist.ProcessGroup | None = None,
+    checksum: bool = False,
+    exchange: Kind = "auto",
+) -> SwitchReport:
+    """A single switch by a plan."""
+    return Switcher(plan, source, target, device=device, group=group, exchange=exchange).run(checksum)
 
 
 def element_values(name: str, region, dtype: torch.dtype) -> torch.Tensor:

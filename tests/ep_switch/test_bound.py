@@ -41,7 +41,7 @@ def both_ways(rank, device, one, other, mutate):
     return found
 
 
-@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize("device", [pytest.param("emulated", marks=pytest.mark.extended), "adversarial"])
 @pytest.mark.parametrize("other", [PP2, Parallel(4, tp=2, ep=2), Parallel(4, tp=4, etp=4)], ids=str)
 def test_a_switch_fits_the_bound(other, device):
     results = run_ranks(both_ways, 4, other, EP4, whole_plan, device=device)

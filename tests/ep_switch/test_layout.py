@@ -19,7 +19,8 @@ def test_ranks_of_a_layout_are_places_of_its_grid():
     for index, rank in enumerate(TWO_ENGINES.ranks):
         params = local_params(MOE, TWO_ENGINES.parallel, index % 2, max_numel=unit_bytes(1 << 13) // 4)
         assert TWO_ENGINES.units(rank) == plan_units(params, 4, unit_bytes(1 << 13))
-        assert {param.name for param in TWO_ENGINES.params(rank)} == {param.name for param in params}
+        names = {param.name for unit in TWO_ENGINES.units(rank) for param, _ in unit.entries}
+        assert names == {param.name for param in params}
         assert TWO_ENGINES.nbytes(rank) == sum(TWO_ENGINES.unit_nbytes(rank)) > 0
     assert TWO_ENGINES.units(2) == () and TWO_ENGINES.places(2) == () and TWO_ENGINES.nbytes(2) == 0
     assert TWO_ENGINES.alike == ((5, 0), (3, 1))

@@ -12,9 +12,19 @@ import torch.distributed as dist
 from fusion.ep_switch import Layout, Topology, plan_switch, weights_checksum
 from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.stopwatch import Stopwatch
-from fusion.ep_switch.transfer import Switcher, execute
+from fusion.ep_switch.transfer import Switcher
 from fusion.model import Mesh, Parallel, Transformer
-from tests.ep_switch.switching import BUCKET, End, assert_bound, assert_filled, build, build_pair, fill, own_bytes
+from tests.ep_switch.switching import (
+    BUCKET,
+    End,
+    assert_bound,
+    assert_filled,
+    build,
+    build_pair,
+    execute,
+    fill,
+    own_bytes,
+)
 from tests.helpers import run_ranks, tiny_config
 from tests.pairwise import axes, thinned
 

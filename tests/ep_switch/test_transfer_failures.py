@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch import SwitchError, execute, plan_switch
+from fusion.ep_switch import SwitchError, plan_switch
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import SharedExchange
 from fusion.ep_switch.segment import Segment
 from fusion.model import Parallel
-from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, own_bytes
+from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute, own_bytes
 from tests.helpers import processes, run_ranks, tiny_config
 from tests.machine import patience, within
 
@@ -228,7 +228,7 @@ def build_trio(device, ranks):
     return plan_switch(*layouts, BUCKET), *build_pair(*layouts, device)
 
 
-@pytest.mark.parametrize("late_s", (0.0, 2.0))
+@pytest.mark.parametrize("late_s", (0.0, pytest.param(2.0, marks=pytest.mark.extended)))
 def test_the_end_of_a_process_is_noticed_and_named(tmp_path, late_s):
     ranks = [processes().Process(target=mortal, args=(rank, str(tmp_path), late_s)) for rank in range(4)]
     for process in ranks:

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion.ep_switch import execute, plan_switch
+from fusion.ep_switch import plan_switch
 from fusion.ep_switch.exchange_shared import SharedExchange
 from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Parallel
-from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair
+from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute
 from tests.helpers import run_ranks, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=4, tie_word_embeddings=False)

@@ -71,10 +71,10 @@ def generate(made: EmbeddedEngine, wanted: list[Request]) -> list[Output]:
 
 
 def generate_brokenly(
-    made: EmbeddedEngine, wanted: list[Request], seed: int, ended: dict[str, Output] | None = None
+    made: EmbeddedEngine, wanted: list[Request], seed: int, collected: list[Output] | None = None
 ) -> dict[str, tuple[list[int], list[float]]]:
     """The same requests in random order, arriving at random steps, in chunks, aborted and resumed, KV thrown away.
-    ``ended`` takes the last output of each."""
+    ``collected`` takes all outputs in order."""
     draw = random.Random(seed)
     todo = draw.sample(wanted, len(wanted))
     got: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in wanted}
@@ -88,9 +88,9 @@ def generate_brokenly(
         if draw.random() < 0.03:
             made.policy_version += 1
         outputs = made.suspend() if draw.random() < 0.03 else made.step()
+        if collected is not None:
+            collected += outputs
         for output in outputs:
-            if ended is not None:
-                ended[output.request_id] = output
             got[output.request_id][0].extend(output.tokens)
             got[output.request_id][1].extend(output.logprobs)
             if output.finish_reason in ("chunk", "abort"):

@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -40,7 +40,7 @@ class Blocks(RuleBasedStateMachine):
         self.manager.share(hits)
         blocks = hits + self.manager.take(wanted)
         for i in range(len(hits), min(full, len(names))):
-            taken = names[i] in [self.manager._names[b] for b in range(6)]
+            taken = names[i] in self.manager._names
             self.manager.name(blocks[i], names[i])
             self.content.pop(blocks[i], None)
             if not taken:
@@ -56,24 +56,40 @@ class Blocks(RuleBasedStateMachine):
     def new_version(self):
         self.version += 1
         self.manager.forget()
-        assert self.manager.cached == 0
+        assert not self.manager._cached
 
     @invariant()
     def nothing_is_lost_or_held_twice(self):
         references = Counter(block for blocks in self.holders for block in blocks)
-        free, cached = set(self.manager._free), set(self.manager._cached)
-        assert len(free) == len(self.manager._free)
+        released, never_taken = self.manager._free, range(self.manager.highest + 1, 6)
+        free, cached = {*released, *never_taken}, set(self.manager._cached)
+        assert len(free) == len(released) + len(never_taken)
         assert not free & cached and not (free | cached) & set(references)
         assert free | cached | set(references) == set(range(6))
         assert self.manager.available == len(free) + len(cached)
-        assert [references[b] for b in range(6)] == self.manager._references
-        named = [b for b in range(6) if self.manager._names[b] is not None]
+        assert [references[b] for b in range(self.manager.highest + 1)] == self.manager._references
+        named = [b for b, name in enumerate(self.manager._names) if name is not None]
         assert not set(named) & free and cached <= set(named)
         assert {self.manager._names[b]: b for b in named} == self.manager._by_name
 
 
 Blocks.TestCase.settings = settings(max_examples=150, stateful_step_count=25)
 test_blocks_are_never_lost_shared_wrongly_or_found_under_another_version = Blocks.TestCase
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_blocks_are_taken_from_a_stack_of_all_of_them(counts):
+    """A count takes so many blocks; 0 releases those taken last."""
+    manager, stack, held = BlockManager(9, SIZE), list(range(8, -1, -1)), []
+    for count in counts:
+        if not count and held:
+            blocks = held.pop()
+            manager.release(blocks)
+            stack += reversed(blocks)
+        elif count <= len(stack):
+            held.append(manager.take(count))
+            assert held[-1] == [stack.pop() for _ in range(count)]
+        assert manager.available == len(stack)
 
 
 def test_names_bind_version_and_prefix_and_are_the_same_in_every_process():

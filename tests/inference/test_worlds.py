@@ -5,8 +5,11 @@ import torch
 
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.plain import PlainIndexes
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
+from tests.pairwise import axes, thinned
 
 
 def build(device, folder, parallel, dtype=torch.float32, **rollout):
@@ -45,7 +48,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("parallel", thinned(LAYOUTS, axes), ids=str)
 def test_every_layout_samples_the_same_tokens(parallel):
     results = run_ranks(generate_rank, parallel.world, checkpoint(), parallel, dict(max_kv_tokens=160))
     outputs = [output for mine, _ in results for output in mine]
@@ -65,6 +68,25 @@ def test_batch_invariant_logprobs_do_not_depend_on_the_number_of_attention_ranks
     results = run_ranks(generate_rank, 2, checkpoint(), Parallel(2, ep=2), dict(batch_invariant=True))
     got = by_id([output for mine, _ in results for output in mine])
     assert got == by_id(generate(engine(batch_invariant=True), requests(12)))
+
+
+def drafting_rank(rank, device, folder, parallel):
+    made = build(device, folder, parallel, batch_invariant=True, temperature=0.6)
+    made.scheduler.drafter = TextDrafter(PlainIndexes())
+    made.scheduler.drafter.budget.skips = lambda num_sequences: False
+    if rank == 0:
+        made.submit(requests(12, temperature=0.6))
+    outputs = made.run()
+    return outputs, made.status()
+
+
+@pytest.mark.parametrize("parallel", [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)], ids=str)
+def test_ranks_with_one_schedule_verify_the_same_drafts(parallel):
+    """Although only the leader's times decide how much is drafted."""
+    results = run_ranks(drafting_rank, parallel.world, checkpoint(), parallel)
+    got = tokens([output for mine, _ in results for output in mine])
+    assert got == tokens(generate(engine(batch_invariant=True), requests(12, temperature=0.6)))
+    assert results[0][1]["drafted_tokens"] > results[0][1]["accepted_tokens"] > 0
 
 
 def orders_rank(rank, device, folder):

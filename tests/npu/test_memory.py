@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
 
 from fusion.npu import OWNERS, open_device
+from fusion.npu.accelerator import session_file
 
 MIB = 1 << 20
 
@@ -220,3 +222,26 @@ def test_two_processes_share_a_card(card):
     assert b"ValueError: device.capacity_bytes=33554432: the processes already on this card" in error.value.stderr
     open_device("emulated", index=3)
     assert not [name for name in os.listdir("/dev/shm") if session in name], "the last one out removes the account"
+
+
+def test_the_account_of_a_session_whose_processes_were_killed_is_removed_by_the_next(card):
+    killed, living = (f"test-{uuid.uuid4().hex}" for _ in range(2))
+    processes = [_neighbour(session) for session in (killed, living)]
+    accounts = {session: Path(session_file(session, 3)) for session in (killed, living)}
+    assert all(account.stat().st_mode & 0o777 == 0o600 for account in accounts.values())
+    processes[0].kill()
+    processes[0].wait()
+    assert accounts[killed].exists()
+    mine = f"test-{uuid.uuid4().hex}"
+    own = open_device("emulated", index=3, session=mine)
+    open_device("emulated", index=4, session=f"test-{uuid.uuid4().hex}")
+    assert not accounts[killed].exists() and accounts[living].exists()
+    held = torch.empty(MIB, dtype=torch.uint8, device=own.torch_device)
+    program = "from fusion.npu.accelerator import sweep_sessions; sweep_sessions('/x')"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert accounts[living].exists() and os.path.exists(session_file(mine, 3)), "processes hold them"
+    del held
+    processes[1].kill()
+    processes[1].wait()
+    open_device("emulated", index=3)
+    open_device("emulated", index=4)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fusion.npu import open_device
+from fusion.npu.accelerator import HANDLE
 from fusion.npu.ledger import LedgerDevice
 
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def test_memory_is_shared_both_ways_and_charged_to_its_owner(card, mate):
     mate.process.kill()
     mate.process.wait()
     assert view.view(torch.uint8).eq(7).all(), "who maps it keeps it, whatever happens to the owner"
-    with pytest.raises(ValueError, match=f"process {mate.process.pid} that owned it is gone"):
+    with pytest.raises(ValueError, match=f"process {mate.process.pid} that owned it has ended"):
         card.map(handle)
 
     del mine, second, small
@@ -105,6 +106,26 @@ def test_storage_that_went_and_came_back_is_found_at_its_new_place(card):
     flat.fill_(3)
     assert card.share(flat) != first == card.share(between)
     assert card.map(card.share(flat)).eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"offset": -4096}, "lies outside its file"),
+        ({"offset": 1 << 62}, "lies outside its file"),
+        ({"nbytes": -1}, "lies outside its file"),
+        ({"nbytes": 1 << 62}, "lies outside its file"),
+        ({"file_bytes": 1 << 50}, "another size|smaller than its handle"),
+        ({"pid": -1}, "has ended"),
+        ({"fd": 0}, "has ended"),
+    ],
+)
+def test_a_handle_that_does_not_describe_a_block_is_refused(card, changes, words):
+    fields = ("pid", "fd", "inode", "file_bytes", "offset", "nbytes")
+    block = _bytes(card, MIB, 1)
+    handle = dict(zip(fields, HANDLE.unpack(card.share(block)), strict=True))
+    with pytest.raises(ValueError, match=words):
+        card.map(HANDLE.pack(*(handle | changes).values()))
 
 
 def test_a_block_that_comes_again_costs_no_page_faults(card):

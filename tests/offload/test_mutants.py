@@ -23,11 +23,6 @@ MUTANTS = {
         "self._stream_out.wait_event(self._returning[trip.key].copied)",
         lambda device: test_offload.test_out_again_without_a_wait_keeps_every_bit(device, True),
     ),
-    "drop: behind the copy in": (
-        offload,
-        "self._returning[trip.key].copied.wait(self._device.current_stream())",
-        test_offload.test_dead_gradients_are_dropped_and_living_ones_copied,
-    ),
     "back: behind the current stream": (
         offload,
         "self._stream_back.wait_stream(self._device.current_stream())",
@@ -45,20 +40,20 @@ MUTANTS = {
     ),
     "settle: the host for copies in": (
         offload,
-        "trip.copied.synchronize()\n        region",
+        "trip.copied.synchronize()\n        self.pool",
         test_offload.test_host_regions_are_reused_only_after_they_were_read,
     ),
-    "pass: behind the current stream": (
+    "loop: behind the current stream": (
         states,
         "self._fetching.wait_stream(current)",
         test_states.test_slots_take_memory_that_the_current_stream_may_still_use,
     ),
-    "pass: the group is there": (
+    "loop: the group is there": (
         states,
         "slot.fetched.wait(current)",
         test_states.test_what_is_written_to_the_host_is_what_the_next_step_sees,
     ),
-    "pass: its copies end before its slots": (
+    "loop: its copies end before its slots": (
         states,
         "current.wait_stream(stream)",
         lambda device: test_states.test_three_steps_equal_those_of_states_that_stay(device, 5),

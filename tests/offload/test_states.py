@@ -59,24 +59,6 @@ def test_at_most_two_groups_are_in_memory_and_none_between_steps(device):
     assert memory.allocated == before
 
 
-def test_reading_brings_only_what_is_asked_for_and_stores_nothing(device):
-    streamed = StreamedStates(device, [*GROUPS, {"exp_avg": 7}])
-    fill(streamed)
-    kept = {name: tensor.clone() for name, tensor in streamed.tensors().items()}
-    seen = {}
-    for index, states in streamed.reading("master"):
-        assert set(states) <= {"master"}
-        seen |= {f"{name}.{index}": state.cpu().clone() for name, state in states.items()}
-        for state in states.values():
-            state.zero_()
-    assert len(seen) == len(SIZES) and all(torch.equal(seen[name], kept[name]) for name in seen)
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in streamed.tensors().items())
-    for index, states in streamed.reading("exp_avg", groups=(4, 1, 2)):
-        assert torch.equal(states["exp_avg"].cpu(), kept[f"exp_avg.{index}"])
-        seen[index] = states
-    assert [index for index in seen if isinstance(index, int)] == [4, 1, 2]
-
-
 def test_uploads_that_the_body_queues_are_stored(device):
     """A slot is stored, and filled again, behind everything its user has queued, kernels and copies alike."""
     streamed = StreamedStates(device, GROUPS)

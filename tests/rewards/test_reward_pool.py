@@ -5,15 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusion.rewards import RewardConfig, RewardOutcome, RewardPool, RewardSample, reward_metrics
-from tests.machine import patience, wait_for, within
+from fusion.rewards.process import Child
+from tests.machine import patience, running, wait_for, within
 
 USER = """
 import os, re, subprocess, sys, time
@@ -33,8 +37,12 @@ def reward(prompt, response, answer, **fields):
         return None
     if response == "nan":
         return float("nan")
+    if response == "huge":
+        return 10 ** 400
     if response == "die":
         os._exit(7)
+    if response == "signal without a name":
+        os.kill(os.getpid(), 40)
     if response == "crash":
         os.kill(os.getpid(), 11)
     if response == "grandchild":
@@ -78,13 +86,6 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
     return True
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("response", "error", "detail"),
     [
@@ -95,11 +96,13 @@ def running(pid: int) -> bool:
         ("string", "bad_type", "returned '1.0' (str); expected a finite number"),
         ("none", "bad_type", "returned None"),
         ("nan", "bad_type", "returned nan"),
+        ("huge", "bad_type", "returned 1000"),
         ("die", "died", "exited with status 7"),
         ("crash", "died", "killed by SIGSEGV"),
+        ("signal without a name", "died", "killed by signal 40"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_a_failure_costs_its_own_sample(user_file, response, error, detail, workers, caplog):
     with pool_of(user_file, workers=workers) as pool, caplog.at_level(logging.WARNING):
         outcomes = pool.score(samples("1", "2", response, "3", "4"))
@@ -110,6 +113,19 @@ def test_a_failure_costs_its_own_sample(user_file, response, error, detail, work
         assert [o.reward for o in again] == [None, 5.0]
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 1 and detail in shown[0] and str(user_file) in shown[0]
+
+
+def test_a_stack_is_read_to_its_end_though_the_child_is_interrupted_while_it_writes():
+    pieces = ["Stack (most recent call first):\n", '  File "my_reward.py", line 12 in rew', "ard\n"]
+    with tempfile.TemporaryFile() as trace:
+
+        def write():
+            for piece in pieces:
+                os.write(trace.fileno(), piece.encode())
+                time.sleep(0.06)
+
+        process = SimpleNamespace(send_signal=lambda number: threading.Thread(target=write).start())
+        assert Child(process, None, -1, trace).dump_stack() == "".join(pieces)
 
 
 def test_a_time_limit_is_per_sample_and_kept(user_file):
@@ -132,6 +148,7 @@ def test_order_and_every_sample_once_among_failures(user_file):
     assert [o.reward for o in outcomes] == [float(r) if r.isdigit() else None for r in responses]
     figures = reward_metrics(outcomes)
     assert figures["reward/failed"] == 5 and figures["reward/failed_died"] == 2
+    assert figures["reward/failed_share"] == 5 / 60
     assert figures["reward/failed_timeout"] == figures["reward/failed_raised"] == figures["reward/failed_bad_type"] == 1
     scored = [o.reward for o in outcomes if o.reward is not None]
     assert figures["critic/rewards/mean"] == pytest.approx(sum(scored) / len(scored))
@@ -217,6 +234,29 @@ def test_close_leaves_no_process(user_file):
         pool.score(samples("1"))
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_close_ends_a_call_of_another_thread_and_no_child_is_started_after_it(user_file, workers, caplog):
+    pool, raised = pool_of(user_file, workers=workers, time_limit_s=600), []
+
+    def score():
+        with pytest.raises(RuntimeError, match="the reward pool is closed") as caught:
+            pool.score(samples(*["hang"] * 9))
+        raised.append(caught.value)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    wait_for(lambda: all(child.pending for child in pool._children), 10)
+    children = list(pool._children)
+    started = time.monotonic()
+    pool.close()
+    assert within(time.monotonic() - started, 5)
+    thread.join(patience(5))
+    assert raised and not pool._children and not caplog.records, "no sample is reported as failed"
+    assert all(gone(child.process.pid) for child in children)
+    pool._fill()
+    assert not pool._children
+
+
 def test_what_a_function_started_ends_with_it(user_file):
     with pool_of(user_file) as pool:
         assert pool.score(samples("grandchild"))[0].error == "timeout"
@@ -271,6 +311,9 @@ def test_errors_of_the_path_name_the_key(user_file, tmp_path, path, message):
         ({"time_limit_s": 0}, "reward.time_limit_s=0"),
         ({"time_limit_s": float("nan")}, "reward.time_limit_s=nan"),
         ({"workers": 0}, "reward.workers=0"),
+        ({"memory_mib": 64}, "reward.memory_mib=64: expected a whole number of at least 128, or null"),
+        ({"memory_mib": 1024.0}, "reward.memory_mib=1024.0"),
+        ({"max_failed_share": 1.5}, r"reward.max_failed_share=1.5: expected a number in \[0, 1\]"),
     ],
 )
 def test_config_errors_name_the_key(changes, message):
@@ -281,4 +324,5 @@ def test_config_errors_name_the_key(changes, message):
 def test_metrics_of_nothing_scored_have_no_mean():
     figures = reward_metrics([RewardOutcome(None, "timeout", "")])
     assert figures["reward/failed_timeout"] == figures["reward/failed"] == 1
-    assert "critic/rewards/mean" not in figures
+    assert "critic/rewards/mean" not in figures and figures["reward/failed_share"] == 1
+    assert "reward/failed_share" not in reward_metrics([])

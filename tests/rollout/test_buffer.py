@@ -52,7 +52,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
             case "finish" if held:
                 id = random.choice(sorted(held))
                 del held[id]
-                buffer.finish(id, 7)
+                buffer.finish({id: 7})
                 finished.append(id)
             case "remove":
                 for group in [f"g{n}" for n in range(added) if f"g{n}" in buffer and buffer.is_finished(f"g{n}")]:
@@ -87,7 +87,7 @@ def test_what_finds_no_room_waits_and_goes_where_there_is_some():
     buffer.add("b", ["b/0", "b/1"], 5, 10)
     found = buffer.dispatch([0, 1], max_requests=1)
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["a/0"], ["a/1"]]
-    buffer.finish("a/1", 3)
+    buffer.finish({"a/1": 3})
     found = buffer.dispatch([0, 1], max_requests=2)
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [[], ["b/0", "b/1"]]
     _suspend(buffer, 1, "b/1", 2, "b/1~2", (0, 0), 0)
@@ -142,7 +142,7 @@ def test_a_suspended_request_goes_on_elsewhere_with_what_it_has():
     _suspend(buffer, 7, "a/0", 6, "a/0~6", (1, 4), 2)
     (entry,) = buffer.dispatch([3])[3]
     assert entry.kv is None, "its engine does not run: it does not wait for it"
-    buffer.finish("a/0", 9)
+    buffer.finish({"a/0": 9})
     assert buffer.is_finished("a") and [entry.id for entry in buffer.remove("a")] == ["a/0"]
 
 
@@ -151,7 +151,7 @@ def test_a_state_of_an_earlier_format_is_restored():
     buffer.add("a", ["a/0", "a/1"], 5, 10)
     buffer.dispatch([0])
     _suspend(buffer, 0, "a/0", 4, "a/0~4", (1, 2))
-    buffer.finish("a/1", 7)
+    buffer.finish({"a/1": 7})
     again.load_state_dict([entry | {"suspensions": 1} for entry in buffer.state_dict()])
     assert again.state_dict() == buffer.state_dict()
     assert [entry.id for entry in again.dispatch([0])[0]] == ["a/0"]

@@ -1,5 +1,7 @@
 """Samples that are suspended, and go on elsewhere, are what they would have been."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +47,19 @@ def test_a_sample_that_is_suspended_twice_ends_with_all_its_parts(caches):
     assert queue.reads == (2 if caches else 4), "what was read as it came back need not be read again"
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_the_routing_of_all_parts_is_put_with_the_whole_sample(caches):
+    queue = LocalQueue(["train"])
+    card = PartialSamples(queue, caches, routing=True)
+    rows = torch.arange(5 * 3 * 2, dtype=torch.uint8).view(5, 3, 2)  # prompt of two tokens, response of four
+    (first,) = card.put([], [replace(_output([5, 6], 0), routing=rows[:3])])
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)])
+    (second,) = card.put([], [replace(_output([7], 1, again.response, again.earlier), routing=rows[3:4])])
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=second.earlier)])
+    card.put([replace(_output([8], 2, again.response, again.earlier, "stop"), routing=rows[4:])])
+    assert torch.equal(queue.get("train", ["routing"], count=1)["routing"][0], rows)
+
+
 def test_another_card_goes_on_with_what_this_one_has_read():
     queue = LocalQueue(["train"])
     here, there = PartialSamples(queue, caches=True), PartialSamples(queue, caches=True)
@@ -81,3 +96,28 @@ def test_samples_that_end_and_others_that_do_not_are_put_together():
     assert (left.id, left.generated, left.versions) == ("b/0", 2, (0, 1))
     assert queue.get("train", ["response"], count=1)["response"][0].tolist() == [5, 6, 9]
     assert queue.stats()["distqueue/rows"] == 2
+
+
+@pytest.mark.parametrize("lost_when", ["resumed", "finished", "suspended again"])
+def test_a_sample_whose_earlier_tokens_are_lost_ends_by_name_and_the_others_go_on(lost_when):
+    queue = LocalQueue(["train"])
+    card = PartialSamples(queue)
+    suspended = card.put([], [_output([5, 6], 0), _output([9], 0, id="a/1")])
+    requests = [Request(one.id, (1, 2), group="a", earlier=one.earlier) for one in suspended]
+    if lost_when == "resumed":
+        queue.lose([suspended[0].earlier], "damaged")
+    resumed = card.restore(requests)
+    assert [one.id for one in resumed] == (["a/1"] if lost_when == "resumed" else ["a/0", "a/1"])
+    queue.lose([suspended[0].earlier], "damaged")
+    outputs = [
+        _output([7], 1, before, one.earlier, "stop" if lost_when == "finished" else "abort", id=one.id)
+        for one, before in zip(suspended, [(5, 6), (9,)], strict=True)
+        if one.id in {request.id for request in resumed}
+    ]
+    if lost_when == "finished":
+        assert not card.put(outputs)
+        assert queue.get("train", ["response"], 1)["response"][0].tolist() == [9, 7]
+    else:
+        assert [one.id for one in card.put([], outputs)] == ["a/1"]
+    ended = [(one.id, one.group, one.reason) for one in queue.lost()]
+    assert sorted(ended) == [("a/0", "a", "lost:earlier tokens"), ("a/0~2", "", "lost:damaged")]

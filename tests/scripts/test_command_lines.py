@@ -14,7 +14,7 @@ from tests.machine import cpu_patience
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "ray", "transformers"}
-BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
+BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in path.read_text())
 QUICKSTART = (
     "run.name=quickstart run.steps=80 model.path=runs/base/addition cluster=four device=emulated parallel=tp2ep2_ep4 "
     "data=addition data.max_prompt_length=8 reward=arithmetic rollout.max_response_length=5 algorithm=grpo "
@@ -58,6 +58,7 @@ def is_quick(answer: Answer) -> bool:
         ("scripts/control.py --help", "rollout.kv_fraction"),
         ("scripts/plan.py --help", "model=NAME"),
         ("scripts/report.py --help", "folder"),
+        ("scripts/convert.py --help", "RUN_OR_CHECKPOINT OUT"),
         ("scripts/doctor.py --help", "--quick"),
         ("scripts/make_base.py --help", "worked_arithmetic"),
         ("-m distqueue --help", "--watch"),
@@ -83,8 +84,15 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/plan.py model=pangu_718b clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
         ("scripts/plan.py model=pangu_718b cluster=a3_16 fusion.offload=disk", "fusion.offload='disk': expected one"),
         ("benchmarks/switch.py --pairs TP2", "unknown pairs ['TP2']: expected some of"),
+        ("benchmarks/seeds.py --dir benchmarks", "benchmarks exists: expected a new folder"),
+        ("benchmarks/stalesync.py --modes colocated:1 --json x", "--json is written only with all modes"),
+        ("benchmarks/stalesync.py --calibrate --modes colocated:1", "--modes and --calibrate exclude each other"),
+        ("benchmarks/distqueue.py --only metadata --rounds 3", "--rounds has no effect with --only metadata"),
+        ("benchmarks/learning.py --from x --steps 3", "--from runs nothing"),
         ("scripts/report.py", "the following arguments are required"),
         ("scripts/report.py nowhere", "nowhere: expected the folder of a run"),
+        ("scripts/convert.py nowhere out", "nowhere: expected the folder of a run, or of a checkpoint"),
+        ("scripts/convert.py nowhere", "the following arguments are required: OUT"),
         ("scripts/doctor.py --fast", "unrecognized arguments: --fast"),
         ("scripts/make_base.py", "the following arguments are required"),
         ("-m distqueue --every 2", "unrecognized arguments: --every"),

@@ -52,9 +52,9 @@ def count(target):
                 note(running.stage, [part for part in held if not isinstance(part, int)])
         return results
 
-    def counted_ask(self, ranks, call):
-        answers = ask(self, ranks, call)
-        for answer in answers:
+    def counted_ask(self, calls):
+        answers = ask(self, calls)
+        for call, answer in zip(calls.values(), answers, strict=True):
             if isinstance(answer, list):
                 note(call.stage, [answer])
         return answers

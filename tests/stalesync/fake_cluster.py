@@ -1,4 +1,4 @@
-"""Engines, queue and scorer as `Admission` sees them, without a process or a clock: obeys its commands with random
+"""Engines, queue and scorer as `Admission` sees them, without a process or a clock: executes its commands with random
 outcomes, and checks its invariants."""
 
 from types import SimpleNamespace
@@ -27,13 +27,13 @@ class FakeCluster:
         """Obeys one step's commands."""
         self.steps_left, self.num_admitted_in_step, waits = steps_left, 0, 0
         for command in self.admission.step(steps_left, share):
-            self.obey(command)
+            self.execute(command)
             waits += isinstance(command, AwaitSamples)
             assert waits < 10_000, "deadlock"
             if isinstance(command, AwaitSamples):
                 after_waiting()
 
-    def obey(self, command):
+    def execute(self, command):
         match command:
             case Publish(version, beside):
                 assert set(self.engines) == set(beside), "no other engine runs"
@@ -65,7 +65,7 @@ class FakeCluster:
                 for _ in range(self.random.randint(0, 4)):
                     self.advance()
                     for fed in self.admission.feed():
-                        self.obey(fed)
+                        self.execute(fed)
                 self.trained += groups
                 self.admission.observe_trained(groups)
 
@@ -107,7 +107,7 @@ class FakeCluster:
         for id in [id for id in self.arriving if self.random.random() < share]:
             self.arriving.remove(id)
             self.unscored.setdefault(id.rsplit("/", 1)[0], []).append(id)
-            self.admission.observe_generated(id, self.generated[id])
+            self.admission.observe_generated({id: self.generated[id]})
 
     def score(self):
         """All groups whose samples have arrived."""
@@ -143,7 +143,7 @@ class FakeCluster:
     def settle(self):
         """Stops all engines; all that is generated arrives and is scored."""
         for command in self.admission.stop():
-            self.obey(command)
+            self.execute(command)
         self.arrive(1.1)
         self.score()
 
@@ -166,3 +166,9 @@ def spec_of(deployment, **changes):
     shared = {"colocated": {0, 1, 2, 3}, "hybrid": {0, 1}, "separate": set()}[deployment]
     fields = dict(group_size=3, num_engines=4, engine_slots=2, max_response_tokens=100, max_filtered_groups=40)
     return AdmissionSpec(**fields | {"shared_engines": frozenset(shared)} | changes)
+
+
+def with_outcome(sample, outcome):
+    """Scores a sample; returns it."""
+    sample.outcome = outcome
+    return sample

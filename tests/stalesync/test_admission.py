@@ -61,7 +61,9 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
 
 
 def _check_synchronous(cluster, batch, filtered, failed, filters):
-    """At staleness 0 a step admits its batch, and what was filtered or failed of it while others were generated."""
+    """At staleness 0 a step admits its batch, and what was filtered or failed of it while others were generated; all
+    engines stop in it, so that it has their figures."""
+    assert not cluster.engines
     assert cluster.num_suspended == 0 and cluster.ledger.num_untrained == 0
     assert batch <= cluster.num_admitted_in_step <= batch + filtered + failed
     if not filtered or not filters:
@@ -89,7 +91,7 @@ def test_a_step_makes_up_for_filtered_groups_up_to_a_limit(filtered):
                 admission.observe_admitted({f"g{number + k}": 1 for k in range(count)})
             case AwaitSamples():
                 entry = admission.buffer.of("running")[0]
-                admission.observe_generated(entry.id, 5)
+                admission.observe_generated({entry.id: 5})
                 if left:
                     left -= 1
                     admission.observe_filtered(entry.group, "no_signal")
@@ -104,8 +106,11 @@ def test_engines_that_share_no_card_with_the_trainer_take_new_weights_while_they
     random = _Always(0.9)
     cluster = FakeCluster(spec_of("hybrid", ahead=True), StalenessLedger(1, 4), random, ("ok",))
     published = []
-    obey = cluster.obey
-    cluster.obey = lambda command: (published.append(command) if isinstance(command, Publish) else None, obey(command))
+    execute = cluster.execute
+    cluster.execute = lambda command: (
+        published.append(command) if isinstance(command, Publish) else None,
+        execute(command),
+    )
     finish = _finish_all(cluster)
     cluster.run_step(9, share_of(range(4)), finish)
     cluster.run_step(8, share_of(range(4)), finish)
@@ -218,7 +223,7 @@ def _lines_per_event(batch):
     sys.settrace(count)
     try:
         for id in ids[:40]:
-            admission.observe_generated(id, 5)
+            admission.observe_generated({id: 5})
             assert not list(admission.feed()) and not admission.ledger.is_enough
     finally:
         sys.settrace(None)

@@ -1,5 +1,6 @@
 """Workers behind Ray: calls by stage, control while a stage runs, failures that name rank and stage."""
 
+import gc
 import os
 import signal
 import threading
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from distqueue import DistQueue
+from distqueue import DistQueue, LocalQueue
 from fusion.colocate import Deployment, InferenceShare, Worker, WorkerSpec
 from fusion.ep_switch import FusionConfig
 from fusion.inference import Request, RolloutConfig, SamplingParams
@@ -17,10 +18,12 @@ from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
-from stalesync.cards import Cards, stage_call
-from stalesync.failures import CardFailed
+from stalesync.card import Card
+from stalesync.cards import Cards
+from stalesync.failures import CardFailed, RayEnded
 from stalesync.placing import check_cards, order_by_place
-from tests.helpers import tiny_checkpoint
+from stalesync.stage_calls import describe_hanging, stage_call
+from tests.helpers import run_ranks, tiny_checkpoint
 from tests.machine import patience, wait_for
 from tests.warm import use_ray
 
@@ -68,6 +71,8 @@ def test_a_card_answers_while_it_generates(cards):
     wait_for(lambda: cards.on([0]).ask(Worker.status)[0]["running"] > 0, 60)
     assert cards.on([0]).ask(Worker.status)[0]["stage"] == "answer"
     cards.on([0]).ask(Worker.submit, [late])
+    with pytest.raises(CardFailed, match="^rank 0 failed in stage 'submit': ValueError: request 'c': the prompt is em"):
+        cards.on([0]).ask(Worker.submit, [Request("c", (), SamplingParams(max_tokens=4))])
     time.sleep(0.3)
     cards.on([0]).ask(Worker.abort, ["a"])
     stage.join(timeout=patience(60))
@@ -75,6 +80,37 @@ def test_a_card_answers_while_it_generates(cards):
     assert answers["a"].finish_reason == "abort" and 0 < answers["a"].response_tokens < 8000
     assert answers["b"].finish_reason == "length" and answers["b"].response_tokens == 4
     cards.on().call(Worker.switch, "train", 0)
+
+
+def prepared_card(rank, device, spec):
+    gc.unfreeze()
+    card = Card(spec, LocalQueue(["train"]))
+    card.take_rank(rank)
+    card.prepare("", device)
+    return gc.get_freeze_count()
+
+
+def test_a_prepared_card_looks_for_no_garbage_in_what_it_has_loaded(spec):
+    one = replace(spec, deployment=Deployment.colocated(1), train=Parallel(1), infer=Parallel(1))
+    (frozen,) = run_ranks(prepared_card, 1, one)
+    assert frozen > 10_000
+
+
+def test_what_a_card_raises_in_a_control_call_names_its_rank_and_the_call(cards):
+    with pytest.raises(CardFailed, match="^rank 1 failed in stage 'forget': AssertionError: .*rank 0"):
+        cards.on([1]).ask(Worker.forget, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([], ""),
+        ([3], "; rank 3 did not answer a status call: it hangs"),
+        ([4, 1], "; rank 1 and rank 4 did not answer a status call: they hang"),
+    ],
+)
+def test_ranks_that_hang_are_named(ranks, words):
+    assert describe_hanging(ranks) == words
 
 
 def test_what_a_card_raises_names_its_rank_and_stage(cards):
@@ -99,11 +135,12 @@ def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
         cards.call_each({rank: stage_call(Worker.switch, "infer", 1, shares[rank]) for rank in shares})
     for rank in range(2):
         assert cards.on([rank]).ask(Worker.status)[0]["phase"] == "broken", "no half-switched model serves"
-    with pytest.raises(CardFailed, match="in phase broken and was asked to generate"):
+    with pytest.raises(CardFailed, match="cannot generate in phase broken"):
         cards.on().call(Worker.generate, [])
 
 
-def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards):
+def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards, monkeypatch):
+    monkeypatch.setattr("stalesync.cards.STATUS_TIMEOUT_S", patience(2))
     with Cards(spec, queue, timeout_s=patience(60)) as others:
         others.prepare()
         others.timeout_s = limit_s = round(patience(2))
@@ -120,6 +157,44 @@ def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards):
             others.on([0]).call(Worker.switch, "infer", 0)
         with pytest.raises(CardFailed, match=f"rank 1 did not answer 'pause' in {limit_s} s: it hangs"):
             others.on([1]).ask(Worker.pause)
+
+
+def test_a_card_that_answers_late_is_waited_for_and_reported(spec, queue, cards, monkeypatch, caplog):
+    """Its machine was suspended, or too busy."""
+    monkeypatch.setattr("stalesync.cards.WARN_EVERY_S", 0.5)
+    with Cards(spec, queue, timeout_s=patience(60)) as others:
+        pid = others.on([1]).ask(Worker.status)[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
+        assert [answer["rank"] for answer in others.on().ask(Worker.status)] == [0, 1]
+        assert [message for message in caplog.messages if "status: ranks [1] have not answered for" in message]
+
+
+def test_a_card_that_died_ends_a_control_call_at_once_although_another_is_late(spec, queue, cards):
+    with Cards(spec, queue, timeout_s=patience(60)) as others:
+        pids = [answer["pid"] for answer in others.on().ask(Worker.status)]
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(CardFailed, match="^rank 1 died in stage 'status'") as failed:
+            others.on().ask(Worker.status)
+        assert time.monotonic() - began < patience(20) and failed.value.failure.rank == 1
+
+
+@pytest.mark.parametrize("how", ["call", "ask"])
+def test_a_card_that_died_is_not_named_if_a_health_check_fails_by_then(spec, queue, cards, how):
+    polled = []
+
+    def health_check():
+        polled.append(None)
+        if len(polled) > (how == "call"):  # a call polls before it waits
+            raise RayEnded("raylet")
+
+    with Cards(spec, queue, timeout_s=patience(60)) as others:
+        os.kill(others.on([0]).ask(Worker.status)[0]["pid"], signal.SIGKILL)
+        others.health_checks.append(health_check)
+        with pytest.raises(RayEnded, match="raylet has ended"):
+            getattr(others.on([0]), how)(Worker.status)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ def test_a_request_waits_for_the_next_step_and_is_recorded(folder, config):
     again = ControlDesk(folder, config)
     again.load_state_dict(desk.state_dict())
     assert again.share == share, "a run that goes on goes on with it"
+    other = ControlDesk(folder, dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, npus=2)))
+    other.load_state_dict(desk.state_dict())
+    assert other.share == dataclasses.replace(share, engines=(0,)), "with other engines, all of them"
     assert submit(folder, {"rollout.max_seqs": "5"}).engines == (1,), "a later request changes what is in force"
 
 

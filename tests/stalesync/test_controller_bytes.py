@@ -19,7 +19,7 @@ ITEM_BYTES = 160
 """Bytes of a stage report for each sample that it describes: an id, a few numbers, an outcome"""
 
 DEPLOYMENTS = ("colocated", "separate", "hybrid", "full")
-DEFAULT = [("separate", "rule"), ("full", "model")]
+DEFAULT = ("full", "model")
 CASES = [(deployment, reward) for deployment in DEPLOYMENTS for reward in ("rule", "model")]
 
 
@@ -30,7 +30,7 @@ def judge(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("deployment", "reward"),
-    [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.extended) for case in CASES],
 )
 def test_the_controller_receives_text_and_lengths_and_no_token(base, judge, tmp_path, deployment, reward):
     options = [f"fusion={deployment}", "cluster.npus=2", "parallel=single", "run.steps=2", "rollout.chunk_tokens=16"]

@@ -8,12 +8,13 @@ import pytest
 from fusion.colocate import Deployment, InferenceShare, Worker
 from fusion.inference.config import RolloutConfig
 from fusion.rollout import SuspendedSample
-from stalesync.cards import RunningStage
+from fusion.rollout.detokenize import DetokenizerSpec
 from stalesync.commands import Dispatch, DispatchedRequest, Publish
 from stalesync.failures import CardFailed
 from stalesync.generation import Generation
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+from stalesync.stage_calls import RunningStage
 
 
 class Calls:
@@ -31,27 +32,33 @@ class Calls:
         self.begun.append((stage, {rank: [one.id for one in call.args[0]] for rank, call in calls.items()}))
         return RunningStage(stage, tuple(calls), {})
 
+    def ask_each(self, calls):
+        if calls:
+            (stage,) = {call.stage for call in calls.values()}
+            self.begun.append(
+                (stage, {rank: [getattr(one, "id", one) for one in call.args[0]] for rank, call in calls.items()})
+            )
+
     def on(self, ranks):
-        return SimpleNamespace(**{name: partial(getattr(self, name), ranks) for name in ("ask", "begin", "call")})
+        return SimpleNamespace(**{name: partial(getattr(self, name), ranks) for name in ("ask", "begin")})
 
-    def begin(self, ranks, stage, version, share):
-        self.begun.append((stage.__name__, list(ranks), version))
-
-    def call(self, ranks, stage, *args, **kwargs):
-        self.begun.append((stage.__name__, list(ranks), kwargs))
-        return []
+    def begin(self, ranks, stage, *args, **kwargs):
+        self.begun.append((stage.__name__, list(ranks), *args, *kwargs))
+        return RunningStage(stage.__name__, tuple(ranks), {})
 
     def wait(self, running):
-        return [SimpleNamespace(until_ns=9), SimpleNamespace(until_ns=7)]
+        self.begun.append(("wait", running and running.ranks))
+        return [SimpleNamespace(until_ns=9, suspended=[]), SimpleNamespace(until_ns=7, suspended=[])]
 
     def ask(self, ranks, request, *args):
         if request is Worker.take_ended_chunks:
             return [self.chunks.pop(rank, []) for rank in ranks]
-        (requests,) = args
-        self.begun.append((request.__name__, {ranks[0]: [getattr(one, "id", one) for one in requests]}))
+        self.begun.append((request.__name__, list(ranks)))
 
-    def describe_unresponsive(self):
-        return "; rank 1 hangs"
+    hosts = ()
+
+    def find_unresponsive(self):
+        return [1]
 
 
 def _generation(**rollout):
@@ -61,6 +68,7 @@ def _generation(**rollout):
         engines=[(0, 1), (2, 3)],
         world=4,
         deployment=Deployment((0, 1), (0, 1, 2, 3), (), ()),
+        detokenizer=DetokenizerSpec("", end_token_ids=(1, 7)),
     )
     cards, prompts = Calls(), {"a": Prompt("a", (1, 2, 3), "", ""), "b": Prompt("b", (4,), "", "")}
     made = Generation(spec, cards, prompts, lambda reports: None)
@@ -81,15 +89,28 @@ def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():
     assert cards.begun == [("submit", {2: ["b/1"]}), ("forget", {0: ["b/1"]})]
     request = made._request(resumed)
     assert (request.earlier, request.kv_rank, request.prompt) == ("b/1~2", 1, (4,))
+    assert request.params.stop_token_ids == (1, 7), "the end tokens of the model and of its tokenizer"
     assert request.exact_tokens == ForcedLengths(0, 4, RolloutConfig().sampling().max_tokens)("b", 1)
+
+
+def test_all_engines_are_asked_at_once_and_then_awaited():
+    made, cards = _generation()
+    del cards.begun[:]
+    resumed = {0: [DispatchedRequest("b/1", "b")], 1: [DispatchedRequest("a/2", "a")]}
+    made.dispatch(Dispatch(resumed, {1: ["b/1"], 0: ["a/2"]}, frozenset()))
+    assert cards.begun == [("submit", {0: ["b/1"], 2: ["a/2"]}), ("forget", {2: ["b/1"], 0: ["a/2"]})]
+    del cards.begun[:]
+    made.suspend((0, 1))
+    assert cards.begun == [("pause", [0, 2]), ("wait", (0, 1)), ("wait", (2, 3))]
 
 
 def test_chunks_that_ended_are_told_by_engine(monkeypatch):
     monkeypatch.setattr("stalesync.generation.CHUNK_POLL_S", 0.0)
     made, cards = _generation(chunk_tokens=2)
     first, second = SuspendedSample("a/0", 2, "a/0~2", (0, 0), 1), SuspendedSample("a/1", 2, "a/1~2", (0, 0), 0)
-    cards.chunks = {0: [second], 1: [first]}
+    cards.chunks = {0: [second, first], 1: ["of a card that is not asked"]}
     assert made.take_ended_chunks() == {0: [second, first]} and made.take_ended_chunks() == {}
+    assert cards.chunks.keys() == {1}, "an engine's first card answers for all"
 
 
 def test_cards_are_not_asked_for_chunks_where_there_are_none():
@@ -101,12 +122,17 @@ def test_cards_are_not_asked_for_chunks_where_there_are_none():
 def test_new_weights_are_received_beside_by_engines_that_go_on():
     made, cards = _generation()
     share = InferenceShare((0, 1), 0.5, 4)
-    made.publish(Publish(3, beside=(1,)), share)
-    assert cards.begun[2:] == [("receive", [2, 3], 3), ("switch", [0, 1], {"while_generating": True})]
+    del cards.begun[:]
+    made.publish(Publish(3, beside=(1,)), share, lambda: cards.begun.append("meanwhile"))
+    assert cards.begun[:2] == [
+        ("receive", [2, 3], 3, share),
+        ("switch", [0, 1], "infer", 3, share, "while_generating"),
+    ]
+    assert cards.begun[2:] == ["meanwhile", ("wait", (0, 1)), ("wait", (2, 3))]
     assert [running.reported_until_ns for running in made._running.values()] == [7, 7]
     del cards.begun[:]
-    made.publish(Publish(4), share)
-    assert cards.begun == [("switch", [0, 1, 2, 3], {})]
+    made.publish(Publish(4), share, lambda: cards.begun.append("meanwhile"))
+    assert cards.begun == [("switch", [0, 1, 2, 3], "infer", 4, share), "meanwhile", ("wait", (0, 1, 2, 3))]
 
 
 def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
@@ -123,6 +149,6 @@ def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
     ]
     with pytest.raises(
         CardFailed,
-        match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam.*; rank 1 hangs",
+        match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam.*; rank 1 did not answer",
     ):
         made.check_silence(101.0, held)

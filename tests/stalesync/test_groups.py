@@ -1,9 +1,11 @@
 """Groups under way over a restart: what a checkpoint holds is neither generated, scored nor trained twice, and ends."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from distqueue import LostSample
 from fusion.rewards import RewardOutcome
 from fusion.rollout import SuspendedSample
 from fusion.training import AlgorithmConfig
@@ -12,9 +14,9 @@ from stalesync.admission import Admission
 from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, DispatchedRequest, Suspend, Train
 from stalesync.groups import Groups
 from stalesync.prompts import Prompt
-from stalesync.samples import GeneratedSample
+from stalesync.samples import Sample
 from stalesync.staleness import StalenessLedger
-from tests.stalesync.fake_cluster import share_of, spec_of
+from tests.stalesync.fake_cluster import share_of, spec_of, with_outcome
 
 STATE = json.loads((Path(__file__).parent / "data" / "controller.json").read_text())
 """Of step 4 of a hybrid run of two cards, in the earlier format: seven groups wait to be trained; of e0-10 three
@@ -22,7 +24,7 @@ samples are scored, and e0-10/2 is suspended after 57 tokens"""
 
 
 class Run:
-    """Admission and groups of a run without cards: obeys one step's commands, and finishes e0-10/2 when it may."""
+    """Admission and groups of a run without cards: executes one step's commands, and finishes e0-10/2 when it may."""
 
     def __init__(self):
         spec = spec_of(
@@ -49,8 +51,8 @@ class Run:
                     self.dispatched |= {one.id: one for requests in requests_by_engine.values() for one in requests}
                 case AwaitSamples():
                     prompt = self.groups.prompts["e0-10"]
-                    sample = GeneratedSample("e0-10/2", prompt, "1+0=1", len(prompt.ids), 60, versions=(3, 4))
-                    self.groups.note([sample], [sample.scored(RewardOutcome(1.0))])
+                    sample = Sample("e0-10/2", prompt, "1+0=1", len(prompt.ids), 60, oldest=3, newest=4)
+                    self.groups.note([sample], [with_outcome(sample, RewardOutcome(1.0))])
                 case Suspend(engines):
                     for engine in engines:
                         running = [entry for entry in self.admission.buffer.of("running") if entry.engine == engine]
@@ -70,8 +72,7 @@ def restored():
 
 def test_groups_of_a_checkpoint_are_restored_to_the_letter():
     state = json.loads(json.dumps(restored().groups.state_dict()))
-    assert state == {key: STATE[key] for key in ("texts", "expected", "scored", "failed_rewards")}
-    assert state["expected"] == ["e0-10"]
+    assert state == {key: STATE[key] for key in ("texts", "scored", "failed_rewards")}
 
 
 def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_with_those_that_waited():
@@ -88,3 +89,72 @@ def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_wit
     ledger = run.admission.ledger
     assert (ledger.version, ledger.ended["trained"], ledger.ages) == (5, 32 + 8, {0: 8, 1: 24 + 8})
     assert run.dispatched.keys() - old.keys() and all(group.startswith("new-") for group in run.groups.prompts)
+
+
+def _lost(*ids):
+    return [LostSample(id, id.split("/")[0], "lost:damaged") for id in ids]
+
+
+def _generated(run, id):
+    prompt = run.groups.prompts[id.split("/")[0]]
+    return Sample(id, prompt, "2", len(prompt.ids), 3)
+
+
+def _begun(groups):
+    """A run all of whose requests are on engines."""
+    run = Run()
+    run.admission.spec = replace(run.admission.spec, ahead=False)
+    commands = run.admission.step(2, share_of((0, 1)))
+    for command in commands:
+        match command:
+            case AdmitGroups(count):
+                assert count >= groups
+                run.groups.admit(Prompt(f"g{k}", (3, 4), "", "") for k in range(count))
+            case AwaitSamples():
+                return run
+
+
+def test_a_sample_that_is_lost_before_it_arrives_counts_as_one_that_cannot_be_scored():
+    run = _begun(2)
+    note, prompts = run.groups.note, run.groups.prompts
+    run.groups.note_lost([*_lost("g0/0", "g9999/0"), LostSample("g0/1~57", "", "lost:damaged")])
+    assert run.groups.num_noted_lost == 3
+    late = _generated(run, "g0/0")
+    note([late], [with_outcome(late, RewardOutcome(1.0))])  # it was on its way to its score
+    assert [one.outcome.error for one in run.groups.scored["g0"]] == ["lost"], "once"
+    for reward, member in enumerate("123"):
+        sample = _generated(run, f"g0/{member}")
+        note([sample], [with_outcome(sample, RewardOutcome(float(reward)))])
+    assert "g0" in prompts and not run.ended, "its group goes on without it"
+    run.groups.note_lost(_lost(*(f"g1/{member}" for member in range(4))))
+    assert "g1" not in prompts
+    assert (["g1"], "failed:lost") in run.ended and run.admission.ledger.ended["failed:lost"] == 1
+
+
+def test_a_sample_that_is_lost_after_it_was_scored_costs_its_group_only_if_it_was_the_last():
+    run = _begun(2)
+    for group in ("g0", "g1"):
+        for member in range(4):
+            sample = _generated(run, f"{group}/{member}")
+            run.groups.note([sample], [with_outcome(sample, RewardOutcome(float(member % 2)))])
+    groups, _ = run.groups.take(["g0", "g1"])
+    run.groups.note_lost(_lost("g0/2", *(f"g1/{member}" for member in range(4))))
+    assert run.groups.untrained(groups) == ["g1"]
+    for group in run.groups.prompts:
+        run.admission.ledger.fail(group, "other")
+    run.admission.observe_trained(["g0", "g1"], ["g1"])
+    ended = run.admission.ledger.ended
+    assert (ended["trained"], ended["failed:lost"]) == (1, 1)
+
+
+def test_however_many_groups_end_at_once_the_queue_is_called_once_for_each_reason():
+    run = _begun(3)
+    samples = [_generated(run, f"g{group}/{member}") for group in range(3) for member in range(4)]
+    outcomes = {group: RewardOutcome(None, error=error) for group, error in ERRORS.items()}
+    run.groups.note(samples, [with_outcome(sample, outcomes[sample.prompt.id]) for sample in samples])
+    drops = [(len(ids), reason) for ids, reason in run.ended if ":" not in reason]
+    assert drops == [(8, "reward_raised"), (4, "reward_timeout")]
+    assert [groups for groups, ended in run.ended if ":" in ended] == [["g0"], ["g1"], ["g2"]]
+
+
+ERRORS = {"g0": "raised", "g1": "timeout", "g2": "raised"}

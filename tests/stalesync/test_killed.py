@@ -40,7 +40,14 @@ def whole(base, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.extended),
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(base, whole, start, tmp_path, seed):
     moment, folder, saved = random.Random(seed), tmp_path / "run", 0
     for resumed in ([], ["run.resume=true"]):

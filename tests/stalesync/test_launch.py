@@ -1,10 +1,28 @@
-"""A Ray that cannot be started or joined is reported with what to do about it."""
+"""A launch reports what a user must know: a Ray that cannot be started or joined, and from which step a run resumes."""
+
+import json
+import os
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 import ray
 
-from stalesync.failures import RayNotStarted
-from stalesync.launch import _ray
+from distqueue import QueueClosed
+from fusion.telemetry import RunFolder
+from stalesync import failures, launch, savepoint
+from stalesync.config import Config
+from stalesync.failures import ClusterOpen, QueueFailed, RayEnded, RayNotStarted
+from stalesync.ray_cluster import has_token, keep_token, ray_cluster, token_file
+from stalesync.run_log import Progress, RunLog
+from tests.machine import run
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_a_ray_that_does_not_start_in_time_says_what_to_do(monkeypatch):
@@ -12,12 +30,181 @@ def test_a_ray_that_does_not_start_in_time_says_what_to_do(monkeypatch):
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
     with (
         pytest.raises(RayNotStarted, match="machine is busy.* RAY_raylet_start_wait_time_s=300 .* Timed out"),
-        _ray(None),
+        ray_cluster(None),
     ):
         raise AssertionError("it has started")
     assert not ray.is_initialized()
 
 
+LATE = """
+import ray
+
+from stalesync.ray_cluster import ray_cluster
+
+with ray_cluster(None):
+    assert ray.is_initialized()
+    print(ray.get_runtime_context().gcs_address, ray._raylet.get_authentication_mode())
+    print(*(node["NodeManagerAddress"] for node in ray.nodes()))
+"""
+
+
+def test_a_ray_that_was_imported_first_starts_with_the_token_and_on_loopback():
+    read_at_import = ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    environment = {name: value for name, value in os.environ.items() if name not in read_at_import}
+    started = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    gcs, mode, node = started.stdout.split()
+    assert gcs.startswith("127.0.0.1:") and mode == "1" and node == "127.0.0.1"
+
+
 def test_a_cluster_that_cannot_be_joined_is_named_with_its_key():
     told = str(RayNotStarted("host:6379", ConnectionError("refused")))
     assert told.startswith("cluster.address=host:6379: could not join") and told.endswith("ConnectionError: refused")
+
+
+@pytest.mark.parametrize(("if_exists", "steps_done"), [("resume", 10), ("suffix", 0)])
+def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, if_exists, steps_done):
+    class Shown(Exception):
+        pass
+
+    def show(total_steps, **options):
+        raise Shown(total_steps, options["steps_done"])
+
+    for step in (9, 10):
+        checkpoint = RunFolder(tmp_path, "run", "resume").checkpoints / f"step-{step}"
+        savepoint.begin(checkpoint, None)
+        savepoint.finish(checkpoint, json.dumps({"step": step}))
+    config = Config()
+    config.run.steps = 12
+    monkeypatch.setattr(launch, "LiveView", show)
+    with RunFolder(tmp_path, "run", if_exists) as folder, pytest.raises(Shown) as shown:
+        launch._run(
+            config=config,
+            spec=None,
+            source=None,
+            rule=None,
+            folder=folder,
+            logs=RunLog(folder.path),
+            progress=Progress(),
+            report={},
+        )
+    assert shown.value.args == (12, steps_done)
+
+
+def test_shared_memory_or_a_disk_that_is_full_is_named_where_ray_ends(monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR")
+    free = {"/dev/shm": 1 << 30, "/tmp": 1 << 30}
+    monkeypatch.setattr(failures, "_free_bytes", free.__getitem__)
+    assert "busy" in str(RayNotStarted(None, RuntimeError())) and "(killed, out of" in str(RayEnded("raylet"))
+    free["/tmp"] = 4096
+    assert "on this machine: the disk is full: /tmp: 4,096 bytes are free;" in str(RayNotStarted(None, RuntimeError()))
+    free["/dev/shm"] = 0
+    assert "(shared memory is full: /dev/shm: 0 bytes are free); its logs" in str(RayEnded("raylet"))
+
+
+def test_a_queue_that_ends_while_it_starts_is_named():
+    """As while the run trains: what is raised is then the queue's own error."""
+    with pytest.raises(QueueFailed, match="the queue has failed: killed; with queue.durability=journal"):
+        with launch.naming_queue(lambda: None):
+            raise QueueClosed("killed")
+
+
+def test_an_error_of_ray_is_one_line_without_the_stack_of_its_processes():
+    stack = "System error: GCS is gone\n*** StackTrace Information ***\n/ray/_raylet.so(+0x12) [0x7f] ray::Do()\n" * 9
+    for address in (None, "host:6379"):
+        told = str(RayNotStarted(address, RuntimeError(stack)))
+        assert told.endswith("Ray reports RuntimeError: System error: GCS is gone") and "\n" not in told
+    assert len(str(RayNotStarted(None, RuntimeError("x" * 10**6)))) < 1000
+    assert str(RayNotStarted(None, RuntimeError())).endswith("Ray reports RuntimeError:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_file", "joined"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"RAY_AUTH_TOKEN": "abc"}, False, True),
+        ({"RAY_AUTH_TOKEN_PATH": "/etc/token"}, False, True),
+        ({"RAY_AUTH_MODE": "token"}, False, False),
+        ({"RAY_AUTH_MODE": "disabled"}, False, True),
+    ],
+)
+def test_a_cluster_is_joined_only_with_a_token_or_by_choice(tmp_path, environment, has_file, joined):
+    if has_file:
+        token_file(tmp_path).parent.mkdir()
+        token_file(tmp_path).write_text("abc")
+    assert has_token(environment, tmp_path) == joined
+
+
+def test_a_cluster_without_a_token_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    ray.shutdown()
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ClusterOpen, match="cluster.address=host:6379: .*ray get-auth-token --generate"):
+        with ray_cluster("host:6379"):
+            raise AssertionError("it has joined")
+
+
+OPEN = """
+import sys
+
+from ray.cluster_utils import Cluster
+
+print(Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}).address, flush=True)
+sys.stdin.read()
+"""
+
+JOIN = """
+import sys
+
+from stalesync.failures import ClusterOpen
+from stalesync.ray_cluster import ray_cluster
+
+try:
+    with ray_cluster(sys.argv[1]):
+        print("joined")
+except ClusterOpen as error:
+    print(error)
+"""
+
+
+@pytest.mark.extended  # starts a cluster of its own
+def test_a_cluster_that_accepts_callers_without_a_token_is_refused_unless_chosen(tmp_path):
+    keep_token({}, tmp_path)
+    plain = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"} | {"HOME": str(tmp_path)}
+    unsafe = plain | {"RAY_AUTH_MODE": "disabled"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", OPEN], env=unsafe, **pipes) as head:
+        address = head.stdout.readline().strip()
+        for environment, outcome in ((plain, f"cluster.address={address}: there is no token"), (unsafe, "joined")):
+            done = run([sys.executable, "-c", JOIN, address], 120, env=environment)
+            assert done.stdout.startswith(outcome), (done.stdout, done.stderr)
+        head.stdin.close()
+
+
+def test_a_token_that_cannot_be_written_whole_does_not_appear(tmp_path, monkeypatch):
+    def full(fd, mode):
+        opened = mock.MagicMock()
+        opened.__enter__.return_value.write.side_effect = OSError(28, "No space left on device")
+        opened.__exit__.side_effect = lambda *_: os.close(fd)
+        return opened
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fdopen", full)
+        keep_token({}, tmp_path)
+    assert not list(token_file(tmp_path).parent.iterdir())
+    keep_token({}, tmp_path)
+    assert len(token_file(tmp_path).read_text()) == 64
+
+
+def test_a_token_is_readable_by_its_user_only_and_never_replaced(tmp_path):
+    keep_token({"RAY_AUTH_TOKEN": "abc"}, tmp_path)
+    assert not token_file(tmp_path).exists()
+    keep_token({}, tmp_path)
+    token = token_file(tmp_path).read_text()
+    assert len(token) == 64 and token_file(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert list(token_file(tmp_path).parent.iterdir()) == [token_file(tmp_path)]
+    token_file(tmp_path).chmod(0o644)  # as Ray leaves it
+    keep_token({}, tmp_path)
+    assert token_file(tmp_path).read_text() == token and token_file(tmp_path).stat().st_mode & 0o777 == 0o600

@@ -19,6 +19,7 @@ def _rows(base, folder, *overrides):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()], done.stdout
 
 
+@pytest.mark.extended
 def test_two_cards_generate_in_the_modelled_time_and_tell_their_overrun(base, tmp_path):
     rows, out = _rows(base, tmp_path / "slow", "device.pace_speed=2")
     for row in rows:

@@ -104,3 +104,10 @@ def test_a_queue_that_closed_is_named_not_the_rank_that_noticed():
     error = reported(shipped(1, QueueClosed("the core died")), shipped(0, dist.DistBackendError(NCCL)))
     assert isinstance(error, QueueFailed)
     assert str(error).startswith("the queue has failed: the core died (on rank 1 in stage 'train')")
+
+
+def test_a_queue_that_closed_during_a_control_call_is_named_too():
+    closed = QueueClosed("its actor has ended")
+    failed = FailedStage.of(ray.exceptions.RayTaskError("submit", "trace", closed), rank=1, stage="submit")
+    error = failed.error()
+    assert isinstance(error, QueueFailed) and "(on rank 1 in stage 'submit')" in str(error)

@@ -22,12 +22,14 @@ from tests.stalesync.runs import (
     FOUR,
     JUDGE,
     assert_gone,
+    begin,
     descendants,
     rows_of,
     train,
     wait_until,
     weights_of,
 )
+from tests.stalesync.test_ports import check_ports
 from tests.warm import ROOT
 
 PROMISED = """critic/rewards/mean actor/pg_loss actor/kl_loss actor/grad_norm response_length/mean timing_s/gen
@@ -66,6 +68,7 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
         assert promise in done.stdout
 
 
+@pytest.mark.extended  # card by card: tests/colocate/test_deployments.py
 def test_a_run_that_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, tmp_path):
     kinds = {"one": [], "separate": ["fusion=separate", "cluster.npus=2", "fusion.checksum=true"]}
     common = ["run.steps=3", "run.eval_prompts=0", "algorithm.kl_coef=0.01"]
@@ -79,8 +82,12 @@ def test_a_run_that_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, t
 
 @pytest.mark.parametrize(
     ("options", "starts"),
-    [([], (3, 5)), (["rollout.chunk_tokens=2", "rollout.batch_invariant=true"], (5,))],
-    ids=["resumed", "chunks"],
+    [
+        ([], (3, 5)),
+        (["rollout.chunk_tokens=2", "rollout.batch_invariant=true"], (5,)),
+        (["rollout.drafts=both", "rollout.draft_tree=2", "data.rows=8", "rollout.batch_invariant=true"], (5,)),
+    ],
+    ids=["resumed", "chunks", "drafts"],
 )
 def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path, options, starts):
     """Also where a run that has finished goes on for more steps."""
@@ -93,7 +100,8 @@ def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path, options, st
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     rewards = straight_line.run(load(tmp_path / "run" / "config.yaml"), tmp_path / "straight")
     assert [row["critic/rewards/mean"] for row in rows_of(tmp_path / "run")] == rewards
-    assert bool(options) == (sum(row["rollout/chunks_total"] for row in rows_of(tmp_path / "run")) > 0)
+    for option, figure in (("rollout.chunk_tokens=2", "chunks_total"), ("rollout.drafts=both", "drafted_tokens")):
+        assert (option in options) == (sum(row[f"rollout/{figure}"] for row in rows_of(tmp_path / "run")) > 0)
     ours, theirs = (weights_of(tmp_path / folder) for folder in ("run/hf", "straight"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -111,6 +119,7 @@ def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_chan
     assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
     rows = wait_until(run, 60, lambda: [row for row in rows_of(folder) if row["rollout/engines"] == 1])
     below = descendants(run.pid)
+    check_ports(run)
     run.send_signal(signal.SIGINT)
     out, err = communicate(run, 60)
     assert run.returncode == 130 and "Traceback" not in err, err
@@ -143,9 +152,29 @@ def test_rewards_that_fail_are_counted_and_shown_and_the_loop_goes_on(base, tmp_
     assert "could not be scored" in done.stdout
 
 
+@pytest.mark.extended
+def test_a_run_whose_rewards_all_fail_ends_early_with_the_first_failure(base, tmp_path):
+    (tmp_path / "judge.py").write_text("def score(prompt, response, answer): raise KeyError('no judge')")
+    done = train(base, tmp_path, f"reward.path={tmp_path / 'judge.py'}:score", "run.steps=40", "run.eval_prompts=0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "error: reward.max_failed_share=0.5: 64 of the last 64 samples could not be scored (64 raised)" in done.stderr
+    )
+    assert "KeyError: 'no judge'" in done.stderr and len(rows_of(tmp_path / "run")) < 3
+
+
+def test_a_reward_that_requires_an_absent_field_is_refused_before_a_card_starts(base, tmp_path):
+    (tmp_path / "judge.py").write_text("def score(prompt, response, answer, level): return 0.0")
+    done = train(base, tmp_path, f"reward.path={tmp_path / 'judge.py'}:score")
+    assert done.returncode == 1
+    assert "judge.py:score': the reward requires the field 'level', which the data lacks" in done.stderr
+    assert "every row has: solution" in done.stderr and "start Ray" not in done.stdout + done.stderr
+
+
 def test_reference_and_reward_model_score_on_a_card_of_their_own(base, tmp_path):
     reward = tiny_reward_model(tmp_path / "judge", max_position_embeddings=6)
     score = ["cluster.npus=2", "fusion.score_cards=1", f"reward.model={reward}", "algorithm.kl_coef=0.01"]
+    score += ["reward.max_failed_share=1"]  # half of the samples are too long for it
     done = train(base, tmp_path, *score, "run.steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "actor_train 0, actor_generation 0, reference 1, reward_model 1" in done.stdout
@@ -159,6 +188,7 @@ def test_reference_and_reward_model_score_on_a_card_of_their_own(base, tmp_path)
     assert rows[0]["critic/rewards/std"] > 0 and rows[0]["actor/kl_loss"] < 1e-6
 
 
+@pytest.mark.extended
 def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -186,6 +216,15 @@ def test_a_card_that_runs_out_of_memory_says_rank_stage_and_who_holds_what(base,
     failed = train(base, tmp_path, "run.steps=1", "device.capacity_bytes=1500000")
     assert failed.returncode == 1 and "error: rank 0 failed in stage '" in failed.stderr
     assert "weights" in failed.stderr and "optimizer" in failed.stderr, "a table by owner"
+    log = tmp_path / "run" / "run.log"
+    assert failed.stderr.splitlines()[-1] == f"every rank's log and the traceback: {log}"
+    failure = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert (failure["error"], failure["kind"], failure["rank"]) == ("OutOfMemory", "out_of_memory", 0)
+    assert f"stage {failure['stage']!r}" in failed.stderr and failure["traceback"].startswith("Traceback")
+    text = log.read_text()
+    assert (
+        text.startswith(f"rank 0, stage {failure['stage']!r}") and "INFO fusion.colocate.failures: stage prep" in text
+    )
 
 
 def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, tmp_path):
@@ -201,4 +240,49 @@ def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, t
     assert run.returncode != 0
     assert "died in stage '" in err and "error: rank " in err, err
     assert len(rows_of(tmp_path / "run")) >= 2 and "failed" in out
+    failure = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert failure["kind"] == "died" and failure["rank"] in (0, 1) and failure["step"] > 2
+    lines = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert lines[0].startswith(f"rank {failure['rank']}, stage {failure['stage']!r}, step {failure['step']}, host ")
+    for rank in (0, 1):
+        assert (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text().rstrip().splitlines()[-1] in lines
     assert_gone(below)
+
+
+@pytest.mark.extended
+def test_a_run_whose_ray_is_killed_names_it_and_leaves_its_record(start, tmp_path):
+    """Ray would end the controller after a minute, without a word."""
+    run = start("run.steps=1000")
+    below = descendants(run.pid)
+    (gcs,) = [pid for pid, command in below.items() if "gcs_server" in command]
+    os.kill(gcs, signal.SIGKILL)
+    out, err = communicate(run, 40)
+    assert run.returncode == 1 and "error: Ray's process gcs_server has ended" in err and "failed: " in out, err
+    assert json.loads((tmp_path / "run" / "error.json").read_text())["error"] == "RayEnded"
+    assert_gone(below, within_s=20)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "Ray starts",
+        pytest.param("cards start", marks=pytest.mark.extended),
+        pytest.param("step", marks=pytest.mark.slow),
+    ],
+)
+def test_sigterm_ends_a_run_as_stopped_whenever_it_comes(base, tmp_path, moment):
+    """Ray takes the signal over when it starts."""
+    run = begin(base, tmp_path, "run.steps=1000", "run.eval_prompts=0")
+    reached = {
+        "Ray starts": lambda: [line for line in descendants(run.pid).values() if "gcs_server" in line],
+        "cards start": lambda: [line for line in descendants(run.pid).values() if "ray::Card" in line],
+        "step": lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(rows_of(tmp_path / "run")) > 2,
+    }[moment]
+    wait_until(run, 120, reached)
+    below = descendants(run.pid)
+    run.send_signal(signal.SIGTERM)
+    out, err = communicate(run, 60)
+    assert run.returncode == 143 and "Traceback" not in err, err
+    assert "stopped by SIGTERM: " in out
+    assert not {"error.json", "run.log"} & {path.name for path in (tmp_path / "run").iterdir()}
+    assert_gone(below, within_s=20)

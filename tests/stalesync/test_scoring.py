@@ -2,6 +2,8 @@
 held-out prompts reach nobody else."""
 
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
 from fusion.rollout.packing import pack_answers, pack_outputs
 from stalesync.prompts import Prompt
-from stalesync.samples import GeneratedSample
-from stalesync.scoring import Scorer, ScoringProgress
+from stalesync.samples import Sample
+from stalesync.scoring import MIN_GROUPS_KEPT, Arrivals, Scorer, ScoringProgress
+from tests.machine import patience
+from tests.stalesync.fake_cluster import with_outcome
 
 PROMPT = Prompt("g", (3, 4, 5), "1+1=", "2")
 
@@ -85,6 +89,55 @@ def test_samples_are_scored_by_their_text_and_lengths_and_no_token_is_received()
     assert queue.stats()["distqueue/reward/depth"] == 0 == queue.stats()["distqueue/reward/leased"], "acknowledged"
 
 
+def test_a_lost_sample_whose_group_has_ended_meanwhile_is_skipped():
+    queue, source = LocalQueue(["reward", "train"]), Source(concurrent=True)
+    queue.put(pack_outputs([replace(_output("ended/0", range(3)), group="ended")], ["lost"]))
+    _put(queue, [4, 2])
+    scorer = Scorer(source, queue)
+    scorer.prompts["g"] = PROMPT
+    with scorer:
+        generated, scored = _poll(scorer, (2, 2))
+    assert [sample.id for sample in generated] == ["g/0", "g/1"] == [sample.id for sample in scored]
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_a_sample_that_is_delivered_again_is_scored_once(concurrent):
+    """As after a restart of the queue's actor, which remembers no leases: here they expire."""
+
+    class Forgetful(LocalQueue):
+        def ack(self, task, ids):
+            """Leaves the samples leased, until their leases expire."""
+
+        def num_redelivered(self):
+            return self.stats()["distqueue/reward/redelivered"]
+
+    queue, source = Forgetful(["reward", "train"], lease_s=0.1), Source(concurrent)
+    with Scorer(source, queue) as scorer:
+        scorer.prompts["g"] = PROMPT
+        _put(queue, [4, 2])
+        generated, scored = _poll(scorer, (2, 2 if concurrent else 0))
+        until_s = time.monotonic() + patience(30)
+        while queue.num_redelivered() < 4 and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert queue.num_redelivered() >= 4 and scorer.poll(0.2) == ([], [])
+        scored += [] if concurrent else scorer.score_waiting()[0]
+        assert scorer.poll(0.2) == ([], [])
+    assert [one.id for one in generated] == ["g/0", "g/1"] == [one.id for one in scored] and len(source.scored) == 2
+
+
+def test_arrivals_of_groups_that_have_ended_are_forgotten():
+    in_progress = set()
+    arrivals = Arrivals(in_progress)
+    for number in range(3 * MIN_GROUPS_KEPT):
+        group, ids = f"g{number}", [f"g{number}/{k}" for k in range(2)]
+        in_progress.add(group)
+        assert arrivals.new([*ids, ids[0]], [group] * 3) == [0, 1] and arrivals.new(ids, [group] * 2) == []
+        if number % 100:
+            in_progress.remove(group)
+        assert len(arrivals._ids) <= MIN_GROUPS_KEPT + 1
+    assert not any(arrivals.new([f"{group}/1"], [group]) for group in in_progress)
+
+
 def test_what_cannot_be_scored_meanwhile_waits_until_it_is_asked_for():
     queue, source = MetadataQueue(["reward", "train"]), Source(concurrent=False)
     with Scorer(source, queue) as scorer:
@@ -98,6 +151,26 @@ def test_what_cannot_be_scored_meanwhile_waits_until_it_is_asked_for():
     assert queue.received.keys() == {"text"}
 
 
+def test_samples_are_reported_before_they_are_acknowledged_which_can_be_awaited():
+    asked, leave = threading.Event(), threading.Event()
+
+    class SlowQueue(LocalQueue):
+        def ack(self, task, ids):
+            asked.set()
+            assert leave.wait(patience(60))
+            super().ack(task, ids)
+
+    queue = SlowQueue(["reward", "train"])
+    with Scorer(Source(concurrent=True), queue) as scorer:
+        scorer.prompts["g"] = PROMPT
+        _put(queue, [4, 2])
+        _poll(scorer, (2, 2))
+        assert asked.wait(patience(10)) and queue.stats()["distqueue/reward/leased"] == 2
+        threading.Timer(0.1, leave.set).start()
+        scorer.wait_acknowledged()
+        assert queue.stats()["distqueue/reward/leased"] == 0 == queue.stats()["distqueue/reward/depth"]
+
+
 def test_an_error_of_the_source_is_raised_where_the_controller_polls():
     queue = LocalQueue(["reward", "train"])
     with Scorer(Source(concurrent=True, error=OSError("no such judge")), queue) as scorer:
@@ -105,6 +178,48 @@ def test_an_error_of_the_source_is_raised_where_the_controller_polls():
         _put(queue, [1])
         with pytest.raises(OSError, match="no such judge"):
             _poll(scorer, (1, 1))
+
+
+def test_after_its_block_the_scorer_scores_nothing():
+    entered = threading.Event()
+
+    class Slow(Source):
+        def __call__(self, samples):
+            entered.set()
+            time.sleep(0.3)
+            return super().__call__(samples)
+
+    queue, source = LocalQueue(["reward", "train"]), Slow(concurrent=True)
+    with Scorer(source, queue) as scorer:
+        scorer.prompts["g"] = PROMPT
+        _put(queue, [1])
+        assert entered.wait(patience(10))
+    assert [sample.id for sample in source.scored] == ["g/0"], "what was being scored is awaited"
+    with Scorer(source, queue) as scorer:
+        scorer.prompts["g"] = PROMPT
+        time.sleep(0.1)  # so that it waits in the queue
+    queue.put(pack_outputs([_output("g/1", range(3))], ["late"]))
+    scorer._thread.join(patience(10))
+    assert not scorer._thread.is_alive() and len(source.scored) == 1
+
+
+def test_a_source_that_does_not_return_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr("stalesync.scoring.MAX_STOP_S", 0.05)
+    entered, leave = threading.Event(), threading.Event()
+
+    class Stuck(Source):
+        def __call__(self, samples):
+            entered.set()
+            leave.wait(patience(60))
+            return super().__call__(samples)
+
+    queue = LocalQueue(["reward", "train"])
+    with Scorer(Stuck(concurrent=True), queue) as scorer:
+        scorer.prompts["g"] = PROMPT
+        _put(queue, [1])
+        assert entered.wait(patience(10))
+    assert scorer._thread.is_alive()
+    leave.set()
 
 
 def test_the_tokens_of_an_answer_reach_who_reads_them_by_name_and_no_task_and_leave_the_queue():
@@ -131,10 +246,11 @@ class Progress(RuleBasedStateMachine):
         super().__init__()
         self.progress = ScoringProgress()
         self.known, self.to_score, self.generated, self.scored = 0, [], [], []
+        self.unacknowledged = 0
 
     @rule(count=st.integers(0, 3), wait=st.booleans())
     def generate(self, count, wait):
-        samples = [GeneratedSample(f"s{self.known + k:03}", PROMPT, "", 1, 1) for k in range(count)]
+        samples = [Sample(f"s{self.known + k:03}", PROMPT, "", 1, 1) for k in range(count)]
         self.known += count
         self.progress.observe_generated(samples, wait)
         self.to_score += [] if wait else samples
@@ -142,7 +258,14 @@ class Progress(RuleBasedStateMachine):
     @rule(count=st.integers(0, 3))
     def score(self, count):
         samples, self.to_score = self.to_score[:count], self.to_score[count:]
-        self.progress.observe_scored([sample.scored(RewardOutcome(1.0)) for sample in samples])
+        self.progress.observe_scored([with_outcome(sample, RewardOutcome(1.0)) for sample in samples])
+        self.unacknowledged += len(samples)
+
+    @rule(data=st.data())
+    def acknowledge(self, data):
+        count = data.draw(st.integers(0, self.unacknowledged))
+        self.progress.observe_acknowledged(count)
+        self.unacknowledged -= count
 
     @rule()
     def score_waiting(self):
@@ -161,6 +284,7 @@ class Progress(RuleBasedStateMachine):
     def once(self):
         assert len({*self.generated}) == len(self.generated) and len({*self.scored}) == len(self.scored)
         assert self.progress.num_unscored == self.known - len(self.scored)
+        assert self.progress.num_unacknowledged == self.unacknowledged
 
 
 Progress.TestCase.settings = settings(max_examples=30, deadline=None)

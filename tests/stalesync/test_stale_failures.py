@@ -53,25 +53,35 @@ def _told_within(run, seconds):
     return err[err.index("error: ") :]
 
 
+@pytest.mark.extended  # in the default deployment: tests/stalesync/test_run.py
 def test_a_worker_that_is_killed_ends_the_run_within_15_s(start):
     run = start(*STALE, "run.steps=1000")
     os.kill(_processes(run, "Card")[1], signal.SIGKILL)
     assert "died" in (told := _told_within(run, 15)) and "rank " in told, told
 
 
-@pytest.mark.parametrize("deployment", [pytest.param("hybrid", marks=pytest.mark.slow), "separate"])
+@pytest.mark.parametrize(
+    "deployment", [pytest.param(deployment, marks=pytest.mark.extended) for deployment in ("hybrid", "separate")]
+)
 def test_a_worker_that_hangs_ends_the_run_within_its_timeout_and_is_named(start, deployment):
-    limit_s = round(patience(6))
+    limit_s = round(patience(4))
     run = start(*STALE, f"fusion={deployment}", "run.steps=1000", f"cluster.stage_timeout_s={limit_s}")
     os.kill(_processes(run, "Card")[1], signal.SIGSTOP)
     told = _told_within(run, limit_s + 19)
     assert len(re.findall(r"rank \d did not answer", told)) == 1 and "it hangs" in told, told
 
 
+@pytest.mark.extended
 def test_rewards_that_fail_are_counted_and_a_checkpoint_records_every_group_that_has_ended(base, tmp_path):
     (tmp_path / "judge.py").write_text(HALF)
-    judge = [f"reward.path={tmp_path / 'judge.py'}:score", "reward.time_limit_s=0.3", "reward.workers=1"]
-    saved = ["rollout.forced_median=20", "run.save_every=1", "run.keep=0", "run.steps=12"]
+    steps = 8
+    judge = [
+        f"reward.path={tmp_path / 'judge.py'}:score",
+        "reward.time_limit_s=0.3",
+        "reward.workers=1",
+        "reward.max_failed_share=1",
+    ]
+    saved = ["rollout.forced_median=20", "run.save_every=1", "run.keep=0", f"run.steps={steps}"]
     done = train(base, tmp_path, *STALE, *judge, *saved)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "run")
@@ -81,7 +91,7 @@ def test_rewards_that_fail_are_counted_and_a_checkpoint_records_every_group_that
     assert max(row["staleness/max"] for row in rows) <= 1
     groups = [json.loads(line) for line in (tmp_path / "run" / "groups.jsonl").read_text().splitlines()]
     assert any(row["ended"] == "failed:reward_raised" for row in groups)
-    for step in range(1, 13):
+    for step in range(1, steps + 1):
         state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step}" / "controller.json").read_text())
         assert Counter(row["ended"] for row in groups if row["step"] <= step) == state["ledger"]["ended"], step
 
@@ -110,7 +120,10 @@ def _engines_are_set_up_anew_for_another_share(run, folder):
     )
 
 
-@pytest.mark.parametrize("durability", ["memory", "journal"])
+@pytest.mark.parametrize(
+    "durability",
+    ["memory", pytest.param("journal", marks=pytest.mark.extended)],  # journal in full: tests/stalesync/test_run.py
+)
 def test_a_queue_that_is_killed_goes_on_from_its_journal_or_ends_the_run_by_name(start, tmp_path, durability):
     run = start(*STALE, "run.steps=1000", f"queue.durability={durability}")
     (core,) = _processes(run, "QueueActor")
@@ -123,3 +136,45 @@ def test_a_queue_that_is_killed_goes_on_from_its_journal_or_ends_the_run_by_name
     wait_until(run, 30, lambda: len(rows_of(tmp_path / "run")) >= rows + 3)
     last = rows_of(tmp_path / "run")[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"]
+
+
+DAMAGE = """
+import json, os, struct
+from pathlib import Path
+
+def score(prompt, response, answer, **fields):
+    try:
+        os.close(os.open({mark!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return float(response == answer)
+    segments = [path for path in Path({queue!r}, "segments").glob("*/*") if path.is_file()]
+    first = min(segments, key=lambda path: path.stat().st_mtime)
+    with open(first, "r+b") as file:
+        content = file.read()
+        (table_bytes,) = struct.unpack("<q", content[24:32])
+        columns = json.loads(content[32 : 32 + table_bytes])["columns"]
+        (at,) = [column[5][0] for column in columns if column[0] == "behaviour_logprobs"]
+        file.seek(at)
+        file.write(bytes([content[at] ^ 1]))
+    return float(response == answer)
+"""
+
+
+@pytest.mark.extended
+def test_a_damaged_sample_is_not_trained_and_its_run_goes_on(base, tmp_path):
+    reward = tmp_path / "damage.py"
+    reward.write_text(DAMAGE.format(mark=str(tmp_path / "mark"), queue=str(tmp_path / "run" / "queue")))
+    overrides = [
+        "run.steps=3",
+        "run.eval_prompts=0",
+        "queue.durability=journal",
+        f"reward.path={reward}:score",
+        "reward.workers=1",
+    ]
+    done = train(base, tmp_path, *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "run")
+    lost = rows[-1]["distqueue/ended/lost:damaged"]
+    assert lost >= 1 and rows[-1]["distqueue/ended/done"] == 3 * 8 * 4 - lost
+    ended = {name: count for name, count in rows[-1].items() if name.startswith("staleness/groups/")}
+    assert sum(ended.values()) == 3 * 8 and ended["staleness/groups/trained"] >= 2 * 8

@@ -19,8 +19,11 @@ CHUNKS = ["rollout.chunk_tokens=6", "rollout.suspended_kv=keep"]
 
 @pytest.mark.parametrize(
     ("deployment", "bound", "more"),
-    [("colocated", 1, []), ("separate", 1, []), ("hybrid", 2, CHUNKS)],
-    ids=["colocated", "separate", "hybrid-chunks"],
+    [
+        pytest.param("colocated", 1, [], id="colocated", marks=pytest.mark.extended),
+        pytest.param("separate", 1, [], id="separate", marks=pytest.mark.extended),
+        pytest.param("hybrid", 2, CHUNKS, id="hybrid-chunks"),
+    ],
 )
 def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, deployment, bound, more):
     steps = 6
@@ -53,7 +56,9 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
-@pytest.mark.parametrize("deployment", ["colocated", "separate"])
+@pytest.mark.parametrize(
+    "deployment", [pytest.param(name, marks=pytest.mark.extended) for name in ("colocated", "separate")]
+)
 def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base, tmp_path, deployment):
     steps, threshold = 8, 150
     tokens = [f"stalesync.train_tokens={threshold}", "stalesync.max_staleness=1", "rollout.suspended_kv=keep"]
@@ -78,7 +83,7 @@ def _suspended_samples_go_on_behind_the_kv_they_had(rows):
     assert restored > 0 and parked > 0 and again < restored, "what moved to the other engine, and no more"
 
 
-@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.extended), 1])
 def test_dapo_fills_a_step_with_groups_that_teach_something(base, tmp_path, bound):
     options = ["algorithm=dapo", f"stalesync.max_staleness={bound}", "run.steps=3", "run.eval_prompts=0", *TWO]
     done = train(base, tmp_path, *options)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distqueue import LocalQueue, PackedBatch
+from distqueue import LocalQueue, PackedBatch, SamplesLost
 from fusion.colocate import Worker
 from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
@@ -13,7 +13,7 @@ from fusion.telemetry import Metrics
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.prompts import Prompt
-from stalesync.samples import ScoredSample
+from stalesync.samples import Sample
 from stalesync.update import Updater
 
 GROUPS, GROUP = 3, 2
@@ -48,19 +48,21 @@ class TrainingCards:
     def __init__(self, queue, dies=False):
         self._queue, self._dies, self.trained = queue, dies, []
 
-    def on(self, ranks):
-        return self
+    def begin_each(self, calls):
+        for call in calls.values():
+            assert call.stage == Worker.train.__name__
+            self._train(*call.args)
 
-    def call(self, stage, minibatches, version):
-        assert stage is Worker.train
-        for shares in minibatches:
-            for ids in shares:
-                batch = self._queue.read(ids, ["response", "advantage"])
-                assert list(batch.ids) == ids
-                self.trained += ids
+    def wait(self, running):
         if self._dies:
-            raise Killed(stage.__name__)
+            raise Killed(Worker.train.__name__)
         return []
+
+    def _train(self, minibatches):
+        for ids in minibatches:
+            batch = self._queue.read(ids, ["response", "advantage"])
+            assert list(batch.ids) == ids
+            self.trained += ids
 
 
 def _scored(lost=()):
@@ -70,12 +72,14 @@ def _scored(lost=()):
         for member in range(GROUP):
             id = f"g{group}/{member}"
             outcome = RewardOutcome(None, "raised") if id in lost else RewardOutcome(float(member))
-            groups.setdefault(prompt.id, []).append(ScoredSample(id, prompt, "2", 2, 3, outcome))
+            sample = Sample(id, prompt, "2", 2, 3)
+            sample.outcome = outcome
+            groups.setdefault(prompt.id, []).append(sample)
     return groups
 
 
-def _queue(groups):
-    queue = LocalQueue(["reward", "train"], lease_s=1000)
+def _queue(groups, kind=LocalQueue):
+    queue = kind(["reward", "train"], lease_s=1000)
     ids = [sample.id for members in groups.values() for sample in members]
     queue.put(PackedBatch.from_samples([*ids, "other"], {"response": [torch.arange(3)] * (len(ids) + 1)}))
     queue.ack("reward", queue.get("reward", ["response"], len(ids) + 1).ids)
@@ -91,16 +95,49 @@ def _updater(queue, cards):
     return Updater(**parts, record_reports=lambda reports: None)
 
 
+def _train(updater, groups):
+    updater.train(groups, 0, Metrics())
+    updater.acknowledge()
+
+
 def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
     groups = _scored(lost=["g1/0"])
     queue = _queue(groups)
     seen, cards = ControllersQueue(queue), TrainingCards(queue)
-    _updater(seen, cards).train(groups, 0, Metrics())
+    _train(_updater(seen, cards), groups)
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
     assert seen.calls == ["drop", "claim", "put", "ack"]
     figures = queue.stats()
     assert figures["distqueue/ended/done"] == 5 and figures["distqueue/ended/dropped:reward_raised"] == 1
     assert figures["distqueue/rows"] == 1, "a sample that the ledger did not name stays as it was"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_further_work_is_done_once_while_the_cards_train_also_if_nothing_is_trained(trained):
+    order = []
+
+    class Ordered(TrainingCards):
+        def wait(self, running):
+            order.append("wait")
+            return []
+
+    groups = _scored([] if trained else [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)])
+    queue = _queue(groups)
+    _updater(queue, Ordered(queue)).train(groups, 0, Metrics(), lambda: order.append("meanwhile"))
+    assert order == (["meanwhile", "wait"] if trained else ["meanwhile"])
+
+
+def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
+    groups = _scored(lost=["g0/0", "g1/0"])
+    groups["g2"][0].outcome = RewardOutcome(None, "timeout")
+    queue = _queue(groups)
+    seen, cards = ControllersQueue(queue), TrainingCards(queue)
+    _train(_updater(seen, cards), groups)
+    assert seen.calls == ["drop", "drop", "claim", "put", "ack"]
+    assert sorted(cards.trained) == ["g0/1", "g1/1", "g2/1"]
+    figures = queue.stats()
+    assert figures["distqueue/ended/dropped:reward_raised"] == 2
+    assert figures["distqueue/ended/dropped:reward_timeout"] == 1
 
 
 def test_a_sample_that_was_trained_or_is_being_trained_is_refused_by_name_and_trained_by_nobody():
@@ -109,10 +146,10 @@ def test_a_sample_that_was_trained_or_is_being_trained_is_refused_by_name_and_tr
     queue.claim("train", ["g2/1"])
     cards = TrainingCards(queue)
     with pytest.raises(ValueError, match="sample 'g2/1': task 'train' has leased it already"):
-        _updater(queue, cards).train(groups, 0, Metrics())
+        _train(_updater(queue, cards), groups)
     queue.ack("train", ["g2/1"])
     with pytest.raises(ValueError, match="sample 'g2/1': done"):
-        _updater(queue, cards).train(groups, 0, Metrics())
+        _train(_updater(queue, cards), groups)
     assert not cards.trained and queue.stats()["distqueue/train/leased"] == 0
 
 
@@ -122,6 +159,78 @@ def test_an_update_that_is_killed_at_any_point_leaves_every_sample_untrained_in_
     queue = _queue(groups)
     seen = ControllersQueue(queue, dies_at)
     with pytest.raises(Killed):
-        _updater(seen, TrainingCards(queue, dies=dies_at == "train")).train(groups, 0, Metrics())
+        _train(_updater(seen, TrainingCards(queue, dies=dies_at == "train")), groups)
     figures = queue.stats()
     assert figures["distqueue/rows"] == 7 and "distqueue/ended/done" not in figures, "an ack is the last thing done"
+
+
+class LosingQueue(LocalQueue):
+    """Loses a sample when it is claimed, or when the cards read it."""
+
+    loses_at: tuple[str, list[str]] = ("", [])
+
+    def claim(self, task, ids):
+        self._lose("claim")
+        super().claim(task, ids)
+
+    def read(self, ids, columns):
+        self._lose("read")
+        return super().read(ids, columns)
+
+    def _lose(self, when):
+        if self.loses_at[0] == when:
+            self.lose(self.loses_at[1], "damaged")
+
+
+class CarefulCards(TrainingCards):
+    """Goes on without what was lost, as a card does."""
+
+    def _train(self, minibatches):
+        left = []
+        for ids in minibatches:
+            try:
+                self._queue.read(ids or ["other"], ["response"])
+            except SamplesLost as error:
+                ids = [id for id in ids if id not in error.ids]
+            left += [ids] if ids else []
+        super()._train(left)
+
+
+@pytest.mark.parametrize("when", ["before", "claim", "read"])
+def test_what_is_lost_is_not_trained_and_the_rest_is(when):
+    groups = _scored()
+    queue = _queue(groups, LosingQueue)
+    lost = ["g0/1", "g2/0", "g2/1"]
+    if when == "before":
+        queue.lose(lost, "damaged")
+    queue.loses_at = when, lost
+    cards = CarefulCards(queue)
+    _train(_updater(queue, cards), groups)
+    assert sorted(cards.trained) == ["g0/0", "g1/0", "g1/1"]
+    figures = queue.stats()
+    assert figures["distqueue/ended/done"] == 3 and figures["distqueue/ended/lost:damaged"] == 3
+    assert [one.id for one in queue.lost()] == lost
+
+
+@pytest.mark.parametrize("layout", [Parallel(4, tp=2), Parallel(8, tp=2, pp=2)])
+def test_every_card_is_sent_the_samples_of_its_replica_only(layout):
+    groups, ranks = _scored(), tuple(range(layout.world, 0, -1))
+    queue = _queue(groups)
+    updater = _updater(queue, sent := SentCalls())
+    updater.spec.train, updater.spec.deployment = layout, SimpleNamespace(train=ranks)
+    updater.train(groups, 0, Metrics())
+    by_place = [sent.calls[rank].args[0] for rank in ranks]
+    for place, minibatches in enumerate(by_place):
+        first_of_replica = layout.coordinate("dp", place) * layout.tp
+        assert minibatches == by_place[first_of_replica]
+    replicas = [by_place[dp * layout.tp] for dp in range(layout.dp)]
+    ids = sorted(id for minibatches in replicas for ids in minibatches for id in ids)
+    assert ids == sorted(sample.id for members in groups.values() for sample in members)
+
+
+class SentCalls:
+    def begin_each(self, calls):
+        self.calls = calls
+
+    def wait(self, running):
+        return []

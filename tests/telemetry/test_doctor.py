@@ -50,6 +50,16 @@ def test_an_emulator_that_does_not_open_is_a_warning_with_its_error(doctor, monk
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     check = doctor.emulator()
     assert check.status == "warn" and check.found == "OSError: capacity of card 0 is taken"
+    assert check.advice == f'python -c "{doctor.OPEN}" shows the whole error'
+
+
+def test_any_compiler_that_can_build_the_emulated_npu_is_found(doctor, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.compiler().status == "warn"
+    compiler = tmp_path / "clang++"
+    compiler.write_text("#!/bin/sh\necho clang version 99.1\necho and more\n")
+    compiler.chmod(0o755)
+    assert (doctor.compiler().status, doctor.compiler().found) == ("ok", f"{compiler}: clang version 99.1")
 
 
 @pytest.mark.parametrize("kind, status", [("emulated", "ok"), ("ledger", "warn")])

@@ -65,12 +65,34 @@ def test_without_a_reference_the_kl_column_says_which_kl_it_is():
 def test_a_long_step_is_not_silent(monkeypatch):
     monkeypatch.setattr("fusion.telemetry.live.QUIET_S", 0.0)
     console = plain()
-    with LiveView(2, console=console, first_step=1) as view:
+    with LiveView(2, console=console, steps_done=1) as view:
         view.phase("generate", 3, 256)
         view.note("reward.path raised on [1] sample")
     said = console.file.getvalue().splitlines()
     assert said[0].startswith("  step 2: generate 3/256, 0.0s into the step")
     assert said[1] == "reward.path raised on [1] sample"
+
+
+def test_a_resumed_run_counts_from_the_step_it_was_resumed_at(monkeypatch):
+    monkeypatch.setattr("fusion.telemetry.live.QUIET_S", 0.0)
+    console = plain()
+    with LiveView(9, console=console, steps_done=7) as view:
+        view.phase("generate")
+        view.update(8, ROW)
+        assert view.done == 8 and view.eta() != "done"
+        view.update(9, ROW)
+        assert view.eta() == "done"
+    assert console.file.getvalue().startswith("  step 8: generate")
+    console = terminal()
+    with LiveView(9, console=console, steps_done=7):
+        pass
+    assert "7/9" in console.file.getvalue()
+
+
+def test_progress_follows_the_number_of_the_step():
+    with LiveView(9, console=plain()) as view:
+        view.update(8, ROW)
+        assert view.done == 8 and view.eta().startswith("ETA")
 
 
 def test_on_a_terminal_the_table_and_the_bar_are_drawn_and_the_cursor_comes_back():
@@ -112,3 +134,28 @@ def test_the_ledger_fills_the_hbm_columns():
 
 def test_durations_read_well():
     assert [duration(value) for value in (0.04, 9.96, 59.7, 200, 7500)] == ["0.0s", "10s", "1m00s", "3m20s", "2h05m"]
+
+
+def test_a_phase_of_the_next_step_is_shown_as_such_and_kept_when_the_row_of_the_step_before_comes(monkeypatch):
+    monkeypatch.setattr("fusion.telemetry.live.QUIET_S", 0.0)
+    console = plain()
+    with LiveView(3, console=console) as view:
+        view.begin_step(1)
+        view.phase("train")
+        view.begin_step(2)
+        view.phase("switch to infer")
+        view.update(1, {})
+        assert view._phase == "switch to infer"
+        view.begin_step(3)
+        view.update(2, {})
+        view.phase("train")
+        view.update(3, {})
+        assert view._phase == ""
+        view.phase("save")
+    phases = [line for line in console.file.getvalue().splitlines() if " into the step" in line]
+    assert [line.split(",")[0].strip() for line in phases] == [
+        "step 1: train",
+        "step 2: switch to infer",
+        "step 3: train",
+        "step 3: save",
+    ]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fusion.telemetry import RunFolder, Span, read_timeline
-from fusion.telemetry.files import read_jsonl
+from fusion.telemetry import RunFolder, Span, describe, read_timeline
+from fusion.telemetry.files import open_temporary, read_jsonl
 
 ENDLESS = """
 import sys
@@ -27,6 +27,14 @@ while True:
     run.log_spans([Span("card 0", "decode", "gen", step * 1000, step * 1000 + 500)] * 50)
     print(step, flush=True)
 """
+
+
+def metrics(run: RunFolder) -> list[dict]:
+    return read_jsonl(run.path / "metrics.jsonl")
+
+
+def samples(run: RunFolder) -> list[dict]:
+    return read_jsonl(run.path / "samples.jsonl")
 
 
 def kill_midway(root: Path) -> Path:
@@ -50,6 +58,19 @@ def test_a_killed_run_leaves_every_file_readable(tmp_path):
     assert len(scalars(folder / "tensorboard")["critic/rewards/mean"]) >= 20
 
 
+def test_a_resumed_run_removes_the_temporary_files_of_the_killed_one(tmp_path):
+    """Killed between the two halves of `write_atomic`."""
+    folder = RunFolder(tmp_path, "run")
+    folder.close()
+    temporary, handle = open_temporary(folder.path / "config.yaml")
+    os.close(handle)
+    kept = [folder.path / name for name in (".notes", "notes.0123456789abcdef", ".cache.0123456789abcde")]
+    for path in kept:
+        path.touch()
+    RunFolder(tmp_path, "run", "resume").close()
+    assert not temporary.exists() and all(path.exists() for path in kept)
+
+
 def test_a_killed_run_is_resumed_from_its_checkpoint_step(tmp_path):
     folder = kill_midway(tmp_path)
     (folder / "metrics.jsonl").open("a").write('{"step": 999, "critic/rew')
@@ -62,8 +83,8 @@ def test_a_killed_run_is_resumed_from_its_checkpoint_step(tmp_path):
             run.log(step, {"critic/rewards/mean": 1.0})
             run.log_samples(step, [{"prompt": "p", "response": "r", "reward": 1.0}])
         run.log_spans([Span("card 0", "train", "train", 0, 5)])
-        assert [row["step"] for row in run.metrics()] == list(range(1, 13))
-        assert max(sample["step"] for sample in run.samples()) == 12
+        assert [row["step"] for row in metrics(run)] == list(range(1, 13))
+        assert max(sample["step"] for sample in samples(run)) == 12
     assert len(read_timeline(folder / "timeline.json")) == spans + 1
     curve = scalars(folder / "tensorboard")["critic/rewards/mean"]
     assert [step for step, _ in curve] == list(range(1, 13))
@@ -83,8 +104,8 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path):
         for step in range(1, 4):
             run.log(step, {"actor/lr": 0.5 * step, "perf/throughput": 100.0})
         assert scalars(run.path / "tensorboard") == {
-            "actor/lr": [(row["step"], row["actor/lr"]) for row in run.metrics()],
-            "perf/throughput": [(row["step"], row["perf/throughput"]) for row in run.metrics()],
+            "actor/lr": [(row["step"], row["actor/lr"]) for row in metrics(run)],
+            "perf/throughput": [(row["step"], row["perf/throughput"]) for row in metrics(run)],
         }
 
 
@@ -93,9 +114,8 @@ def test_a_name_that_exists(tmp_path):
     assert [folder.name for folder in (first, second, third)] == ["run", "run-2", "run-3"]
     assert first.choice == f"new run folder {tmp_path / 'run'}"
     assert third.choice == f"{tmp_path / 'run'} exists, so this run writes to {tmp_path / 'run-3'}"
+    first.close()
     assert RunFolder(tmp_path, "run", if_exists="resume").choice == f"resuming in {tmp_path / 'run'}"
-    with pytest.raises(ValueError, match="run folder .*run exists: choose another name, or resume it"):
-        RunFolder(tmp_path, "run", if_exists="refuse")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a/"])
@@ -111,7 +131,7 @@ def test_numbers_json_has_not_are_named(tmp_path):
     [line] = (run.path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=pytest.fail)
     assert row == {"step": 1, "actor/pg_loss": None, "actor/lr": 0.1, "not_finite": {"actor/pg_loss": "nan"}}
-    assert run.samples()[0]["not_finite"] == {"reward": "inf"}
+    assert samples(run)[0]["not_finite"] == {"reward": "inf"}
 
 
 def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path):
@@ -119,10 +139,10 @@ def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path):
     with RunFolder(tmp_path, "run") as run:
         run.log(1, {"a": 1.0})
         path.open("a").write('{"step": 2, "a"')
-        assert [row["step"] for row in run.metrics()] == [1]
+        assert [row["step"] for row in metrics(run)] == [1]
     with RunFolder(tmp_path, "run", if_exists="resume") as run:
         run.log(2, {"a": 2.0})
-        assert [row["step"] for row in run.metrics()] == [1, 2]
+        assert [row["step"] for row in metrics(run)] == [1, 2]
 
 
 def test_damage_in_the_middle_is_not_passed_over(tmp_path):
@@ -150,15 +170,20 @@ def test_config_of_every_start_is_kept(tmp_path):
 def test_samples_are_spaced_over_the_step(tmp_path):
     with RunFolder(tmp_path, "run", samples_per_step=2) as run:
         run.log_samples(1, [{"prompt": str(index), "response": "", "reward": 0.0} for index in range(10)])
-        assert [sample["prompt"] for sample in run.samples()] == ["0", "5"]
+        assert [sample["prompt"] for sample in samples(run)] == ["0", "5"]
 
 
 def test_describe_names_only_what_is_there(tmp_path):
     with RunFolder(tmp_path, "run") as run:
-        assert run.describe() == [f"{run.path}/"]
+        assert describe(run.path) == [f"{run.path}/"]
         run.log(1, {"a": 1.0})
-        (run.checkpoints / "step-1").mkdir()
+        for step in (9, 10, 100, 2):
+            (run.checkpoints / f"step-{step}").mkdir()
+            (run.checkpoints / f"step-{step}" / "manifest.json").touch()
+        (run.checkpoints / "step-101").mkdir()
+        (run.checkpoints / "step-4-good").mkdir()
+        (run.checkpoints / "step-4-good" / "manifest.json").touch()
         (run.hf / "config.json").write_text("{}")
-        lines = run.describe()
+        lines = describe(run.path)
     assert [line.split()[0] for line in lines[1:]] == ["metrics.jsonl", "tensorboard/", "checkpoints/", "hf/"]
-    assert "1 kept: step-1" in lines[3]
+    assert "4 kept: step-9, step-10, step-100" in lines[3], "by number, without the one that is not complete"

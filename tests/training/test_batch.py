@@ -57,6 +57,11 @@ def test_ranks_share_the_tokens_evenly(lengths, ranks):
         assert all(split)
 
 
+def test_prompts_and_responses_of_unequal_number_are_refused():
+    with pytest.raises(ValueError, match="2 prompt_lengths and 1 response_lengths"):
+        Sequences.from_packed([1, 2], [3])
+
+
 def test_columns_lie_beside_the_tokens_they_belong_to():
     batch = Sequences.from_samples(
         [[5, 6], [7]],
@@ -82,6 +87,20 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
     for nothing in (batch.select([]), Sequences.from_samples([], [], advantages=[])):
         assert nothing.tokens.shape == nothing.positions.shape == nothing.advantages.shape == (0,)
         assert nothing.tokens.dtype == torch.int64 and nothing.loss_mask.dtype == torch.bool
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())
+def test_the_rows_of_sequences_are_those_between_their_starts_and_ends(lengths, data):
+    batch = Sequences.from_packed(
+        [0] * len(lengths), lengths, responses=torch.arange(sum(lengths)), trained=torch.zeros(len(lengths))
+    )
+    indices = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    rows = [row for i in indices for row in range(starts[i], starts[i] + lengths[i])]
+    assert batch.rows_of(indices).tolist() == rows and batch.rows_of(indices).dtype is torch.int64
+    chosen = batch.select(indices)
+    assert chosen.tokens.tolist() == rows and chosen.lengths == [lengths[i] for i in indices]
+    assert torch.equal(chosen.tokens, batch.select(indices, batch.rows_of(indices)).tokens)
 
 
 def test_a_sample_can_be_left_out_of_the_loss():

@@ -8,7 +8,7 @@ import torch
 
 from fusion.model import Parallel
 from fusion.offload import Offloader
-from fusion.training import AlgorithmConfig, Sequences
+from fusion.training import AlgorithmConfig, Sequences, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_hf
 from tests.training.ranks import LONGEST, Case, make_engine, sample_batch, with_policy
@@ -168,7 +168,7 @@ def test_a_batch_without_trained_tokens_has_no_gradient(checkpoint, device):
     assert not any(tensor.any() for tensor in gradients(engine).values())
 
 
-def test_gradients_can_be_released_only_when_used_up(checkpoint, device):
+def test_gradients_can_be_released_only_when_used_up(checkpoint, device, tmp_path):
     engine = engine_of(checkpoint, device)
     engine.forward_backward(sample_batch(3, seed=1), SFT)
     assert engine.accumulating
@@ -183,7 +183,8 @@ def test_gradients_can_be_released_only_when_used_up(checkpoint, device):
     engine.allocate_gradients()
     engine.forward_backward(sample_batch(3, seed=1), SFT)
     fresh = engine_of(checkpoint, device)
-    fresh.load_state_dict(engine.state_dict())
+    save_checkpoint(engine, tmp_path / "trainer")
+    load_checkpoint(fresh, tmp_path / "trainer")
     fresh.forward_backward(sample_batch(3, seed=1), SFT)
     close(gradients(engine), gradients(fresh), 0.0)
 

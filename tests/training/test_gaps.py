@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.training.gaps import LAGS, MAX_GAP, MIN_GAP, RESOLUTION, gap_metrics, gap_sums
+from fusion.training.gaps import INNER_STEP, LAGS, MAX_GAP, MIN_GAP, RESOLUTION, TOKENS, gap_metrics, gap_sums
 from fusion.training.loss import LossInput
 
 
@@ -51,6 +51,41 @@ def test_great_lags_share_a_row():
     assert metrics[f"staleness/{LAGS - 1}/token_fraction"] == pytest.approx(1 / 3)
 
 
+def batch_of(start, behaviour, *, lengths, now=None, updated=False, computed=False):
+    """Log-probabilities at the step's start, of the engine, and now (default: at the start); ``computed``: the first
+    are given separately."""
+    start, behaviour = torch.tensor(start), torch.tensor(behaviour)
+    now = start if now is None else torch.tensor(now)
+    proximal = start if computed else None
+    return LossInput(now, now, lengths, behaviour_logprobs=behaviour, proximal_logprobs=proximal, updated=updated)
+
+
+def test_the_drift_within_a_step_is_not_counted_as_gap():
+    start, behaviour, now = [-1.0, -2.0], [-1.0, -2.0], [-0.5, -2.25]
+    first = gap_metrics(gap_sums(batch_of(start, behaviour, lengths=[2]), None))
+    assert first["training/rollout_logprobs_diff_mean"] == 0 and INNER_STEP not in first
+    known = gap_metrics(gap_sums(batch_of(start, behaviour, lengths=[2], now=now, updated=True, computed=True), None))
+    assert known["training/rollout_logprobs_diff_mean"] == 0
+    assert known[INNER_STEP] == pytest.approx((0.5 + 0.25) / 2)
+    unknown = gap_metrics(gap_sums(batch_of(start, behaviour, lengths=[2], now=now, updated=True), None))
+    assert unknown == {INNER_STEP: pytest.approx((0.5 + 0.25) / 2)}
+
+
+def test_the_effective_sample_size_by_hand():
+    # Ratios 1, 1, 4 and 1/2 of tokens; 1, 4 and 1/2 of the sequences with tokens.
+    logs = [0.0, 0.0, math.log(4), math.log(0.5)]
+    metrics = gap_metrics(gap_sums(batch_of(logs, [0.0] * 4, lengths=[2, 0, 1, 1]), None))
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(6.5**2 / (4 * 18.25))
+    assert metrics["rollout_corr/rollout_is_seq_eff_sample_size"] == pytest.approx(5.5**2 / (3 * 17.25))
+    equal = gap_metrics(gap_sums(batch_of([-0.5] * 4, [-0.75] * 4, lengths=[2, 2]), None))
+    assert equal["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
+
+
+def test_the_effective_sample_size_falls_to_one_sample_of_n_where_one_outweighs_all():
+    metrics = gap_metrics(gap_sums(batch_of([0.0] * 9 + [15.0], [0.0] * 10, lengths=[1] * 10), None))
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1 / 10, rel=1e-3)
+
+
 GAPS = st.lists(st.tuples(st.floats(MIN_GAP, MAX_GAP), st.integers(0, 12)), min_size=1, max_size=300)
 
 
@@ -62,7 +97,7 @@ def test_sums_of_parts_are_the_sums_of_all(drawn, cut):
         gap_sums(tokens([gap for gap, _ in part], [version for _, version in part], 12), None)
         for part in (drawn[:cut], drawn[cut:])
     ]
-    torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(parts[0][TOKENS] + parts[1][TOKENS], whole[TOKENS], atol=1e-4, rtol=1e-5)
 
 
 @settings(max_examples=20)

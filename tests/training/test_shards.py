@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.model import LocalParam, Parallel, local_params, plan_buckets
-from fusion.training.shards import Piece, SharedElements, shard_pieces, shard_range
+from fusion.training.shards import Piece, SharedElements, boxes_of_run, shard_pieces, shard_range
 from tests.helpers import tiny_config
 
 PARAMS = st.lists(
@@ -71,7 +72,8 @@ def elements_of(param: LocalParam) -> list[Element]:
     st.integers(1, 3),
 )
 def test_ranks_that_share_an_element_meet_in_one_place_and_count_it_once(experts, tp, pp, max_numel, replicas):
-    config = tiny_config(experts, hidden_size=8, num_attention_heads=8, head_dim=4, vocab_size=16, num_experts=2)
+    moe = {"num_experts": 2} if experts else {}
+    config = tiny_config(experts, hidden_size=8, num_attention_heads=8, head_dim=4, vocab_size=16, **moe)
     parallel = Parallel(tp * pp * replicas, tp, pp=pp)
     group = parallel.groups("tp")[-1]
     tables = [local_params(config, parallel, rank, max_numel) for rank in group]
@@ -111,3 +113,14 @@ def test_every_rank_counts_its_own_experts():
     param = next(param for param in table if param.expert)
     piece = Piece(param, 8, 24, 100)
     assert SharedElements([table, table], tp_rank=1).counted(piece) == [(100, 116)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=3), st.data())
+def test_the_boxes_of_a_run_are_its_elements_in_order(sides, data):
+    region = tuple((start, start + size) for start, size in sides)
+    elements = list(product(*(range(*side) for side in region)))
+    first = data.draw(st.integers(0, len(elements) - 1))
+    last = data.draw(st.integers(first + 1, len(elements)))
+    boxes = list(boxes_of_run(region, first, last))
+    assert [element for box in boxes for element in product(*(range(*side) for side in box))] == elements[first:last]
+    assert len(boxes) <= 2 * len(region) - 1

@@ -69,3 +69,6 @@ def test_samples_are_tokenised_again_for_another_tokenizer(tmp_path):
     prompt, response = policy("1+2=")["input_ids"], policy("3")["input_ids"]
     assert retokenize(prompt, response) == [5, 3, 6, 2, 7]
     assert retokenize(prompt, [*response, policy.eos_token_id]) == [5, 3, 6, 2, 7, 1], "its own end token"
+    (second,) = policy("#")["input_ids"]
+    other_end = Retokenizer(str(tmp_path / "policy"), other, [second])
+    assert other_end(prompt, [*response, second])[-1] == 1 and retokenize(prompt, [*response, second])[-1] != 1

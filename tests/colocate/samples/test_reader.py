@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from fusion.colocate.samples.sequences import stage_columns, to_sequences
 from fusion.model import Mesh, Parallel
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
+from tests.machine import patience
 
 IDS = [f"0-{group}/{member}" for group in range(GROUPS) for member in range(GROUP)]
 
@@ -42,13 +45,40 @@ def test_every_stage_of_a_pipeline_gets_what_it_looks_at_and_one_card_asks(tmp_p
 def idle_replica(rank, device, spec):
     card = Card(rank, device, spec)
     card.step(0)
-    report = card.worker.train([[IDS, []]])
+    report = card.worker.train([[IDS, []][card.worker.card.meshes.train.dp_rank]])
     return {name: part.value / (part.weight or 1) for name, part in report.metrics.items()}["actor/kl_loss"]
 
 
 def test_a_replica_without_samples_takes_part(tmp_path):
     left, right = run_ranks(idle_replica, 2, make_spec(tiny_checkpoint(tmp_path), 2, {"ep": 2}, {"tp": 2}))
     assert left == right > 0
+
+
+def two_minibatches(rank, device, spec):
+    """Which of the stage's reads had begun when a minibatch was computed."""
+    card = Card(rank, device, spec)
+    card.step(0)
+    queue, trainer, seen = card.worker.queue, card.worker.card.trainer, []
+    read, compute = queue.read, trainer.forward_backward
+    begun = [threading.Event(), threading.Event()]
+
+    def counted(ids, columns):
+        next(event for event in begun if not event.is_set()).set()
+        return read(ids, columns)
+
+    def noted(*args):
+        begun[1].wait(patience(10))
+        seen.append([event.is_set() for event in begun])
+        return compute(*args)
+
+    queue.read, trainer.forward_backward = counted, noted
+    card.worker.train([IDS[:4], IDS[4:]])
+    return seen
+
+
+def test_a_minibatch_is_read_while_the_one_before_is_computed(tmp_path):
+    (seen,) = run_ranks(two_minibatches, 1, make_spec(tiny_checkpoint(tmp_path), 1, {}, {}))
+    assert seen == [[True, True], [True, True]]
 
 
 def test_what_a_rank_needs():

@@ -34,7 +34,7 @@ def returns(draw: st.DrawFn):
     return ends[0], train, bucket_bytes, Topology(host_bytes_per_s=host)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(returns())
 def test_what_is_hosted_lies_in_own_masters_once_and_never_makes_the_return_longer(case):
     check(case)

@@ -7,10 +7,12 @@ import pytest
 import torch.distributed as dist
 
 from fusion.colocate import InferenceShare
+from fusion.colocate.weights.policy import WeightsDiffer
 from fusion.ep_switch import Topology, weights_checksum
 from fusion.inference import Request
 from tests.colocate.cards import Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
+from tests.machine import patience
 
 X, Y = {"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}
 FAR = Topology(1, 2, 2, (8e9, 4e9, 2e9, 1e9))
@@ -102,7 +104,7 @@ def test_an_engine_goes_on_while_its_weights_arrive_and_adopts_them_whole(path, 
     assert any(oldest < newest for oldest, newest in spans), "samples go on over a change of weights"
 
 
-def test_an_engine_that_adopts_other_weights_than_were_sent_says_so(path):
+def test_an_engine_that_adopts_other_weights_than_were_sent_fails_with_both_of_its_threads(path):
     assert run_ranks(tampered, 4, make(path), device="emulated") == [None, None, True, True]
 
 
@@ -113,10 +115,24 @@ def tampered(rank, device, spec):
     if worker.card.trainer is not None:
         worker.switch("infer", 1, share, while_generating=True)
         return None
-    receiver = worker.card.receiver
-    receiver.staged.expect(1)
-    receiver.switcher.to_infer(1, share, while_generating=True)
-    receiver.staged._storage.flats[0][0] += 1
-    with pytest.raises(Exception, match="policy 1 has checksum"):
-        receiver.staged.adopt(1)
-    return True
+    receiver, received = worker.card.receiver, []
+    to_infer = receiver.switcher.to_infer
+
+    def to_infer_and_tamper(*args, **options):
+        to_infer(*args, **options)
+        receiver.staged._storage.flats[0][0] += 1
+
+    def receive():
+        try:
+            received.append(worker.receive(1, share))
+        except WeightsDiffer as error:
+            received.append(error)
+
+    receiver.switcher.to_infer = to_infer_and_tamper
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    params = replace(spec.rollout.sampling(), stop_token_ids=())
+    with pytest.raises(WeightsDiffer, match="policy 1 has checksum") as failed:
+        worker.generate([Request("0/0", (3, 4, 5), params, group="0")] if worker.card.engine.mesh.rank == 0 else [])
+    thread.join(timeout=patience(30))
+    return received == [failed.value]

@@ -8,6 +8,7 @@ import pytest
 
 from distqueue import PackedBatch
 from distqueue.core import QueueCore
+from distqueue.errors import NoRoomForRows
 from distqueue.messages import Put
 from distqueue.segments import GRAIN, Segment
 from tests.distqueue.core.cores import LEASE_S, ask, ask_room, new_core, put_of, select, store
@@ -140,7 +141,7 @@ def test_a_grant_passes_nobody_who_waits_and_no_bound() -> None:
     core = new_core(max_rows=2)
     files = [granted(core) for _ in range(4)]
     core.put(put_of({"a": 1}), nbytes=100, number=files[0].number, path=files[0].path, now_s=0.0)
-    with pytest.raises(LookupError, match="no room for 2 new samples yet"):
+    with pytest.raises(NoRoomForRows, match="no room for 2 new samples yet"):
         core.put(put_of({"b": 1, "c": 1}), nbytes=100, number=files[1].number, path=files[1].path, now_s=0.0)
     waiting = ask_room(core, put_of({"b": 1, "c": 1}))
     assert waiting == [] and core.grant("here", 100, 0.0) is None

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,9 +124,10 @@ def _get(rank, device):
     group, ranks = replica_of(rank)
     queue = CountingQueue()
     reader = GroupReader(queue, group, NEEDS[LAYOUT.coordinate("pp", rank)])
-    first = reader.get("train", 4, whole_groups=True, min_version=1, timeout_s=patience(30))
+    first = reader.get("train", 4, lengths=["facts"], whole_groups=True, min_version=1, timeout_s=patience(30))
     reader.ack("train", first.batch.ids)
     assert first.batch.too_old == ("sample 0", "sample 1") and first.batch.ids == tuple(IDS[2:])
+    assert first.batch.lengths == {"facts": [1] * 4}
     assert same(replace(first.batch, too_old=()), queue.whole.select(range(2, 6), reader.columns))
     errors = []
     calls = [
@@ -243,6 +245,38 @@ def _left_alone(rank, device, leader_stays_s):
 def test_a_rank_whose_leader_never_reads_does_not_wait_for_ever():
     leader_stays_s = patience(1.5)
     assert run_ranks(_left_alone, 2, leader_stays_s)[1] < leader_stays_s
+
+
+def _failing_backend(rank, device):
+    """The errors that ranks get if their backend fails where a message is posted, awaited, or all rows are gathered."""
+    group, queue = dist.new_group([0, 1]), CountingQueue()
+    reader = GroupReader(queue, group, ["prompt"])
+    caught = []
+    for error in (RuntimeError("the peer has left"), torch.OutOfMemoryError("the card is full")):
+
+        def fail(*args, error=error, **kwargs):
+            raise error
+
+        waiting = [SimpleNamespace(wait=fail)]
+        for name, replacement, call in (
+            ("batch_isend_irecv", fail, lambda: reader.read(IDS)),
+            ("batch_isend_irecv", lambda posts, waiting=waiting: waiting, lambda: reader.read(IDS)),
+            ("all_gather_into_tensor", fail, lambda: GroupReader(queue, group, ["prompt"])),
+        ):
+            own = getattr(dist, name)
+            setattr(dist, name, replacement)
+            try:
+                call()
+            except Exception as raised:
+                caught.append(type(raised))
+            finally:
+                setattr(dist, name, own)
+    return caught
+
+
+def test_a_backend_that_fails_is_a_lost_connection_but_a_full_card_is_not():
+    expected = [ConnectionError] * 3 + [torch.OutOfMemoryError] * 3
+    assert run_ranks(_failing_backend, 2) == [expected, expected]
 
 
 def test_one_process_is_a_group_of_its_own():

@@ -1,9 +1,7 @@
-"""A shard's folder: what it holds, what is left over, and what a queue that died left in shared memory."""
+"""A shard's folder: what it holds, and what is left over."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from distqueue.payload import mapped as mapping
 from distqueue.payload.columns import stretches_of
 from distqueue.payload.mapped import Mapped
 from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
-from distqueue.payload.shard import PREFIX, Shard
+from distqueue.payload.shard import Shard
 from distqueue.payload.wire import from_wire, to_wire
 
 
@@ -71,17 +69,11 @@ def test_a_process_keeps_the_latest_files_mapped(tmp_path: Path, monkeypatch: py
     assert numbers(mapped.columns(Place(4, "s", places[2].path))) == [40]
 
 
-def test_what_a_dead_queue_left_in_memory_is_swept_and_what_a_living_one_holds_is_not(tmp_path: Path) -> None:
-    ours = Shard(str(tmp_path / f"{PREFIX}ours" / "s"), None)
-    living = Shard(str(tmp_path / f"{PREFIX}living" / "s"), None)
-    for name in ("dead", "returning"):
-        (tmp_path / f"{PREFIX}{name}" / "s").mkdir(parents=True)
-        (tmp_path / f"{PREFIX}{name}" / "s.lock").touch()
-    left = ours._abandoned()
-    assert {folder.name for folder in left} == {f"{PREFIX}dead", f"{PREFIX}returning"}
-    back = os.open(tmp_path / f"{PREFIX}returning" / "s.lock", os.O_RDWR)
-    fcntl.flock(back, fcntl.LOCK_SH)
-    ours._remove_abandoned(left)
-    os.close(back)
-    assert {folder.name.removeprefix(PREFIX) for folder in tmp_path.iterdir()} == {"ours", "living", "returning"}
-    assert living.folder.exists()
+def test_a_put_to_a_file_that_a_restarted_queue_removed_is_to_be_repeated(tmp_path: Path) -> None:
+    """Between write and sync; `SegmentGone` is a LookupError, on which a client repeats its put."""
+    home = Shard(str(tmp_path / "s" / "a"), None)
+    write(home.folder / "1", 1, 10)
+    file = SegmentFile(home.folder / "1", 4096)
+    home.keep_only([], ["a"])
+    with pytest.raises(SegmentGone):
+        file.sync()

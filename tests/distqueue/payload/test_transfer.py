@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,24 @@ from hypothesis import strategies as st
 
 from distqueue import PackedBatch
 from distqueue.messages import Delivery, Part, Place, Put, array_to_names, names_to_array, pack, runs_of, unpack
+from distqueue.payload import gather
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns, stretches_of
 from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
-from distqueue.payload.wire import from_wire, to_wire
+from distqueue.payload.wire import SUM_BYTES, from_wire, to_wire, with_checksum
 from tests.distqueue.test_packed import same_batch, samples
+from tests.machine import patience
+
+COPIES = {"by element": (1 << 30, 1 << 30), "by run": (1, 1 << 30), "by run, on threads": (1, 1)}
+"""MIN_RUN_ELEMENTS and LONG_RUN_BYTES with which runs of any length are copied this way"""
 
 
+@pytest.mark.parametrize("copied", COPIES)
 @settings(max_examples=60)
 @given(made=samples(), data=st.data(), way=st.sampled_from(["memory", "file", "wire"]))
-def test_any_rows_in_any_order_are_gathered_from_where_they_lie(made, data: st.DataObject, way: str) -> None:
+def test_any_rows_in_any_order_are_gathered_from_where_they_lie(
+    made, data: st.DataObject, way: str, copied: str
+) -> None:
     batch, _ = made
     cuts = sorted(data.draw(st.lists(st.integers(0, len(batch)), max_size=3)))
     bounds = list(zip([0, *cuts], [*cuts, len(batch)], strict=True))
@@ -34,7 +43,10 @@ def test_any_rows_in_any_order_are_gathered_from_where_they_lie(made, data: st.D
         home = np.array([(i, row) for i, piece in enumerate(pieces) for row in range(len(piece))]).reshape(-1, 2)[rows]
         part = Part(tuple(batch.columns), runs_of(home[:, 0], home[:, 1]))
         wanted = batch.select(rows)
-        columns = gather_columns([part], sources, BufferPool())
+        with pytest.MonkeyPatch.context() as patch:
+            for name, limit in zip(("MIN_RUN_ELEMENTS", "LONG_RUN_BYTES"), COPIES[copied], strict=True):
+                patch.setattr(gather, name, limit)
+            columns = gather_columns([part], sources, BufferPool())
         assert same_batch(PackedBatch(wanted.ids, columns, wanted.groups, wanted.versions), wanted)
 
 
@@ -56,11 +68,11 @@ def _elsewhere(batch: PackedBatch, way: str, path: Path) -> dict:
 def test_a_column_of_an_unknown_dtype_is_refused_by_name(dtype: str) -> None:
     """Also the name of something else that torch has."""
     header, frames = to_wire(stretches_of(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)})))
-    fields, arrays = unpack(header)
+    fields, arrays = unpack(header[SUM_BYTES:])
     ((name, kind, _, *others),) = fields["columns"]
     fields["columns"] = [(name, kind, dtype, *others)]
     with pytest.raises(ValueError, match=f"column 'reward': dtype='{dtype}'; expected a dtype of torch "):
-        from_wire(pack(fields, arrays), frames)
+        from_wire(with_checksum(pack(fields, arrays)), frames)
 
 
 @given(made=samples())
@@ -134,6 +146,32 @@ def test_memory_that_nobody_looks_at_any_more_serves_the_next_batch(look) -> Non
     del view
     gc.collect()
     assert buffers.take(1 << 20).ctypes.data == at
+
+
+def test_memory_that_a_garbage_collection_frees_while_other_is_taken_returns() -> None:
+    class Cycle:
+        def __init__(self, memory: np.ndarray) -> None:
+            self.memory, self.itself = memory, self
+
+    def take_while_collecting() -> None:
+        buffers = BufferPool()
+        for threshold in range(1, 40):  # of new objects: the collection begins earlier or later in `take`
+            gc.disable()
+            gc.collect()
+            gc.set_threshold(threshold)
+            Cycle(buffers.take(1 << 16))
+            gc.enable()
+            buffers.take(1 << 16)
+
+    thresholds = gc.get_threshold()
+    taking = threading.Thread(target=take_while_collecting, daemon=True)
+    try:
+        taking.start()
+        taking.join(patience(20))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    assert not taking.is_alive(), "a deadlock"
 
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 1 << 20])

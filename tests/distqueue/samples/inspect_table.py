@@ -37,7 +37,7 @@ def nbytes(table: SampleTable) -> int:
     indexes = (state.ids, state.groups.names, state.endings._index)
     pages = (state.pages, state.segments.pages, state.groups.pages)
     return (
-        sum(index._buckets.nbytes + index._heads.nbytes for index in indexes)
+        sum(index._buckets.nbytes + index._heads.nbytes + index._hashes.nbytes for index in indexes)
         + sum(field.values.nbytes for kept in pages for field in (*kept._fields, *kept._page_fields))
         + sum(kept._physical.nbytes for kept in pages)
         + state.endings._how.nbytes

@@ -45,6 +45,8 @@ def claimed_table() -> SampleTable:
         (lambda: Selection("train", ("x",), 0), "count=0: expected a positive"),
         (lambda: Selection("train", ("x",), partial=True, token_budget=0), "token_budget=0: expected a positive"),
         (lambda: Selection("train", (), 1), r"columns=\(\): expected the columns to read"),
+        (lambda: Selection("train", "tokens", 1), "columns='tokens': expected a list of names"),
+        (lambda: Selection("train", ("x",), 1, lengths="tokens"), "lengths='tokens': expected a list of names"),
         (lambda: table_of("a").check(Selection("trian", ("x",), 1)), r"task 'trian': this queue serves \('train',\)"),
         (lambda: table_of("a").check(Selection("train", ("x",), 1, whole_groups=True)), "created with group_size"),
         (
@@ -60,8 +62,8 @@ def claimed_table() -> SampleTable:
         (lambda: table_of("a").put(["b"], {f"c{k}": None for k in range(64)}, segment=1), "'c63': expected at most 64"),
         (lambda: ended_table().put(["a"], {"x": None}, segment=1), "'a': every task has acknowledged it"),
         (lambda: ended_table().check_put(["a"], ["x"]), "sample 'a': every task has acknowledged it; no column can"),
-        (lambda: table_of("b").check_columns(["b"], ["tokens", "reward"]), "sample 'b' lacks column 'reward'; it has"),
-        (lambda: table_of("b").check_columns(["b"], ["reward"]), r"column 'reward'; it has \['tokens'\]"),
+        (lambda: table_of("b").find(["b"], ["tokens", "reward"]), "sample 'b' lacks column 'reward'; it has"),
+        (lambda: table_of("b").find(["b"], ["reward"]), r"column 'reward'; it has \['tokens'\]"),
         (lambda: table_of("b").describe(np.array([7])), "row 7: expected the number of a live sample"),
         (lambda: table_of("b").find(["b", "z"]), "sample 'z': never put"),
         (lambda: ended_table().find(["b"]), "sample 'b': dropped:stale"),
@@ -87,11 +89,11 @@ def test_why_a_want_waits_is_explained() -> None:
     selection = Selection("train", ("tokens", "reward"), 3, whole_groups=True, min_version=5)
     assert table.take(selection, 0.0) is None
     assert table.explain(selection) == (
-        "task 'train' wants 3 samples with ['tokens', 'reward']: 1 samples ready, column 'reward' missing for 2, "
+        "task 'train' requests 3 samples with ['tokens', 'reward']: 1 samples ready, column 'reward' missing for 2, "
         "0 groups incomplete, 1 older than version 5"
     )
     never_put = Selection("train", ("advantage",), partial=True)
-    assert table.explain(never_put).endswith("wants any samples with ['advantage']: 0 samples ready, column "
+    assert table.explain(never_put).endswith("requests any samples with ['advantage']: 0 samples ready, column "
                                              "'advantage' missing for 3")  # fmt: skip
 
 

@@ -38,10 +38,12 @@ def test_index_against_dict(data: st.DataObject, hash_name: str) -> None:
             model |= dict(zip(new, slots, strict=True))
         else:
             gone = [text for text in texts if text in model]
-            index.remove(index.names(gone), np.array([model.pop(text) for text in gone], np.int64))
+            index.remove(np.array([model.pop(text) for text in gone], np.int64))
         assert index.find(index.names(texts)).tolist() == [model.get(text, -1) for text in texts]
         assert index.find(index.names(list(model))).tolist() == list(model.values())
-        assert index.texts(np.array(list(model.values()), np.int64)) == tuple(model)
+        slots = np.array(list(model.values()), np.int64)
+        assert index.texts(slots) == tuple(model) == index.at(slots).texts
+        assert index.find(index.at(slots)).tolist() == list(model.values())
         assert len(index) == len(model)
         assert np.count_nonzero(index._buckets) == index._used + index._erased <= MAX_FILL * index._buckets.size
 
@@ -51,7 +53,7 @@ def test_index_holds_many_names_through_growth_and_reuse_of_slots() -> None:
     slots = np.arange(20_000)
     first = index.names([f"sample-{n}" for n in range(20_000)])
     index.insert(first, slots)
-    index.remove(first.take(slots[::2]), slots[::2])
+    index.remove(slots[::2])
     second = index.names([f"other-{n}" for n in range(10_000)])
     index.insert(second, slots[::2])
     assert (index.find(first)[::2] == -1).all() and (index.find(first)[1::2] == slots[1::2]).all()

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from distqueue.samples import Ended, SampleTable, Selection
 from distqueue.samples.views import View
@@ -246,7 +253,7 @@ class TableAgainstModel(RuleBasedStateMachine):
             for row in live:
                 if name not in row.columns:
                     with pytest.raises(ValueError, match=f"sample '{row.id}' lacks column '{name}'"):
-                        self.table.check_columns([row.id], [name])
+                        self.table.find([row.id], [name])
 
     @invariant()
     def figures_are_the_models(self) -> None:
@@ -321,7 +328,7 @@ def durable(snapshot: dict) -> dict:
     return {name: value for name, value in snapshot.items() if name != "handed"} | {"about": json.dumps(about)}
 
 
-TableAgainstModel.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, suppress_health_check=list(HealthCheck)
-)
-test_table_against_model = TableAgainstModel.TestCase
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_table_against_model(examples: int) -> None:
+    drawn = settings(max_examples=examples, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(TableAgainstModel, settings=drawn)

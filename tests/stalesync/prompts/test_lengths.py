@@ -18,7 +18,7 @@ GROUPS, MEMBERS = 1500, 8
 @cache
 def _drawn(median=1160.0, cap=32768, seed=3):
     lengths = ForcedLengths(seed, median, cap)
-    return np.array([[lengths(f"e0-{group}", member) for member in range(MEMBERS)] for group in range(GROUPS)])
+    return np.array([lengths.of_members(f"e0-{group}", range(MEMBERS)) for group in range(GROUPS)])
 
 
 @given(st.integers(0, 2**40), st.text(max_size=12), st.integers(0, 64), st.floats(1, 5000), st.integers(1, 60_000))
@@ -27,6 +27,7 @@ def test_a_length_repeats_and_keeps_to_the_cap(seed, prompt, member, median, cap
     again = ForcedLengths(seed, median, cap)
     again(prompt + "x", member + 1)
     assert again(prompt, member) == first and 1 <= first <= cap
+    assert again.of_members(prompt, range(member + 3))[member] == first
 
 
 def test_lengths_depend_on_seed_prompt_and_member():

@@ -1,11 +1,13 @@
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
+from stalesync.prompts import DataConfig, PromptSource, files, make_tokenizer
 
 GSM8K = Path(__file__).parents[3].parent / "shared/data/gsm8k_test.jsonl"
 
@@ -30,13 +32,16 @@ def source_of(tokenizer, file="addition", seed=0, held_out=0, **changes) -> Prom
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
-    kind=st.sampled_from(["addition", "worked_arithmetic", "file", "file skip"]),
+    kind=st.sampled_from(
+        ["addition", "worked_arithmetic", "file", "file skip", "first worked_arithmetic", "first file"]
+    ),
     seed=st.integers(0, 3),
     cuts=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8),
 )
 def test_invariants_of_the_order(tokenizer, jsonl, kind, seed, cuts):
     changes = {"max_prompt_length": 6, "long_prompts": "skip"} if kind == "file skip" else {}
-    name = jsonl if kind.startswith("file") else kind
+    changes = {"rows": 7} if kind.startswith("first") else changes
+    name = jsonl if "file" in kind else kind.removeprefix("first ")
 
     def fresh():
         return source_of(tokenizer, name, seed, **changes)
@@ -52,7 +57,7 @@ def test_invariants_of_the_order(tokenizer, jsonl, kind, seed, cuts):
     assert given_out == straight.next(len(given_out))
     assert source.metrics() == straight.metrics()
     assert len({prompt.id for prompt in given_out}) == len(given_out)
-    epoch = {"addition": 100, "file": 11, "file skip": 6}.get(kind)
+    epoch = {"addition": 100, "file": 11, "file skip": 6, "first worked_arithmetic": 7, "first file": 7}.get(kind)
     if epoch:
         for number in range(len(given_out) // epoch):
             rows = given_out[number * epoch : (number + 1) * epoch]
@@ -66,6 +71,11 @@ def test_the_order_changes_with_seed_and_epoch(tokenizer):
     texts = [[p.text for p in source_of(tokenizer, seed=seed).next(200)] for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0][:100] != texts[0][100:] and sorted(texts[0][:100]) == sorted(texts[0][100:])
+
+
+def test_more_rows_than_the_file_has_are_refused(tokenizer, jsonl):
+    with pytest.raises(ValueError, match="data.rows=12: data.source=.* has 11 rows to train on"):
+        source_of(tokenizer, jsonl, rows=12)
 
 
 def test_a_state_of_another_run_is_refused(tokenizer, jsonl):
@@ -90,6 +100,18 @@ def test_rows_of_a_file_carry_answer_and_fields(tokenizer, jsonl, tmp_path):
         ]
         assert [p.id for p in prompts] == [f"e0-{i}" for i in range(11)]
         assert prompts[3].ids == tuple(tokenizer("1111")["input_ids"])
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 2), Decimal("0.5"), b"bytes", [datetime.time(3)]])
+def test_a_column_that_a_checkpoint_cannot_keep_is_refused_by_name(tokenizer, tmp_path, value):
+    import pyarrow
+    import pyarrow.parquet
+
+    parquet = tmp_path / "rows.parquet"
+    columns = {"q": ["1", "2"], "a": ["1", "2"], "seen": [value, value]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), parquet)
+    with pytest.raises(ValueError, match="row 0.*: the column 'seen' holds a .*, which a checkpoint cannot keep"):
+        source_of(tokenizer, parquet)
 
 
 def test_long_prompts_are_refused_before_the_first_or_skipped_and_counted(tokenizer, jsonl):
@@ -127,7 +149,8 @@ def test_held_out_rows_of_a_file(tokenizer, tmp_path):
             r"data.prompt_field='question': .*rows.jsonl has no such field; it has q, a, lev",
         ),
         ({"answer_field": "b"}, r"data.answer_field='b': .*rows.jsonl has no such field; it has q, a, level"),
-        ({"prompt_field": "a"}, r"row \d+ .*data.prompt_field='a' holds a int"),
+        ({"prompt_field": "a", "answer_field": "q"}, r"row 0 .*data.prompt_field='a' holds a int.*10 other rows"),
+        ({"prompt_field": "a"}, "data.answer_field='a': expected another field than data.prompt_field"),
     ],
 )
 def test_a_file_without_the_field(tokenizer, jsonl, changes, message):
@@ -139,9 +162,10 @@ def test_a_file_that_is_not_there_empty_broken_or_with_a_hole(tokenizer, tmp_pat
     with pytest.raises(ValueError, match="data.source='/nowhere.jsonl': no such file"):
         source_of(tokenizer, "/nowhere.jsonl")
     for content, message in (
-        ('{"q": "1", "a": 1}\n{"q": ', "cannot be read"),
+        ('{"q": "1", "a": 1}\n{"q": ', r"row 1 .*not valid JSON: Expecting value at character"),
         ("", "the file is empty"),
         ('{"q": "1", "a": 1}\n{"q": "2", "a": null}\n', r"row 1 .*data.answer_field='a' is empty"),
+        ("\n \n", "the file has no rows"),
     ):
         file = tmp_path / f"rows{abs(hash(content))}.jsonl"
         file.write_text(content)
@@ -149,11 +173,80 @@ def test_a_file_that_is_not_there_empty_broken_or_with_a_hole(tokenizer, tmp_pat
             source_of(tokenizer, file)
 
 
+def chat_tokenizer():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        ":{{ m.content }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    return tokenizer
+
+
+GOOD = {"q": [{"from": "human", "value": "1"}], "a": 1}
+BAD = {
+    "not valid JSON": '{"q": ',
+    "not a JSON object": "[1]",
+    "there is no field data.prompt_field='q'; it has a": {"a": 1},
+    "there is no field data.answer_field='a'; it has q": {"q": "1"},
+    "the field data.answer_field='a' is empty": {"q": "1", "a": None},
+    "is an empty text": {"q": "", "a": 1},
+    "data.prompt_field='q' holds a float": {"q": 1.5, "a": 1},
+    "message 0: content part 0 is of type 'image'": {"q": [{"role": "user", "content": [{"type": "image"}]}], "a": 1},
+    "the chat template refuses the prompt: no system message": {
+        "q": [{"role": "system", "content": "1"}, {"role": "user", "content": "1"}],
+        "a": 1,
+    },
+    "the tokenizer refuses the prompt": {"q": "what?", "a": 1},
+    "prompt or answer is not valid Unicode": {"q": "1", "a": "\ud800"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_row_anywhere_is_refused_or_skipped_and_counted(tmp_path, monkeypatch, message):
+    monkeypatch.setattr(files, "SCAN", 8)
+    bad = BAD[message] if isinstance(BAD[message], str) else json.dumps(BAD[message])
+    rows = [json.dumps(GOOD | {"level": 1})] * 30
+    rows[20] = bad
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=rf"rows.jsonl' row 20 .*{message}.*or skip such rows with data.bad_rows=skip"):
+        source_of(chat_tokenizer(), file)
+    source = source_of(chat_tokenizer(), file, bad_rows="skip", held_out=2)
+    names = [prompt.id for prompt in source.next(27)]
+    assert source.metrics() == {"data/epoch": 0, "data/skipped_prompts": 0, "data/bad_rows": 1}
+    assert len(set(names)) == 27 and "e0-20" not in names and source.fields == {"level"}
+    assert all(prompt.text == ":1;=" for prompt in source.evaluation(2))
+
+
+def test_a_file_of_bad_rows_only_is_refused_in_any_case(tmp_path, tokenizer):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "1"}\n{"q": 1, "a": 1}\n')
+    with pytest.raises(ValueError, match="row 0 .*; so are 1 other rows"):
+        source_of(tokenizer, file, bad_rows="skip")
+
+
+def test_a_file_with_other_content_is_not_resumed(tokenizer, jsonl):
+    state = source_of(tokenizer, jsonl).state_dict()
+    source_of(tokenizer, jsonl).load_state_dict(state)
+    jsonl.write_text(jsonl.read_text().replace("l10", "l99"))
+    with pytest.raises(ValueError, match="cannot resume: data.source=.* has other content"):
+        source_of(tokenizer, jsonl).load_state_dict(state)
+
+
+def test_columns_called_as_an_argument_of_the_reward_are_not_passed_twice(tokenizer, tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"q": "1", "a": 1, "response": "2", "level": 3}) + "\n")
+    (prompt,) = source_of(tokenizer, file).next(1)
+    assert prompt.fields == {"level": 3}
+    assert "the columns response are not passed to the reward function" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"source": "adition"}, "data.source='adition': expected addition, worked_arithmetic, a path"),
         ({"prompts_per_step": 0}, "data.prompts_per_step=0"),
+        ({"bad_rows": "keep"}, "data.bad_rows='keep': expected one of refuse, skip"),
         ({"long_prompts": "cut"}, "data.long_prompts='cut': expected one of refuse, skip"),
         ({"chat_template": "off"}, "data.chat_template='off'"),
         ({"max_digits": 11}, "data.max_digits=11: expected between data.min_digits=2 and 10"),
@@ -172,10 +265,10 @@ def test_the_chat_template_is_used_where_there_is_one(tmp_path, jsonl):
         "{% for m in messages %}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
     chats = tmp_path / "chats.jsonl"
-    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
     chats.write_text(json.dumps({"q": chat, "a": 1}) + "\n")
     (prompt,) = source_of(tokenizer, chats).next(1)
-    assert prompt.text == ":1;:2;=" == tokenizer.decode(prompt.ids)
+    assert prompt.text == ":1;:2;:3;=" == tokenizer.decode(prompt.ids)
     first = {p.id: p for p in source_of(tokenizer, jsonl).next(11)}["e0-0"]
     assert first.text == "1" and tokenizer.decode(first.ids) == ":1;="
     plain = {p.id: p for p in source_of(tokenizer, jsonl, chat_template="never").next(11)}["e0-0"]

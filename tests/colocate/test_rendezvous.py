@@ -1,0 +1,92 @@
+"""The cards of a machine meet at an address that nobody outside it reaches."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, interface_of, join
+from tests.helpers import processes
+from tests.machine import patience
+from tests.sockets import Listening, listening
+
+
+def _meet(pipe, rank, world, host):
+    import torch
+    import torch.distributed as dist
+
+    opened = Rendezvous(host) if rank == 0 else None
+    pipe.send(opened and opened.address)
+    join(pipe.recv(), rank=rank, world=world, backend="cpu:gloo", opened=opened)
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    half = dist.new_group([0, 1])
+    dist.all_reduce(total, group=half)
+    pipe.send((int(total), sorted(listening(os.getpid()))))
+    pipe.recv()
+    dist.destroy_process_group()
+
+
+def _own_address():
+    """Of this machine in its network; None: it has none but loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.7", 9))  # sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("on_a_cluster", [False, True])
+def test_the_store_and_gloo_listen_on_the_address_of_the_rendezvous_only(on_a_cluster):
+    world, host = 2, _own_address() if on_a_cluster else LOOPBACK
+    if host is None:
+        pytest.skip("this machine has no network")
+    pipes, started = [], []
+    for rank in range(world):
+        pipe, there = processes().Pipe()
+        started.append(processes().Process(target=_meet, args=(there, rank, world, host), daemon=True))
+        started[-1].start()
+        there.close()
+        pipes.append(pipe)
+    try:
+        address, _ = (_answer(pipe) for pipe in pipes)
+        for pipe in pipes:
+            pipe.send(address)
+        answers = [_answer(pipe) for pipe in pipes]
+        assert [total for total, _ in answers] == [6, 6]
+        port = int(address.split(":")[2].split("/")[0])
+        assert Listening("tcp", host, port) in answers[0][1], "the store"
+        for _, opened in answers:
+            assert {one.address for one in opened if one.kind == "tcp"} == {host}, "also gloo's"
+        with socket.create_connection((host, port)) as stranger:
+            stranger.sendall(b"\x80\x04\x95" + bytes(100))  # neither executed nor fatal
+        for pipe in pipes:
+            pipe.send("end")
+    finally:
+        for process in started:
+            process.join(patience(20))
+            process.kill()
+    assert [process.exitcode for process in started] == [0, 0]
+
+
+def _answer(pipe):
+    assert pipe.poll(patience(60))
+    return pipe.recv()
+
+
+@pytest.mark.parametrize("address", ["", "nowhere://", "tcp://127.0.0.1:80", "tcp://127.0.0.1/key", "tcp://:80/key"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ValueError, match="expected tcp://HOST:PORT/KEY"):
+        join(address, rank=1, world=2, backend="gloo")
+
+
+def test_every_rendezvous_has_its_own_port_and_key():
+    addresses = {Rendezvous(LOOPBACK).address for _ in range(2)}
+    assert len({address.rsplit("/", 1)[1] for address in addresses}) == 2
+
+
+def test_the_interface_of_an_address_is_found():
+    assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.7") is None

@@ -1,0 +1,76 @@
+"""Rows of the experts: grouped by expert for one grouped product, and back in the order in which they came."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.model.moe import _regroup
+from fusion.npu import ops
+from tests.helpers import tiny_checkpoint
+
+
+@st.composite
+def counts(draw) -> list[list[int]]:
+    """Rows by [source][expert], from none at all."""
+    num_experts = draw(st.integers(1, 6))
+    row = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
+    return draw(st.lists(row, min_size=1, max_size=6))
+
+
+@given(counts())
+def test_rows_are_grouped_by_expert_in_the_order_of_their_sources(by_source):
+    grouping, back = _regroup(by_source, torch.device("cpu"))
+    arrived = [(s, e, n) for s, row in enumerate(by_source) for e, rows in enumerate(row) for n in range(rows)]
+    assert [arrived[place] for place in grouping.tolist()] == sorted(arrived, key=lambda row: (row[1], row[0], row[2]))
+    assert grouping[back].tolist() == back[grouping].tolist() == list(range(len(arrived)))
+
+
+class HostReads(TorchDispatchMode):
+    """Collects the operations that make the host wait for a card: copies from it, and results sized by its data."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        name = operation.name().split("::")[1].split(".")[0]
+        leaves_card = "npu" in _places(args) and "cpu" in _places(result)
+        if leaves_card or name in ("_local_scalar_dense", "bincount", "nonzero"):
+            self.found.append(name)
+        return result
+
+
+def _places(tree):
+    return {one.device.type for one in tree_leaves(tree) if isinstance(one, torch.Tensor)}
+
+
+def grouped_product(x_ND, weights, counts_E):
+    """A card's kernel, in operations that leave the counts on the card."""
+    ends, rows = counts_E.cumsum(0), torch.arange(len(x_ND), device=x_ND.device)
+    expert_N = (rows.unsqueeze(1) >= ends).sum(1)
+    every_NEO = torch.stack([x_ND @ weight.t() for weight in weights], 1)
+    return every_NEO.take_along_dim(expert_N.view(-1, 1, 1), 1).squeeze(1)
+
+
+def test_with_a_grouped_product_of_the_card_the_host_never_waits_for_counts(tmp_path, device, monkeypatch):
+    path = tiny_checkpoint(tmp_path)
+    model = Transformer(ModelConfig.from_hf(path), Mesh.single(), device, torch.float64)
+    load_weights(model, path)
+    moe = next(iter(model.layers.values())).moe
+    x_nD = torch.randn(13, model.config.hidden_size, dtype=torch.float64).to(device.torch_device)
+    with torch.no_grad():
+        with HostReads() as reads:
+            expected, routed = moe(x_nD, 1)
+        assert reads.found, "without one it does: once for the number of rows, once for their counts"
+        monkeypatch.setattr(ops, "_kernel_of", lambda device_type: grouped_product)
+        with HostReads() as reads:
+            found, routed_there = moe(x_nD, 1)
+    assert not reads.found
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(routed_there.stats, routed.stats) and torch.equal(routed_there.expert_nk, routed.expert_nk)

@@ -1,0 +1,73 @@
+"""How a user's function is called: which fields of the data row it gets, and which functions are refused."""
+
+import pytest
+
+from fusion.rewards import RewardConfig, RewardPool, check_required_fields
+from fusion.rewards.user import load_user_function
+
+
+def load(tmp_path, source):
+    (file := tmp_path / "rewards.py").write_text(source)
+    return load_user_function(f"{file}:score")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "required"),
+    [
+        ("prompt, response, answer", ()),
+        ("prompt, response, answer, **fields", ()),
+        ("prompt, response, answer, level, source='web'", ("level",)),
+        ("p, r, a, /, level, *, unit", ("level", "unit")),
+        ("*texts, unit", ("unit",)),
+        ("prompt, *texts, unit, **fields", ("unit",)),
+        ("prompt, response, answer, level=1, *more, **fields", ()),
+    ],
+)
+def test_parameters_without_default_are_required(tmp_path, parameters, required):
+    assert load(tmp_path, f"def score({parameters}): return 0.0")[1] == required
+
+
+def test_a_field_with_the_name_of_a_positional_argument_is_not_passed_twice(tmp_path):
+    score, required = load(tmp_path, "def score(question, completion, gold, **fields): return (gold, fields)")
+    fields = {"question": "raw", "answer": "raw", "level": 3}
+    assert score("q", "c", "g", **fields) == ("g", {"answer": "raw", "level": 3}) and not required
+
+
+def test_a_null_leaves_a_default_and_is_passed_where_there_is_none(tmp_path):
+    score, _ = load(tmp_path, "def score(p, r, a, level=1, *, unit, **fields): return (level, unit, fields)")
+    assert score("", "", "", level=None, unit=None, x=None) == (1, None, {"x": None})
+    assert score("", "", "", level=2, unit="m") == (2, "m", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("async def score(prompt, response, answer): return 0.0", "asynchronous or a generator"),
+        ("def score(prompt, response, answer): yield 0.0", "asynchronous or a generator"),
+        ("class S:\n async def __call__(self, *texts): return 0.0\nscore = S()", "asynchronous or a generator"),
+        ("def score(a, b, c, d, /): return 0.0", "d has no name"),
+        ("def score(*, prompt, response, answer): return 0.0", r"takes \(\*, prompt, response, answer\)"),
+        ("score = 3", "defines no function 'score'"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused(tmp_path, source, message):
+    with pytest.raises(ValueError, match=f"reward.path=.*{message}"):
+        load(tmp_path, source)
+
+
+def test_a_pool_reports_the_fields_its_reward_requires(tmp_path):
+    (file := tmp_path / "rewards.py").write_text("def score(prompt, response, answer, level, *, unit): return 0.0")
+    with RewardPool(RewardConfig(path=f"{file}:score", workers=1)) as pool:
+        assert pool.required_fields == {"level", "unit"}
+    with RewardPool(RewardConfig(workers=1)) as pool:
+        assert not pool.required_fields
+
+
+def test_a_field_that_rows_lack_is_refused_with_the_fields_there_are():
+    reward = RewardConfig(path="judge.py:score")
+    check_required_fields(reward, {"level"}, {"level", "unit"})
+    check_required_fields(reward, (), ())
+    with pytest.raises(ValueError, match="reward.path='judge.py:score': the reward requires the field 'level', which"):
+        check_required_fields(reward, {"level"}, ())
+    with pytest.raises(ValueError, match="the field 'a' and 'b', which .* every row has: unit, weight. Give"):
+        check_required_fields(reward, {"a", "b", "unit"}, {"weight", "unit"})

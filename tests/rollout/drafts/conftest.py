@@ -1,0 +1,1 @@
+from tests.inference.conftest import card_is_left as card_is_left

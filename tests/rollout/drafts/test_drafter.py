@@ -1,0 +1,198 @@
+"""The drafter in an engine: the same samples in fewer forward passes, history of the prompt's last group, bounded
+memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusion.inference import Request, SamplingParams
+from fusion.inference.sequence import Sequence
+from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.plain import PlainIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
+from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
+
+PARAMS = SamplingParams(max_tokens=400, stop_token_ids=())
+
+
+class AllTokens:
+    """A budget that takes every drafted token."""
+
+    def skips(self, num_sequences):
+        return False
+
+    def choose(self, owners, probabilities, num_sequences, max_tokens):
+        return np.ones(len(owners), bool)
+
+    def observe_step(self, step): ...
+
+    class acceptance:
+        observe = staticmethod(lambda shares, accepted: None)
+        by_share = staticmethod(lambda: np.linspace(0.05, 0.95, 16))
+
+
+def drafter(**options) -> TextDrafter:
+    made = TextDrafter(make_indexes(), **options)
+    made.budget = AllTokens()
+    return made
+
+
+def sequence(request: str, prompt: list[int], text: list[int], group: str = "g") -> Sequence:
+    made = Sequence.of(Request(request, tuple(prompt), PARAMS, group), PARAMS, ())
+    made.tokens += text
+    return made
+
+
+def paths(made: TextDrafter, *sequences: Sequence, depth: int = 8) -> list[list[int] | None]:
+    drafts = made.draft(sequences, [depth] * len(sequences), 1000)
+    return [None if draft is None else list(draft.tokens) for draft in drafts]
+
+
+@pytest.mark.parametrize("children", [1, 3])
+@pytest.mark.parametrize("brokenly", [False, True])
+def test_an_engine_samples_the_same_with_drafts(children, brokenly):
+    wanted = requests(count=12, max_tokens=60, temperature=0.6)  # low enough for text that repeats
+    plain = by_id(generate(engine(batch_invariant=True), wanted))
+    drafted = engine(batch_invariant=True, max_kv_tokens=2048)
+    drafted.scheduler.drafter = made = drafter(max_children=children)
+    found = generate_brokenly(drafted, wanted, seed=1) if brokenly else by_id(generate(drafted, wanted))
+    assert found == plain
+    assert 0 < drafted.scheduler.accepted_tokens < drafted.scheduler.drafted_tokens
+    assert drafted.scheduler.drafted_tokens == sum(made.totals.drafted)
+    assert drafted.scheduler.accepted_tokens == sum(made.totals.accepted)
+
+
+def test_a_sequence_follows_its_siblings_and_itself():
+    made = drafter()
+    first, second = sequence("a", [1], [2, 3, 4, 5, 6, 7]), sequence("b", [1], [9, 9, 2, 3, 4])
+    assert paths(made, first) == [None]
+    assert paths(made, first, second) == [None, [5, 6, 7]]
+    second.tokens += [5, 8, 8, 2, 3, 4, 5]
+    assert paths(made, second) == [[6, 7]], "what followed most often, at first the longest match"
+
+
+def test_history_is_what_the_last_group_of_the_prompt_said():
+    for history in (True, False):
+        made = drafter(history=history)
+        old = sequence("a", [1], [2, 3, 4, 5, 6, 7, 8], group="e0-1")
+        paths(made, old)
+        old.tokens += [9]
+        made.end(old)
+        new = sequence("b", [1], [2, 3, 4, 5], group="e1-1")
+        assert paths(made, new) == [[6, 7, 8, 9] if history else None]
+        if history:
+            assert made._drafted[id(new)][1].tolist() == [HISTORY] * 4
+        made.end(new)
+        newest = sequence("c", [1], [2, 3, 4, 5], group="e2-1")
+        assert paths(made, newest) == [None], "the last group said no more than this; the one before is forgotten"
+
+
+def test_groups_of_one_prompt_at_the_same_time_are_siblings():
+    made = drafter()
+    first, second = sequence("a", [1], [2, 3, 4, 5], group="e0-1"), sequence("b", [1], [2, 3, 4], group="e0-2")
+    assert paths(made, first, second) == [None, [5]]
+    made.end(first)
+    assert paths(made, second) == [[5]]
+    third = sequence("c", [1], [9, 2, 3, 4], group="e0-3")
+    assert paths(made, second, third) == [[5], [5]], "the second still runs"
+    for seq in (second, third):
+        made.end(seq)
+    fourth = sequence("d", [1], [9, 2, 3, 4], group="e1-1")
+    assert paths(made, fourth) == [[5]] and made._drafted[id(fourth)][1].tolist() == [HISTORY]
+
+
+def test_siblings_can_be_left_out():
+    made = drafter(siblings=False)
+    first, second = sequence("a", [1], [2, 3, 4, 5, 6, 7]), sequence("b", [1], [2, 3, 4])
+    assert paths(made, first, second) == [None, None]
+
+
+def test_prompts_without_running_requests_are_dropped_first_when_memory_is_short():
+    made = drafter(max_bytes=300_000)
+    running = sequence("r", [1, 99], list(range(100)), group="g")
+    for i in range(40):
+        one = sequence(f"r{i}", [1, i], list(range(1000)), group=f"g{i}")
+        paths(made, running, one)
+        made.end(one)
+    assert made.nbytes <= 300_000 + 120_000
+    running.tokens += [5, 6, 7]
+    assert paths(made, running)[0][:2] == [8, 9], "what runs is kept"
+
+
+def test_more_running_text_than_there_is_room_for_is_not_read_again_in_every_step():
+    made = drafter(max_bytes=300_000)
+    live = [sequence(f"r{i}", [1, i], list(range(1000)), group=f"g{i}") for i in range(10)]
+    found = []
+    for token in (7, 8, 9, 10):
+        for seq in live:
+            seq.tokens.append(token)
+        found.append([path is not None for path in paths(made, *live)])
+    assert made.nbytes <= 300_000
+    assert found[2] == found[3] and 0 < sum(found[3]) < 10
+    for seq in live:
+        made.end(seq)
+
+
+def test_the_only_prompt_is_bounded_too():
+    made = drafter(max_bytes=50_000)
+    seq = sequence("a", [1], list(range(2000)))
+    paths(made, seq)
+    seq.tokens += [1, 2, 3]
+    assert paths(made, seq) == [None] and made.nbytes == 0
+
+
+def test_a_request_that_comes_again_is_another_one():
+    """As in every evaluation."""
+    made = drafter()
+    for text, expected in (([2, 3, 4, 5, 6], None), ([2, 3, 4, 9, 9, 9], [5, 6]), ([2, 3, 4, 8], [9, 9, 9])):
+        seq = sequence("eval-0", [1], text[:3], group="eval-0")
+        assert paths(made, seq) == [expected], "what was said last time is history"
+        seq.tokens += text[3:]
+        made.end(seq)
+    chunk = sequence("eval-0", [1], [2, 3, 4, 8, 7], group="eval-0")
+    paths(made, chunk)
+    assert len(made._live["eval-0"].numbers) == 1, "one that goes on is the same"
+
+
+def test_a_request_that_never_ran_changes_no_history():
+    made = drafter()
+    old = sequence("a", [1], [2, 3, 4, 5, 6], group="e0")
+    paths(made, old)
+    made.end(old)
+    made.end(sequence("b", [1], [], group="e1"))
+    assert paths(made, sequence("c", [1], [2, 3, 4], group="e2")) == [[5, 6]]
+
+
+def test_drafts_depend_only_on_the_calls():
+    """As ranks of one engine make the same calls, they draft alike."""
+    runs = []
+    for _ in range(2):
+        drafted = engine()
+        drafted.scheduler.drafter = made = TextDrafter(PlainIndexes())
+        seen = []
+        original = made.draft
+
+        def draft(*args, original=original, seen=seen):
+            seen.append(original(*args))
+            return seen[-1]
+
+        made.draft = draft
+        made.budget.observe_step = lambda step: None  # the leader's times, the only other input
+        generate(drafted, requests(count=6, max_tokens=40, temperature=0.5))
+        runs.append(seen)
+    assert runs[0] == runs[1] and any(any(drafts) for drafts in runs[0])
+
+
+def test_a_group_has_its_sources_counted():
+    made = drafter()
+    drafted = engine()
+    drafted.scheduler.drafter = made
+    wanted = requests(count=6, max_tokens=50, temperature=0.0)
+    generate(drafted, wanted)
+    before = list(made.totals.accepted)
+    assert before[HISTORY] == 0
+    generate(drafted, [replace(one, id=f"again-{one.id}", group=f"again-{one.group}") for one in wanted])
+    assert made.totals.accepted[HISTORY] > 0 and made.totals.accepted[SIBLING] >= before[SIBLING]

@@ -1,0 +1,160 @@
+"""Drafts of the C++ index equal those of the Python one, and those of a search through the text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.npu.compiler import BuildError
+from fusion.rollout.drafts.native import NativeIndexes, load
+from fusion.rollout.drafts.plain import PlainIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
+from tests.machine import patience
+
+MIN_MATCH = 2
+ACCEPTANCE = np.array([0.1, 0.2, 0.3, 0.35, 0.5, 0.6, 0.85, 0.9])
+WEIGHTS = 1, 3, 0, 2
+"""Of sequences 0 to 3, whose sources are SIBLING, HISTORY, SIBLING, HISTORY"""
+
+TWICE = """
+from fusion.rollout.drafts.suffix_index import make_indexes
+print(type(make_indexes()).__name__, type(make_indexes()).__name__)
+"""
+
+tokens = st.lists(st.integers(0, 2), max_size=12)
+pieces = st.lists(st.tuples(st.integers(0, 3), tokens), max_size=8)
+"""What arrives: (sequence, tokens); sequence i has source i % 2"""
+
+
+@pytest.fixture(scope="module")
+def native():
+    try:
+        return load()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def fill(indexes: SuffixIndexes, prompt: list[int], arrived: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
+    index = indexes.new(prompt, MIN_MATCH)
+    numbers = [indexes.open(index, i % 2, WEIGHTS[i]) for i in range(4)]
+    indexes.extend([(index, numbers[i]) for i, _ in arrived], [text for _, text in arrived])
+    return index, numbers
+
+
+def texts_of(prompt: list[int], arrived: list[tuple[int, list[int]]]) -> list[list[int]]:
+    texts: list[list[int]] = [[], [], [], []]
+    for i, piece in arrived:
+        texts[i] += piece
+    return [prompt + text for text in texts]
+
+
+def followers(prompt: list[int], texts: list[list[int]], context: list[int]) -> dict[int, int]:
+    """Count what follows the context anywhere in the text, weighted. The prompt, with which all begin, counts once."""
+    counts: dict[int, int] = {}
+    size = len(context)
+    for i, text in enumerate([prompt, *texts]):
+        for end in range(size, len(text)):
+            in_prompt = end < len(prompt)
+            if text[end - size : end] == context and (i == 0) == in_prompt:
+                counts[text[end]] = counts.get(text[end], 0) + (1 if in_prompt else WEIGHTS[i - 1])
+    return counts
+
+
+def searched(prompt: list[int], texts: list[list[int]], text: list[int], depth: int) -> list[tuple[int, float]]:
+    """The most probable path behind a text."""
+    path, probability, context = [], 1.0, list(text)
+    while len(path) < depth:
+        for size in range(len(context), MIN_MATCH - 1, -1):
+            counts = {token: n for token, n in followers(prompt, texts, context[-size:]).items() if n}
+            if counts:
+                break
+        else:
+            break
+        token = min(counts, key=lambda token: (-counts[token], token))
+        share = counts[token] / sum(counts.values())
+        probability *= ACCEPTANCE[min(int(share * len(ACCEPTANCE)), len(ACCEPTANCE) - 1)]
+        path.append((token, probability))
+        context.append(token)
+    return path
+
+
+@given(prompt=tokens, arrived=pieces)
+def test_a_path_is_what_most_often_followed_the_longest_suffix(prompt, arrived):
+    indexes, texts = PlainIndexes(), texts_of(prompt, arrived)
+    index, numbers = fill(indexes, prompt, arrived)
+    drafts = indexes.draft([(index, number) for number in numbers], [4] * 4, [4] * 4, ACCEPTANCE)
+    for i, text in enumerate(texts):
+        rows = drafts.of(i)
+        found = list(zip(drafts.tokens[rows].tolist(), drafts.probabilities[rows].tolist(), strict=True))
+        expected = searched(prompt, texts, text, 4)
+        assert [token for token, _ in found] == [token for token, _ in expected]
+        np.testing.assert_allclose([p for _, p in found], [p for _, p in expected], rtol=1e-12)
+        assert drafts.parents[rows].tolist() == list(range(-1, len(found) - 1))
+
+
+@given(prompt=tokens, arrived=pieces, depth=st.integers(1, 5), nodes=st.integers(1, 9), children=st.integers(1, 3))
+def test_both_implementations_draft_the_same_trees(native, prompt, arrived, depth, nodes, children):
+    drafts = []
+    for indexes in (NativeIndexes(native), PlainIndexes()):
+        index, numbers = fill(indexes, prompt, arrived)
+        drafts.append(indexes.draft([(index, n) for n in numbers], [depth] * 4, [nodes] * 4, ACCEPTANCE, children))
+    for name in ("offsets", "tokens", "parents", "shares", "probabilities", "sources"):
+        ours, plain = (getattr(one, name) for one in drafts)
+        assert ours.tolist() == plain.tolist() and ours.dtype == plain.dtype, name
+
+
+@given(prompt=tokens, arrived=pieces, nodes=st.integers(1, 9))
+def test_the_beginning_of_a_tree_is_the_tree_of_that_size(native, prompt, arrived, nodes):
+    indexes = NativeIndexes(native)
+    index, numbers = fill(indexes, prompt, arrived)
+    places = [(index, number) for number in numbers]
+    large, small = (indexes.draft(places, [5] * 4, [size] * 4, ACCEPTANCE, 3) for size in (12, nodes))
+    for i in range(4):
+        assert large.tokens[large.of(i)][:nodes].tolist() == small.tokens[small.of(i)].tolist()
+        parents, probabilities = large.parents[large.of(i)], large.probabilities[large.of(i)]
+        assert all(parent < node for node, parent in enumerate(parents)), "a parent comes first"
+        assert (np.diff(probabilities) <= 0).all() and np.unique([parents, large.tokens[large.of(i)]], axis=1).shape[
+            1
+        ] == len(parents)
+
+
+def test_a_draft_names_where_its_tokens_occurred(native):
+    for indexes in (NativeIndexes(native), PlainIndexes()):
+        index = indexes.new([9, 9, 9], min_match=2)
+        history, sibling, one = (indexes.open(index, source) for source in (HISTORY, SIBLING, SIBLING))
+        indexes.extend([(index, history), (index, sibling)], [[1, 2, 3, 4, 5], [6, 7, 8]])
+        indexes.extend([(index, one)], [[6]])
+        drafts = indexes.draft([(index, one)], [8], [8], ACCEPTANCE)
+        assert drafts.tokens.tolist() == [7, 8] and drafts.sources.tolist() == [SIBLING] * 2
+        indexes.extend([(index, one)], [[1, 2, 3]])
+        drafts = indexes.draft([(index, one)], [8], [8], ACCEPTANCE)
+        assert drafts.tokens.tolist() == [4, 5] and drafts.sources.tolist() == [HISTORY] * 2
+
+
+def test_repeated_text_costs_no_more_than_other_text(native):
+    indexes = NativeIndexes(native)
+    index = indexes.new([], min_match=3)
+    one = indexes.open(index, SIBLING)
+    indexes.extend([(index, one)], [[7] * 200_000])  # quadratic cost would take minutes
+    assert indexes.draft([(index, one)], [8], [8], ACCEPTANCE).tokens.tolist() == [7] * 8
+    assert indexes.nbytes / 200_000 < 120
+    indexes.remove(index)
+    assert not indexes.nbytes, "all bytes are counted"
+
+
+def test_without_a_compiler_drafts_are_found_in_python_which_is_said_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert done.stdout == "PlainIndexes PlainIndexes\n"
+    assert done.stderr.count("no C++ compiler found (install g++)") == 1

@@ -1,0 +1,45 @@
+"""Samples suspended at the end of a chunk: the engine's first card reports those of all its cards, each once."""
+
+from distqueue import LocalQueue
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from fusion.rollout import SuspendedSample, engine_stage
+from fusion.telemetry import Metrics, Timeline
+from tests.helpers import run_ranks
+from tests.inference.engines import checkpoint
+
+
+def run_stage(rank, device, folder):
+    engine_stage.MAX_PENDING_S = 0.0
+    mesh, config = Mesh.create(Parallel(2, ep=2)), RolloutConfig(max_length=256, max_seqs=8, max_batch_tokens=64)
+    model = Transformer(ModelConfig.from_hf(folder), mesh, device)
+    load_weights(model, folder)
+    engine = EmbeddedEngine(model, mesh, device, config, seed=5)
+    engine.allocate_kv()
+    queue = LocalQueue(["train"])
+    stage = engine_stage.EngineStage(engine, queue)
+    params = SamplingParams(max_tokens=60, stop_token_ids=())
+    requests = [Request(f"c{k}", (3, 4), params, group=f"c{k}", chunk_tokens=3) for k in range(4)]
+    requests += [Request(f"w{k}", (3, 4), params, group=f"w{k}") for k in range(4)]
+    suspended = stage.run(requests if rank == 0 else [], stay=False, metrics=Metrics(), timeline=Timeline("card"))
+    held = {id for id in (f"c{k}~3" for k in range(4)) if _holds(queue, id)}
+    return suspended, held, stage.take_suspended() if rank == 0 else []
+
+
+def _holds(queue, row):
+    try:
+        return bool(queue.read([row], ["partial_response"]).ids)
+    except ValueError:
+        return False
+
+
+def test_the_first_card_reports_what_all_cards_suspended():
+    (first, first_held, later), (second, second_held, _) = run_ranks(run_stage, 2, checkpoint())
+    assert first_held and second_held and not first_held & second_held, "both cards suspended samples"
+    assert {one.earlier for one in first} == first_held | second_held and len(first) == 4, "and the first reported all"
+    assert second == later == []
+    assert set(first) == {SuspendedSample(f"c{k}", 3, f"c{k}~3", (0, 0), one.kv_rank) for k, one in _by_number(first)}
+
+
+def _by_number(samples):
+    return [(int(one.id[1:]), one) for one in samples]

@@ -1,0 +1,75 @@
+"""What the benchmarks compute and choose, apart from what they measure."""
+
+import pytest
+
+from benchmarks.growth import misses
+from benchmarks.growth_run import calls_of_a_step, growth_of_rss
+from benchmarks.rotation import in_rotation
+from benchmarks.stalesync_modes import Mode, Workload, log_of, new_home
+from benchmarks.switch_floor import floor_of
+from benchmarks.trl import Figures, figures_of, new_lines, summary
+
+
+def test_every_side_runs_once_a_round_and_first_as_often_as_any_other():
+    rounds = [in_rotation(["a", "b", "c"], round) for round in range(-1, 5)]
+    assert rounds[:3] == [["c", "a", "b"], ["a", "b", "c"], ["b", "c", "a"]]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert sorted(names[0] for names in rounds) == ["a", "a", "b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "wire", "floor_s"),
+    [(2.5, "shared", 2.5 + 0.25), (4.0, "p2p", 2.0 + 1.0 + 0.25)],
+)
+def test_only_wires_that_need_packed_bytes_pay_for_packing(shared, wire, floor_s):
+    seconds = {"all_to_all": 3.0, "p2p": 2.0, "shared": shared, "memcpy": 1.0, "local": 0.25}
+    assert floor_of(seconds) == (wire, floor_s)
+
+
+def test_a_mode_that_is_repeated_has_a_folder_of_its_own(tmp_path):
+    mode, workload = Mode("colocated", 1), Workload(training=8.0)
+    homes = []
+    for _ in range(3):
+        homes.append(new_home(tmp_path, mode, workload))
+        log_of(homes[-1]).touch()
+    assert len({*homes}) == 3
+
+
+def test_a_run_reaches_its_reward_by_the_mean_of_five_steps_and_counts_its_first_step():
+    times, rewards = [10.0, 12.0, 13.0, 14.0, 15.0, 16.0], [0.5, 0.9, 0.9, 0.9, 0.9, 0.9]
+    assert figures_of(times, rewards) == Figures(step_s=1.0, reached_s=7.0, steps=6, reward=pytest.approx(0.9))
+    assert figures_of(times[:5], rewards[:5]).reached_s is None
+
+
+def test_a_ratio_is_that_of_medians_and_absent_where_a_round_did_not_get_there():
+    runs = {"rlfusion": [Figures(step_s, 10.0, 9, 0.9) for step_s in (1.0, 2.0, 9.0)]}
+    runs["trl"] = [Figures(step_s, 30.0, 9, 0.9) for step_s in (3.0, 9.0, 1.0)]
+    assert summary(runs)["step_ratio"] == 1.5 and summary(runs)["reached_ratio"] == 3.0
+    runs["trl"][0] = Figures(3.0, None, 9, 0.4)
+    assert summary(runs)["trl_reached_s"] is None and "reached_ratio" not in summary(runs)
+
+
+def test_a_growing_file_is_read_by_whole_lines(tmp_path):
+    path = tmp_path / "rows"
+    assert new_lines(path, 0) == ([], 0)
+    path.write_text("a\nb\nhal")
+    assert new_lines(path, 0) == (["a", "b"], 4)
+    path.write_text("a\nb\nhalf\n")
+    assert new_lines(path, 4) == (["half"], 9) and new_lines(path, 9) == ([], 9)
+
+
+def test_growth_is_that_of_the_last_steps_over_those_that_follow_the_first():
+    records = [{"rss": {"workers": 100 + step * (step < 50) + 10 * (step > 190)}} for step in range(200)]
+    assert growth_of_rss(records, "workers", 50) == pytest.approx(0.045)
+    assert growth_of_rss(records[:5], "workers", 2) == pytest.approx(104 / 102 - 1)
+
+
+def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_out():
+    quiet, disturbed = {"train": 2, "change claim train": 1, "get": 3, "lost": 1}, {"train": 9, "get": 1}
+    records = [{"calls": calls} for calls in (quiet, {"train": 99}, quiet, disturbed, disturbed)]
+    assert calls_of_a_step(records) == {"calls": 3, "polled": 4}
+
+
+def test_a_target_is_checked_where_it_was_measured():
+    lines = misses({"decode": {"decode_us_at_64": 1001.0, "intercept_us": 7.0}, "memory": {"rss_growth": 0.02}})
+    assert [line.split()[:2] for line in lines] == [["MISSED", "decode_us_at_64:"], ["ok", "rss_growth:"]]

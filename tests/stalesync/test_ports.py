@@ -1,0 +1,56 @@
+"""What a run opens is what docs/security.md lists: nothing that another machine reaches, by no other process."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from tests.sockets import listening
+from tests.stalesync.runs import descendants
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+
+PROCESSES = {
+    "gcs_server": r"gcs_server",
+    "raylet": r"raylet/raylet",
+    "dashboard agent": r"dashboard[/.]agent|ray::DashboardAgent",
+    "runtime env agent": r"runtime_env[/.]agent|ray::RuntimeEnvAgent",
+    "ray::Card": r"^ray::Card",
+    "ray::QueueActor": r"^ray::QueueActor",
+    "ray::Shard": r"^ray::Shard",
+    "ray::IDLE": r"^ray::IDLE",
+}
+"""As the page names them, and how their command lines look"""
+
+
+def documented():
+    """(process, kind) of every row of the page's table."""
+    rows = re.findall(r"^\| (`[^|]+) \| (tcp|unix) \|", PAGE.read_text(), re.MULTILINE)
+    return {(name, kind) for names, kind in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def name_of(pid, command, controller):
+    if pid == controller:
+        return "controller"
+    return next((name for name, pattern in PROCESSES.items() if re.search(pattern, command)), command)
+
+
+def check_ports(run):
+    """Asserts it of a running run."""
+    commands = {pid: line for pid, line in descendants(run.pid).items() if "tests.warm" not in line} | {run.pid: ""}
+    opened = {(name_of(pid, line, run.pid), one) for pid, line in commands.items() for one in listening(pid)}
+    assert {"controller", "raylet", "gcs_server", "ray::Card"} <= {name for name, _ in opened}, opened
+    assert not (reachable := [one for one in opened if not one[1].local]), reachable
+    unknown = {(name, one.kind) for name, one in opened} - documented()
+    assert not unknown, f"{unknown} are not in {PAGE.name}: {opened}"
+    for name, one in opened:
+        if one.kind == "unix" and not one.address.startswith("@"):
+            mode = os.stat(one.address).st_mode
+            assert stat.S_ISSOCK(mode) and not mode & 0o022, f"{name}: others may write to {one.address}"
+
+
+def test_the_page_lists_every_kind_of_process():
+    names = {name for name, _ in documented()}
+    assert names == {*PROCESSES, "controller"}

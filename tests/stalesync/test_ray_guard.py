@@ -1,0 +1,134 @@
+"""A controller that ends, however it does, leaves no process of its Ray and no segments of its queue behind; other
+processes are left alone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distqueue.payload.sweep import PREFIX
+from tests.machine import communicate, patience, running, wait_for
+
+CONTROLLER = """
+import os, subprocess, sys, time
+from stalesync.ray_guard import guarded, marking
+
+root = sys.argv[1]
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+shard = [sys.executable, "-c", '''
+import sys, time
+from pathlib import Path
+from distqueue.payload.sweep import own
+own(Path(sys.argv[1]))
+print(flush=True)
+time.sleep(600)
+''', f"{root}/distqueue-1/shard"]
+with guarded([root]) as guard:
+    with marking(guard.mark):
+        raylet = subprocess.Popen([sys.executable, "-c", '''
+import subprocess, sys, time
+shard = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, start_new_session=True)
+shard.stdout.readline()
+print(shard.pid, flush=True)
+time.sleep(600)
+''', *shard], stdout=subprocess.PIPE, text=True)
+        member = int(raylet.stdout.readline())
+    other = subprocess.Popen(sleep, start_new_session=True)
+    print(raylet.pid, member, other.pid, flush=True)
+    if sys.argv[2] == "raises":
+        raylet.kill()
+        raise SystemExit(3)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_nothing_of_a_ray_is_left_when_its_controller_has_ended(tmp_path, how):
+    command = [sys.executable, "-c", CONTROLLER, str(tmp_path), how]
+    controller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    raylet, member, other = map(int, controller.stdout.readline().split())
+    guards = _guards(controller.pid)
+    try:
+        if how == "killed":
+            controller.kill()
+            controller.wait()
+            os.kill(raylet, 9)  # Ray's own: it dies with the process that started it
+            assert running(member) and (tmp_path / f"{PREFIX}1").is_dir()
+            wait_for(lambda: not any(map(running, guards)), 30)
+        else:
+            assert controller.wait() == 3 and not any(map(running, guards))
+        assert not running(member) and not [*tmp_path.iterdir()]
+        assert running(other), "not started by its Ray"
+    finally:
+        for pid in (member, other):
+            if running(pid):
+                os.kill(pid, 9)
+
+
+STARTING = """
+import os, subprocess, sys, time
+from pathlib import Path
+from stalesync.ray_guard import LEAVING, STARTED, Report, guarded, marking
+
+folder, how, patience_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+with guarded([], Report(str(folder), 1)) as guard:
+    with marking(guard.mark):
+        raylet = subprocess.Popen([folder / "raylet", "600"])
+    print(raylet.pid, flush=True)
+    sys.stdin.readline()
+    if how in ("ends", "reports"):
+        guard.send(STARTED)
+    if how == "reports":
+        guard.send(LEAVING)
+    if how != "killed":
+        raylet.kill()
+    if how in ("ends", "reports"):
+        time.sleep(patience_s)
+        os._exit(1)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "how, status, reported", [("ends", 1, 1), ("hangs", -9, 1), ("reports", 1, 0), ("killed", -9, 0)]
+)
+def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_path, how, status, reported):
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    command = [sys.executable, "-c", STARTING, str(tmp_path), how, str(patience(1))]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    controller = subprocess.Popen(command, **pipes, text=True)
+    raylet = int(controller.stdout.readline())
+    guards = _guards(controller.pid)
+    wait_for(lambda: _watches(*guards), 30)
+    controller.stdin.write("\n")
+    controller.stdin.flush()
+    if how == "killed":
+        controller.kill()
+    _, err = communicate(controller, 60)  # nobody holds the standard error for longer
+    assert controller.returncode == status
+    assert err.count("error: Ray's process raylet has ended") == reported
+    assert (tmp_path / "run.log").exists() == (tmp_path / "error.json").exists() == bool(reported)
+    wait_for(lambda: not any(map(running, [raylet, *guards])), 30)
+
+
+def _watches(guard):
+    """Whether the guard watches a process."""
+    return any("pidfd" in os.readlink(fd) for fd in Path(f"/proc/{guard}/fd").iterdir() if fd.is_symlink())
+
+
+def _guards(controller):
+    """The guards of a process, by what they are told."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            *_, options = (folder / "cmdline").read_text().rstrip("\0").split("\0")
+            if json.loads(options)["controller"] == controller:
+                found.append(int(folder.name))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    assert len(found) == 1
+    return found

@@ -1,0 +1,107 @@
+"""A process of Ray that ends is noticed at once, and only those that this process has started count."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from distqueue import QueueClosed
+from stalesync.failures import QueueFailed, RayEnded
+from stalesync.launch import naming_queue
+from stalesync.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, watching_start
+from tests.machine import patience, wait_for
+
+
+def test_the_end_of_a_child_is_noticed_by_its_name(tmp_path):
+    for name in ("gcs_server", "raylet", "other"):
+        shutil.copy(shutil.which("sleep"), tmp_path / name)
+    started = {name: subprocess.Popen([tmp_path / name, "60"]) for name in ("gcs_server", "raylet", "other")}
+    try:
+        assert {children_of(os.getpid())[process.pid] for process in started.values()} == {*started}
+        with closing(RayProcesses()) as processes:
+            started["other"].kill()
+            started["other"].wait()
+            processes.check()
+            started["raylet"].kill()
+            started["raylet"].wait()
+            with pytest.raises(RayEnded, match="Ray's process raylet has ended"):
+                processes.check()
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_ends_while_ray_starts_is_given_up_from_another_thread(tmp_path):
+    shutil.copy(shutil.which("sleep"), tmp_path / "gcs_server")
+    given_up, ended = [], threading.Event()
+
+    def give_up(error):
+        given_up.append(str(error))
+        ended.set()
+
+    with watching_start(give_up):
+        with subprocess.Popen([tmp_path / "gcs_server", "60"]) as process:
+            wait_for(lambda: process.pid in children_of(os.getpid()), 10)
+            time.sleep(2 * WATCH_S)
+            process.kill()
+        assert ended.wait(patience(20))
+    assert len(given_up) == 1 and "Ray's process gcs_server has ended" in given_up[0]
+
+
+def test_a_process_that_ends_before_it_was_seen_is_given_up_too(tmp_path):
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    with subprocess.Popen([tmp_path / "raylet", "0"]) as earlier:
+        wait_for(lambda: earlier.pid not in children_of(os.getpid()), 10)  # a zombie of an earlier Ray
+        given_up, ended = [], threading.Event()
+        with watching_start(lambda error: (given_up.append(str(error)), ended.set())):
+            assert not ended.wait(GIVE_UP_S + 3 * WATCH_S)
+            process = subprocess.Popen([tmp_path / "raylet", "60"])
+            process.kill()
+            assert ended.wait(patience(20))
+        process.wait()
+    assert len(given_up) == 1 and "Ray's process raylet has ended" in given_up[0]
+
+
+def test_ray_that_reports_the_end_of_a_process_itself_is_not_given_up(tmp_path):
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    given_up = []
+    with pytest.raises(RuntimeError, match="of Ray"), watching_start(given_up.append):
+        with subprocess.Popen([tmp_path / "raylet", "60"]) as process:
+            time.sleep(2 * WATCH_S)
+            process.kill()
+        raise RuntimeError("of Ray")
+    assert not given_up and "start of Ray" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_without_children_of_that_name_nothing_is_watched():
+    with closing(RayProcesses(names=("no such process",))) as processes:
+        processes.check()
+
+
+def test_several_threads_may_check_at_once():
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        with closing(RayProcesses(names=("sleep",))) as processes, ThreadPoolExecutor(4) as pool:
+            for checked in [pool.submit(lambda: [processes.check() for _ in range(3000)]) for _ in range(4)]:
+                checked.result()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_queue_that_ends_with_ray_is_not_named():
+    def check_ray():
+        raise RayEnded("raylet")
+
+    with pytest.raises(RayEnded, match="raylet has ended"), naming_queue(check_ray):
+        raise QueueClosed("the queue's actor has ended")
+    with pytest.raises(QueueFailed, match="actor has ended"), naming_queue(lambda: None):
+        raise QueueClosed("the queue's actor has ended")

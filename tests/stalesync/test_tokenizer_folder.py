@@ -1,0 +1,83 @@
+"""The tokenizer of a model folder, checked in a run's first second."""
+
+import json
+import shutil
+
+import pytest
+
+from fusion.model import ModelConfig
+from stalesync.config import Config
+from stalesync.launch import warn_if_endless, worker_spec
+from stalesync.prompts import make_tokenizer
+from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
+from tests.helpers import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_checkpoint(folder, experts=False)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def load(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return load_tokenizer(str(folder), ModelConfig.from_hf(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder):
+    assert len(load(folder)) == 32
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=f"model.path: {folder} has no tokenizer"):
+        load(folder)
+
+
+def test_a_tokenizer_config_without_a_vocabulary_is_refused(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"model.path: {folder} has no tokenizer"):
+        load(folder)
+
+
+def test_a_broken_tokenizer_is_refused_with_its_folder(folder):
+    (folder / "tokenizer.json").write_text('{"version": 1')
+    with pytest.raises(ValueError, match=f"model.path: {folder} has no tokenizer that transformers can load"):
+        load(folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder):
+    with pytest.raises(ValueError, match="has 32 tokens, the model vocab_size=31"):
+        load(folder, vocab_size=31)
+
+
+def test_end_tokens_are_those_of_the_model_and_of_the_tokenizer(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7]}))
+    model, tokenizer = ModelConfig.from_hf(folder), load(folder)
+    assert end_token_ids(tokenizer, model, str(folder)) == (3, 7, 1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 32]}))
+    with pytest.raises(ValueError, match="names the end token 32 .*; expected one below vocab_size=32"):
+        end_token_ids(tokenizer, ModelConfig.from_hf(folder), str(folder))
+
+
+def test_a_model_without_an_end_token_is_warned_of(folder, caplog):
+    (folder / "generation_config.json").unlink()
+    tokenizer = load(folder, eos_token_id=None)
+    tokenizer.eos_token = None
+    config = Config()
+    config.model.path = str(folder)
+    config = config.resolved()
+    spec = worker_spec(config, ModelConfig.from_hf(folder), tokenizer)
+    assert spec.detokenizer.end_token_ids == ()
+    warn_if_endless(config, spec)
+    assert "names no end token (eos_token_id): every response will be rollout.max_response_length=" in caplog.text
+    caplog.clear()
+    config.rollout.stop = ["#"]
+    warn_if_endless(config, spec)
+    assert not caplog.text
