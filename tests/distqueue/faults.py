@@ -27,7 +27,7 @@ import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed, QueueDrained
 from distqueue.actor_calls import run
-from tests.machine import Deadline, patience
+from tests.machine import Deadline, patience, running, wait_for
 from tests.warm import use_ray
 
 TASKS = ("reward", "train")
@@ -173,6 +173,16 @@ def _parties(folder: Path, seed: int) -> tuple[list[Any], list[tuple[str, Any]]]
     readers = [(task, party.remote(str(folder), f"r{seed}{task}")) for task in TASKS]
     ray.get([actor.__ray_ready__.remote() for actor in [*writers, *(reader for _, reader in readers)]])
     return writers, readers
+
+
+def kill(*actors: Any) -> None:
+    """Kills the processes of actors that Ray restarts. They have ended when this returns: `ray.kill` returns before, so
+    an old process may still answer."""
+    pids = [pid for actor in actors if (pid := pid_of(actor))]
+    assert len(pids) == len(actors), "not all are alive"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(map(running, pids)), 30)
 
 
 def _kill_one(rng: random.Random, everybody: list[Any]) -> int:

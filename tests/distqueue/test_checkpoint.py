@@ -24,7 +24,7 @@ from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns
 from distqueue.payload.segment_file import SegmentFile
 from distqueue.samples import Selection
-from tests.distqueue.faults import make_batch, same
+from tests.distqueue.faults import kill, make_batch, same
 from tests.distqueue.power_loss import HERE, Direct, PlainActor, put
 from tests.machine import patience
 from tests.warm import use_ray
@@ -127,7 +127,7 @@ def test_a_journalled_queue_goes_on_from_one_in_memory_and_then_from_its_journal
     assert durable(queue) == in_memory.was
     queue.put(make_batch(["x", "y"]), ["z", "z"])
     queue.drop(["x", "y"], "stale")
-    ray.kill(queue._actor, no_restart=False)
+    kill(queue._actor)
     assert durable(queue) == in_memory.was | {"ended/dropped:stale": 3}, "not from the checkpoint again"
     check_it_goes_on(queue, stale=3)
     queue.close()

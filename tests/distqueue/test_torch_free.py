@@ -12,6 +12,7 @@ import torch
 
 from distqueue import DistQueue, PackedBatch
 from distqueue.actor_calls import run
+from tests.distqueue.faults import kill
 from tests.distqueue.nodes import Nodes, batch_of, started_nodes
 
 
@@ -69,8 +70,7 @@ def test_no_process_of_the_queue_loads_torch_whatever_it_does(nodes: Nodes, tmp_
     queue = DistQueue.create(["train"], checkpoint=str(tmp_path / "checkpoint"), **options)
     queue.put(batch_of("j"))
     assert_without_torch(queue, "a checkpoint and a put")
-    for actor in (queue._actor, *(actor for _, actor in run(queue._call("where")).values())):
-        ray.kill(actor, no_restart=False)
+    kill(queue._actor, *(actor for _, actor in run(queue._call("where")).values()))
     assert queue.read(["j"], ["tokens"])["tokens"][0].shape == (1000,)
     assert_without_torch(queue, "recovery from the journal")
     queue.close()
