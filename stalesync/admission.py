@@ -85,7 +85,7 @@ class AdmissionSpec:
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
     others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``max_filtered_groups``:
-    number of filtered groups that a step replaces.
+    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others.
     """
 
     group_size: int
@@ -97,6 +97,7 @@ class AdmissionSpec:
     ahead: bool = False
     scores_beside: bool = True
     keeps_kv: bool = False
+    num_probes: int = 0
 
     @property
     def max_requests(self) -> int | None:
@@ -113,7 +114,7 @@ class Admission:
     """Makes the decisions of a run, with its staleness ledger and its request buffer."""
 
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
-        self.spec, self.ledger, self.buffer = spec, ledger, RequestBuffer()
+        self.spec, self.ledger, self.buffer = spec, ledger, RequestBuffer(spec.num_probes)
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
         """Stage of the last command"""
@@ -350,4 +351,5 @@ class Admission:
 
 
 def _request(entry: Entry) -> DispatchedRequest:
-    return DispatchedRequest(entry.id, entry.group, entry.earlier, entry.kv[1] if entry.kv else None)
+    kv_rank = entry.kv[1] if entry.kv else None
+    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank, entry.priority)

@@ -16,12 +16,13 @@ class AdmitGroups:
 
 class DispatchedRequest(NamedTuple):
     """A request for an engine. ``earlier``: the queue's row with its tokens so far, "" for none; ``kv_rank``: the
-    attention rank of this engine that has its KV, None: no rank."""
+    attention rank of this engine that has its KV, None: no rank; ``priority``: as `Request.priority`."""
 
     id: str
     group: str
     earlier: str = ""
     kv_rank: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)

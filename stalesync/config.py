@@ -274,6 +274,8 @@ class Config:
                 f"{minibatches} x algorithm.group_size={group}), fewer than the {replicas} data-parallel replicas of "
                 f"parallel.train on cluster.npus={self.cluster.npus}"
             )
+        if self.rollout.probe and self.rollout.probe >= group:
+            raise ValueError(f"rollout.probe={self.rollout.probe}: expected fewer than algorithm.group_size={group}")
         buffer, response = self.algorithm.overlong_buffer, self.rollout.max_response_length
         if buffer is not None and buffer > response:
             raise ValueError(f"algorithm.overlong_buffer={buffer} exceeds rollout.max_response_length={response}")

@@ -172,4 +172,5 @@ class Generation:
             exact_tokens,
             dispatched.earlier,
             dispatched.kv_rank,
+            dispatched.priority,
         )

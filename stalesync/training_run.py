@@ -256,4 +256,5 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool) -> 
         ahead=spec.ahead,
         scores_beside=scores_beside,
         keeps_kv=spec.rollout.keeps_kv,
+        num_probes=spec.rollout.num_probes,
     )

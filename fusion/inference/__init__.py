@@ -7,6 +7,7 @@
     control     control calls from any thread, applied on all ranks at the same step
     sequence    a request in the engine; what one step computes                              (pure)
     verification  the rows of a draft, and which of its tokens are kept                      (pure)
+    waiting     the order in which waiting requests are admitted                             (pure)
     scheduler   selects the tokens of the next step; assigns requests to attention ranks     (pure)
     blocks      manages KV blocks; the prefix cache, keyed by policy version                 (pure)
     kv_cache    memory of keys and values, allocated last, released before training

@@ -75,6 +75,10 @@ class RolloutConfig:
     draft_mib: int = 1024
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
+    probe: int | None = None
+    """Number of requests of a group that an engine begins before the others, so that these have whole responses to
+    draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
+    them. 0: requests begin in order of arrival; null: 1 with drafts from siblings, else 0."""
     batch_invariant: bool = False
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
 
@@ -94,6 +98,8 @@ class RolloutConfig:
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("drafts", DRAFTS)
         check.integer("draft_tree", "draft_mib", at_least=1)
+        check.integer("probe", at_least=0, null=True)
+        self._check_unused(check)
         check.integer("block_size", at_least=BLOCK_MULTIPLE)
         check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
         check.number("kv_fraction", above=0, at_most=1)
@@ -109,6 +115,24 @@ class RolloutConfig:
             self.max_batch_tokens >= self.max_seqs,
             f"at least rollout.max_seqs={self.max_seqs}, as every running sequence decodes one token per step",
         )
+
+    def _check_unused(self, check: Checks) -> None:
+        """Refuses options of drafts where there are none to which they apply."""
+        for name in ("draft_tree", "draft_mib"):
+            default = getattr(RolloutConfig, name)
+            unused = self.drafts == "none" and getattr(self, name) != default
+            check.that(name, not unused, f"{default} (the default) with rollout.drafts=none")
+        unused = bool(self.probe) and not self.drafts_siblings
+        check.that("probe", not unused, f"0 or null with rollout.drafts={self.drafts}: no sibling is drafted from")
+
+    @property
+    def drafts_siblings(self) -> bool:
+        return self.drafts in ("siblings", "both")
+
+    @property
+    def num_probes(self) -> int:
+        """Number of requests of a group that begin before the others."""
+        return int(self.drafts_siblings) if self.probe is None else self.probe
 
     @property
     def keeps_kv(self) -> bool:

@@ -7,8 +7,8 @@
 A sequence whose KV is parked on the host (`parked.py`) is admitted with all its blocks at once; the step lists which of
 them to fill, and the sequence continues behind them.
 
-Policy: decodes first, then prefills that have begun, then waiting requests in order of arrival (first come, first
-served) as far as tokens, sequences and blocks allow. Where a running sequence finds no block, the newest is preempted.
+Policy: decodes first, then prefills that have begun, then waiting requests in order (`waiting.py`: by priority, of one
+priority first come, first served) as far as tokens, sequences and blocks allow. Where a running sequence finds no block, the newest is preempted.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone
@@ -19,7 +19,6 @@ in the name, so KV of older weights is never found under a newer version.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from fusion.inference.request import FinishReason, Output, Request
 from fusion.inference.sequence import Blocks, Sequence, Step
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Drafter, Verification, plan_verifications
+from fusion.inference.waiting import WaitingLine
 
 
 class RecordedRouting(Protocol):
@@ -47,7 +47,7 @@ class Scheduler:
         self.blocks, self.max_seqs, self.max_batch_tokens = blocks, max_seqs, max_batch_tokens
         self.prefix_cache = prefix_cache
         self.version = version
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingLine()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefix_hit_tokens = 0
@@ -177,10 +177,10 @@ class Scheduler:
 
     def abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
         """Ends the requests for which ``chosen`` holds; returns their outputs, tokens included."""
-        ended = [seq for seq in (*self.running, *self.waiting) if chosen(seq.request)]
+        ended = [seq for seq in self.running if chosen(seq.request)]
         gone = set(map(id, ended))
         self.running = [seq for seq in self.running if id(seq) not in gone]
-        self.waiting = deque(seq for seq in self.waiting if id(seq) not in gone)
+        ended += self.waiting.remove(lambda seq: chosen(seq.request))
         return [self._end(seq, "abort") for seq in ended]
 
     def restart(self, blocks: BlockManager | None = None, version: int | None = None) -> None:
@@ -209,7 +209,7 @@ class Scheduler:
     ) -> None:
         size = self.blocks.block_size
         while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
-            seq = self.waiting[0]
+            seq = self.waiting.first
             hits = self.blocks.find(seq.names) if seq.parked else self._find_prefix(seq)
             start = seq.parked or len(hits) * size
             count = min(len(seq.tokens) - start, budget)

@@ -95,6 +95,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
     prompt, response = shared.tokens(request, "prompt"), shared.tokens(request, "response")
     params = shared.params(request)
     chunk, exact, rank = _whole(request.chunk_tokens), _whole(request.exact_tokens), _whole(request.kv_rank)
+    priority = _whole(request.priority)
     begun, limit = len(response), params.max_tokens
     if not prompt:
         raise ValueError(f"{_name(request)}: the prompt is empty; expected at least one token")
@@ -111,8 +112,11 @@ def _checked(request: Request, shared: _Shared) -> Request:
         raise ValueError(
             f"{_name(request)}: kv_rank={rank!r:.200}: expected a whole number in [0, {MAX_RANKS - 1}], or None"
         )
+    if type(priority) is not int or not 0 <= priority <= MAX_TOKENS:
+        raise ValueError(f"{_name(request)}: priority={priority!r:.200}: expected a whole number in [0, {MAX_TOKENS}]")
     same = prompt is request.prompt and response is request.response and params is request.params
-    if same and chunk is request.chunk_tokens and exact is request.exact_tokens and rank is request.kv_rank:
+    same = same and chunk is request.chunk_tokens and exact is request.exact_tokens
+    if same and rank is request.kv_rank and priority is request.priority:
         return request
     return replace(
         request,
@@ -122,6 +126,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
         chunk_tokens=chunk,
         exact_tokens=exact,
         kv_rank=rank,
+        priority=priority,
     )
 
 

@@ -10,7 +10,12 @@ resumed on any engine.
 A suspended request is resumed on the engine that has its KV, oldest first, unless that engine already has an equal
 share of the total load or, with a bound on requests, its maximum. It never waits for that engine: if the engine does
 not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
-the location of KV.
+the location of KV. A request without KV goes where the last one of its group went, if there is capacity: an engine
+shares prefixes of, and drafts from, what it has computed itself.
+
+The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to draft
+from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request waits
+for a probe. Lengths estimated from finished probes would refine the order here.
 
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request, `is_finished` and counts
 O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for d requests that it dispatches. No method but `of` and
@@ -41,7 +46,7 @@ class Entry:
     ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
     ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
     its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``position``: in the order
-    of all requests ever added.
+    of all requests ever added; ``behind``: whether probes run ahead of it.
     """
 
     id: str
@@ -56,14 +61,20 @@ class Entry:
     newest: int = -1
     kv: tuple[int, int] | None = None
     position: int = 0
+    behind: bool = False
 
     @property
     def load(self) -> int:
         """Number of known tokens that an engine must process to start or resume the request."""
         return self.prompt_tokens + self.generated
 
+    @property
+    def priority(self) -> int:
+        """Of the requests that wait in an engine, those of the lowest priority begin first."""
+        return int(self.behind and not self.generated)
 
-SAVED = tuple(field.name for field in fields(Entry) if field.name != "position")
+
+SAVED = tuple(field.name for field in fields(Entry) if field.name not in ("position", "behind"))
 """Fields of an entry in the state of a buffer"""
 
 
@@ -76,16 +87,21 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """The requests of a group."""
+    """The requests of a group. ``engine``: to which the last one was assigned, where requests are bounded."""
 
     members: list[Entry] = field(default_factory=list)
     num_unfinished: int = 0
+    engine: int | None = None
 
 
 class RequestBuffer:
-    """Holds requests by group, in the order in which groups were added; older requests have priority."""
+    """Holds requests by group, in the order in which groups were added; older requests are dispatched first.
 
-    def __init__(self) -> None:
+    ``num_probes``: requests of a group that run ahead of the others; 0: none.
+    """
+
+    def __init__(self, num_probes: int = 0) -> None:
+        self._num_probes = num_probes
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
@@ -217,6 +233,9 @@ class RequestBuffer:
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
         """Adds requests of one group in one state, the newest of all."""
         known = self._groups.setdefault(group, Group())
+        if self._num_probes:
+            for member, entry in enumerate(entries, start=len(known.members)):
+                entry.behind = member >= self._num_probes
         known.members += entries
         for position, entry in enumerate(entries, start=self._added):
             entry.position = position
@@ -263,14 +282,12 @@ class RequestBuffer:
 
     def _fill(self, engines: Sequence[int], max_requests: int) -> list[tuple[Entry, int]]:
         """Assigns waiting requests until every engine has its maximum: to the engine with the request's KV, else to
-        that of the sibling that this call assigned last, else to the one with the most capacity (of several the
-        first)."""
+        that of the sibling assigned last, else to the one with the most capacity (of several the first)."""
         room = {engine: max_requests - self._running_count[engine] for engine in engines}
         place = {engine: place for place, engine in enumerate(engines)}
         widest_first = [(-room[engine], place[engine], engine) for engine in engines]
         heapq.heapify(widest_first)
         assigned: list[tuple[Entry, int]] = []
-        engine_of_sibling: dict[str, int] = {}
         while widest_first:
             widest_room, _, widest = widest_first[0]
             if -widest_room != room[widest]:  # it has been assigned to since, and may not be the widest any more
@@ -278,10 +295,11 @@ class RequestBuffer:
                 continue
             if room[widest] <= 0 or (entry := self._next_waiting()) is None:
                 break
-            wish = entry.kv[0] if entry.kv else engine_of_sibling.get(entry.group, widest)
-            engine = wish if room.get(wish, 0) > 0 else widest
+            group = self._groups[entry.group]
+            wish = entry.kv[0] if entry.kv else group.engine
+            engine = widest if wish is None or room.get(wish, 0) <= 0 else wish
             assigned.append((entry, engine))
-            engine_of_sibling[entry.group] = engine
+            group.engine = engine
             room[engine] -= 1
         return assigned
 

@@ -38,6 +38,7 @@ def some_requests(draw) -> list[Request]:
         exact_tokens=st.integers(0, 9),
         earlier=st.text(max_size=3),
         kv_rank=st.none() | st.integers(0, 3),
+        priority=st.integers(0, 1),
     )
     return draw(st.lists(one, max_size=6))
 

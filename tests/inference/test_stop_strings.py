@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.inference.stop_strings import StopStrings
 from tests.inference.engines import engine, generate, generate_brokenly, requests
+from tests.inference.test_verification import Guesses
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"ba", b" a", b"</a", b">b", "ü".encode(), b"aaaa", b"<eos>"]
 """The bytes of each token"""
@@ -85,6 +86,24 @@ def test_outputs_are_those_without_stop_strings_up_to_the_first(broken):
     else:
         got = {name: pair[0] for name, pair in generate_brokenly(made, wanted, broken).items()}
     assert got == {name: cut(tokens, stops) for name, tokens in whole.items()} != whole
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+@pytest.mark.parametrize("right", [0.9, 1.0])
+def test_a_stop_string_ends_a_response_inside_its_draft(broken, right):
+    wanted = requests(12, max_tokens=40)
+    whole = {output.request_id: output.tokens for output in generate(engine(), wanted)}
+    tokens = sorted(whole.values(), key=len)[-1]
+    stops = [characters(tokens[10:12]), characters(tokens[20:21])]
+    made = with_stops(stops, max_kv_tokens=2048)
+    made.scheduler.drafter = Guesses(whole, right=right)  # drafts go on behind the stop strings
+    if broken is None:
+        got = {output.request_id: output.tokens for output in generate(made, wanted)}
+    else:
+        got = {name: pair[0] for name, pair in generate_brokenly(made, wanted, broken).items()}
+    assert got == {name: cut(tokens, stops) for name, tokens in whole.items()} != whole
+    assert made.scheduler.accepted_tokens > 0
+    assert broken is not None or made.scheduler.generated_tokens == sum(map(len, got.values()))
 
 
 def test_the_prompt_is_not_searched_and_an_exact_length_is_kept():

@@ -41,6 +41,8 @@ REFUSED = [
     (dict(exact_tokens=True), "exact_tokens=True"),
     (dict(kv_rank=-1), "kv_rank=-1"),
     (dict(kv_rank="0"), "kv_rank='0'"),
+    (dict(priority=-1), r"priority=-1: expected a whole number in \[0, 1000000000\]"),
+    (dict(priority=None), "priority=None"),
     (dict(group=3), "group=3: expected text"),
     (dict(group="\ud800"), "group="),
     (dict(earlier=None), "earlier=None"),
@@ -182,7 +184,7 @@ JUNK = st.one_of(
     st.lists(st.integers(0, 31), max_size=5).map(np.array),
     st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=2),
 )
-FIELDS = ["id", "prompt", "params", "group", "response", "chunk_tokens", "exact_tokens", "earlier", "kv_rank"]
+FIELDS = ["id", "prompt", "params", "group", "response", "chunk_tokens", "exact_tokens", "earlier", "kv_rank", "priority"]
 PARAMS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "stop_token_ids"]
 
 

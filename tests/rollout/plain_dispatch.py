@@ -1,18 +1,19 @@
 """The choices of `RequestBuffer.dispatch`, written plainly: every choice looks at all requests."""
 
 
-def plain_dispatch(buffer, engines, max_requests=None):
-    """Returns the engine of each waiting request that `dispatch` would assign; changes nothing."""
+def plain_dispatch(buffer, engines, max_requests=None, last_engine=None):
+    """Returns the engine of each waiting request that `dispatch` would assign; changes nothing. ``last_engine``: where
+    the last request of each group went, where requests are bounded."""
     waiting, running = buffer.of("waiting"), buffer.of("running")
     count = {engine: sum(entry.engine == engine for entry in running) for engine in engines}
     load = {engine: sum(_load(entry) for entry in running if entry.engine == engine) for engine in engines}
     if max_requests is not None:
-        return _fill(waiting, {engine: max_requests - count[engine] for engine in engines})
+        return _fill(waiting, {engine: max_requests - count[engine] for engine in engines}, last_engine or {})
     return _assign_all(waiting, load)
 
 
-def _fill(waiting, room):
-    chosen, sibling = {}, {}
+def _fill(waiting, room, last_engine):
+    chosen, sibling = {}, dict(last_engine)
     for entry in waiting:
         widest = max(room, key=lambda engine: room[engine])
         if room[widest] <= 0:

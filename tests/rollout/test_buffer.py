@@ -12,10 +12,11 @@ from tests.rollout.plain_dispatch import plain_dispatch
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
-    buffer, added, finished = RequestBuffer(), 0, []
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.randoms(use_true_random=False))
+def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes, random):
+    buffer, added, finished = RequestBuffer(num_probes), 0, []
     held: dict[str, int] = {}
+    last_engine: dict[str, int] = {}
     for step in range(80):
         match random.choice(["add", "dispatch", "suspend", "finish", "finish", "remove", "save"]):
             case "add":
@@ -26,7 +27,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                 running = sorted(random.sample(range(engines), random.randint(1, engines)))
                 loads = {engine: _load(buffer, engine) for engine in running}
                 most, had = random.choice([None, random.randint(1, 6)]), {n: buffer.num_running_on(n) for n in running}
-                expected = plain_dispatch(buffer, running, most)
+                expected = plain_dispatch(buffer, running, most, last_engine)
                 found = buffer.dispatch(running, most)
                 given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
                 assert given_ == expected
@@ -39,9 +40,11 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                     _check_ways_back(buffer, loads, waiting, given_)
                 else:
                     _check_filled(buffer, list(waiting), given_, had, most)
+                    last_engine |= {buffer.entries[id].group: given_[id] for id in waiting if id in given_}
                 for entries in found.values():
                     for first, second in zip(entries, entries[1:], strict=False):
                         assert int(first.group[1:]) <= int(second.group[1:]), "the oldest group first"
+                _check_priorities(buffer, given_, num_probes)
                 held |= given_
             case "suspend" if held:
                 id = random.choice(sorted(held))
@@ -58,16 +61,29 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, random):
                 for group in [f"g{n}" for n in range(added) if f"g{n}" in buffer and buffer.is_finished(f"g{n}")]:
                     buffer.remove(group)
             case "save" if not held:
-                again = RequestBuffer()
+                again = RequestBuffer(num_probes)
                 again.load_state_dict(buffer.state_dict())
                 assert again.state_dict() == buffer.state_dict()
+                assert _priorities(again) == _priorities(buffer), "though they are not saved"
                 assert not any(entry.kv for entry in again.entries.values()), "parked KV is in no checkpoint"
-                buffer = random.choice([buffer, again])
+                if random.random() < 0.5:
+                    buffer, last_engine = again, {}
         assert all(buffer.num(state) == len(buffer.of(state)) for state in ("waiting", "running", "finished"))
     states = {entry.id: entry.state for entry in buffer.entries.values()}
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))
     assert all(states.get(id, "finished") == "finished" for id in finished)
+
+
+def _priorities(buffer):
+    return {entry.id: entry.priority for entry in buffer.entries.values()}
+
+
+def _check_priorities(buffer, ids, num_probes):
+    """The first requests of a group come before the first tokens of the others."""
+    for id in ids:
+        is_behind = int(id.split("/")[1]) >= num_probes > 0 and not buffer.entries[id].generated
+        assert buffer.entries[id].priority == is_behind
 
 
 def _suspend(buffer, engine, id, generated, earlier, versions, kv_rank=None):
@@ -144,6 +160,17 @@ def test_a_suspended_request_goes_on_elsewhere_with_what_it_has():
     assert entry.kv is None, "its engine does not run: it does not wait for it"
     buffer.finish({"a/0": 9})
     assert buffer.is_finished("a") and [entry.id for entry in buffer.remove("a")] == ["a/0"]
+
+
+def test_what_remains_of_a_group_follows_its_siblings():
+    buffer = RequestBuffer()
+    buffer.add("a", ["a/0", "a/1", "a/2"], 5, 10)
+    buffer.add("b", ["b/0"], 5, 10)
+    found = buffer.dispatch([0, 1], max_requests=1)
+    assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["a/0"], ["a/1"]]
+    buffer.finish({"a/0": 3, "a/1": 3})
+    found = buffer.dispatch([0, 1], max_requests=1)
+    assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["b/0"], ["a/2"]], "on 1, as a/1 before"
 
 
 def test_a_state_of_an_earlier_format_is_restored():

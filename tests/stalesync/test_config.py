@@ -59,6 +59,14 @@ def test_what_corrects_older_samples_follows_the_bound_where_nothing_is_chosen(c
     _config(checkpoint, stalesync__max_staleness=1, algorithm__correction_cap=3.0).validate()
 
 
+def test_a_group_has_a_probe_where_siblings_are_drafted_from(checkpoint):
+    for drafts, chosen, expected in (("none", None, 0), ("history", None, 0), ("siblings", None, 1), ("both", 0, 0)):
+        config = _config(checkpoint, rollout__drafts=drafts, rollout__probe=chosen)
+        config.validate()
+        assert config.rollout.num_probes == expected
+    _config(checkpoint, rollout__drafts="both", rollout__probe=7, rollout__draft_tree=2).validate()
+
+
 def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
         _config(checkpoint, algorithm__replay=replay).validate()
@@ -93,6 +101,12 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         ({"algorithm__overlong_buffer": 999}, "algorithm.overlong_buffer=999 exceeds rollout.max_response_length="),
         ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
         ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
+        ({"rollout__drafts": "both", "rollout__probe": 8}, "rollout.probe=8: expected fewer than algorithm.group_size=8"),
+        ({"rollout__probe": -1}, "rollout.probe=-1: expected a whole number of at least 0, or null"),
+        ({"rollout__probe": 1}, "rollout.probe=1: expected 0 or null with rollout.drafts=none"),
+        ({"rollout__drafts": "history", "rollout__probe": 1}, "rollout.probe=1: .* rollout.drafts=history"),
+        ({"rollout__draft_tree": 2}, r"rollout.draft_tree=2: expected 1 \(the default\) with rollout.drafts=none"),
+        ({"rollout__draft_mib": 64}, r"rollout.draft_mib=64: expected 1024 \(the default\) with rollout.drafts=none"),
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
         ({"stalesync__max_staleness": -1}, "stalesync.max_staleness=-1"),
         ({"stalesync__train_tokens": 100}, "stalesync.train_tokens=100: expected null at stalesync.max_staleness=0"),

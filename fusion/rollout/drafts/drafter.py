@@ -107,7 +107,7 @@ class TextDrafter:
             return None
         return cls(
             make_indexes(),
-            siblings=config.drafts in ("siblings", "both"),
+            siblings=config.drafts_siblings,
             history=config.drafts in ("history", "both"),
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,

@@ -1,0 +1,56 @@
+"""Whole runs with drafts and probes are, bit by bit, those without."""
+
+import json
+
+import pytest
+import torch
+
+from fusion.npu import open_device
+from stalesync.base_model import make_base_model
+from tests.stalesync.runs import rows_of, train, weights_of
+
+LONG = """run.steps=3 run.eval_prompts=0 training.lr=3e-3 data=worked data.rows=4 data.prompts_per_step=4
+data.max_prompt_length=64 rollout.max_response_length=96 rollout.temperature=0.3 rollout.max_seqs=4
+rollout.batch_invariant=true""".split()
+"""The same prompts in every step; an engine decodes some of its requests at a time."""
+
+REWARD = "def score(prompt, response, answer, **fields): return len(response) % 5 / 4"
+
+SAMPLED = ("critic/", "actor/", "training/", "rollout_corr/", "response_length/")
+"""Prefixes of the metrics that depend on samples, rewards and log-probabilities, and on nothing else"""
+
+
+@pytest.fixture(scope="module")
+def rambling(tmp_path_factory):
+    """A model that has hardly been trained: its responses repeat themselves, and end after 1 to 96 tokens."""
+    folder = tmp_path_factory.mktemp("rambling")
+    small = dict(target=0.0, check_every=30, check_prompts=4, hidden=32, layers=2, batch=16)
+    make_base_model("worked_arithmetic", folder, open_device("emulated"), **small)
+    return folder
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("others", [[], ["cluster.npus=2", "rollout.chunk_tokens=16"]], ids=["one", "engines_chunks"])
+def test_drafts_and_probes_change_no_sample_reward_or_logprob(rambling, tmp_path, others):
+    (tmp_path / "judge.py").write_text(REWARD)
+    drafts = ["rollout.drafts=both", "rollout.draft_tree=2", "rollout.probe=1"]
+    common = [*LONG, *others, f"reward.path={tmp_path / 'judge.py'}:score"]
+    for name, options in (("plain", []), ("drafted", drafts)):
+        done = train(rambling, tmp_path, f"run.name={name}", *common, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+    plain, drafted = (rows_of(tmp_path / name) for name in ("plain", "drafted"))
+    assert sum(row["rollout/accepted_tokens"] for row in drafted) > 0
+    lengths = [row[f"response_length/{name}"] for row in plain for name in ("min", "max")]
+    assert min(lengths) < 96 == max(lengths), "some end by themselves"
+    for before, after in zip(plain, drafted, strict=True):
+        names = [name for name in before if name.startswith(SAMPLED)]
+        assert {"critic/rewards/std", "actor/grad_norm", "training/rollout_logprobs_diff_mean"} <= set(names)
+        assert [before[name] for name in names] == [after[name] for name in names]
+        assert before["actor/grad_norm"] > 0
+    assert _samples(tmp_path / "plain") == _samples(tmp_path / "drafted")
+    ours, theirs = (weights_of(tmp_path / name / "hf") for name in ("plain", "drafted"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _samples(run):
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
