@@ -45,8 +45,8 @@ class Request:
         earlier: the caller's name for what belongs to ``response``; returned with the output.
         kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
             if that rank has its share of requests, or the KV was freed, it is recomputed.
-        priority: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order of
-            arrival; at least 0.
+        priority: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order
+            of arrival; at least 0.
     """
 
     id: str

@@ -8,7 +8,8 @@ A sequence whose KV is parked on the host (`parked.py`) is admitted with all its
 them to fill, and the sequence continues behind them.
 
 Policy: decodes first, then prefills that have begun, then waiting requests in order (`waiting.py`: by priority, of one
-priority first come, first served) as far as tokens, sequences and blocks allow. Where a running sequence finds no block, the newest is preempted.
+priority first come, first served) as far as tokens, sequences and blocks allow. Where a running sequence finds no
+block, the newest is preempted.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone

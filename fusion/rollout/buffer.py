@@ -13,9 +13,9 @@ not run, the request is resumed elsewhere, and `take_left_kv` reports its unused
 the location of KV. A request without KV goes where the last one of its group went, if there is capacity: an engine
 shares prefixes of, and drafts from, what it has computed itself.
 
-The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to draft
-from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request waits
-for a probe. Lengths estimated from finished probes would refine the order here.
+The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to
+draft from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request
+waits for a probe. Lengths estimated from finished probes would refine the order here.
 
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request, `is_finished` and counts
 O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for d requests that it dispatches. No method but `of` and

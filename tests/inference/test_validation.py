@@ -184,7 +184,8 @@ JUNK = st.one_of(
     st.lists(st.integers(0, 31), max_size=5).map(np.array),
     st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=2),
 )
-FIELDS = ["id", "prompt", "params", "group", "response", "chunk_tokens", "exact_tokens", "earlier", "kv_rank", "priority"]
+FIELDS = ["id", "prompt", "params", "group", "response", "chunk_tokens", "exact_tokens", "earlier", "kv_rank"]
+FIELDS += ["priority"]
 PARAMS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "stop_token_ids"]
 
 

@@ -1,4 +1,4 @@
-"""Waiting requests are admitted by priority and in order of arrival, preempted ones first; a priority is no condition."""
+"""Waiting requests are admitted by priority and in order of arrival, preempted ones first; none is held back."""
 
 from hypothesis import given
 from hypothesis import strategies as st
