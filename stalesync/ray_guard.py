@@ -49,17 +49,26 @@ GRACE_S = 3.0
 QUIET_S = 1.0
 """The processes of a killed controller's Ray have ended when none was seen for so long: one may have started another"""
 
+LOOKS_S = 0.15
+"""… and those of a Ray that was shut down, when three looks have found none: a process may start another and end
+between the time when processes are listed and that when it is looked at"""
+
 MAX_S = 15.0
 """Maximum seconds of looking for them"""
 
 FROZEN_S = 3.0
 """A controller that starts Ray reports the end of one of its processes within this time, or cannot"""
 
-STARTED, LEAVING = b"s", b"l"
-"""What the controller writes to the guard: Ray has started; from now on it reports by itself why it ends"""
+STARTED, LEAVING, GIVING_UP = b"s", b"l", b"g"
+"""What the controller writes to the guard: Ray has started; from now on it reports by itself why it ends; it ends at
+once, and nothing of Ray will end by itself"""
 
 MARK = "STALESYNC_GUARD"
 """The environment variable in which the processes of a Ray have the mark of their guard"""
+
+KEEP_ENVIRONMENT = "SPT_NOENV"
+"""Ray's agents write their title over their environment, and with it over the mark, unless this variable is set. Ray
+sets it for its workers"""
 
 BOOT = """import json, sys
 options = json.loads(sys.argv[1])
@@ -83,15 +92,18 @@ class Report(NamedTuple):
         report_failure(error, stderr, logs=logs, progress=Progress("Ray"), world=self.world)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Guard:
-    """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads."""
+    """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads; ``started``:
+    whether Ray has started."""
 
     mark: str
     pipe: int
+    started: bool = False
 
     def send(self, news: bytes) -> None:
-        """Sends `STARTED` or `LEAVING`."""
+        """Sends one of these messages."""
+        self.started = self.started or news == STARTED
         with suppress(BrokenPipeError):  # somebody has killed the guard
             os.write(self.pipe, news)
 
@@ -122,50 +134,77 @@ def guarded(roots: Sequence[Path | str] = (), report: Report | None = None) -> I
         start_new_session=True,
     )
     assert guard.stdin is not None
+    seen = Guard(mark, guard.stdin.fileno())
     try:
-        yield Guard(mark, guard.stdin.fileno())
+        yield seen
     finally:
-        try:
-            end_session(mark, named)
-        finally:
-            guard.kill()
-            guard.wait()
-            guard.stdin.close()
+        end_session(mark, named, grace_s=GRACE_S if seen.started else 0.0)
+        guard.kill()  # unless that was interrupted: then it does the same when this process has ended
+        guard.wait()
+        guard.stdin.close()
 
 
 @contextmanager
 def marking(mark: str) -> Iterator[None]:
     """Marks the processes that are started in the block, and what they start."""
-    os.environ[MARK] = mark
+    marks = {MARK: mark, KEEP_ENVIRONMENT: "1"}
+    before = {name: os.environ.get(name) for name in marks}
+    os.environ.update(marks)
     try:
         yield
     finally:
-        del os.environ[MARK]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def members_of(mark: str) -> list[int]:
-    """Returns the ids of this user's processes that have the mark and have not ended."""
-    wanted, members = f"{MARK}={mark}".encode(), []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # it has ended, or is another user's
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    members.append(int(folder.name))
-    return members
+class Members:
+    """The processes of a Ray: those with its mark, what these have started, and what has been one of them."""
+
+    def __init__(self, mark: str) -> None:
+        self._wanted = f"{MARK}={mark}".encode()
+        self._known: dict[int, int] = {}
+        """When each was started (clock ticks), by process id"""
+
+    def look(self) -> list[int]:
+        """Returns the ids of those that have not ended."""
+        parents, started = dict[int, int](), dict[int, int]()
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with suppress(OSError):  # it has ended
+                    state, parent, *rest = (folder / "stat").read_text().rpartition(")")[2].split()
+                    if state not in "ZX":
+                        parents[int(folder.name)], started[int(folder.name)] = int(parent), int(rest[17])
+        members = [pid for pid in started if self._known.get(pid) == started[pid] or self._has_mark(pid)]
+        added = members
+        while added:
+            added = [pid for pid, parent in parents.items() if parent in added and pid not in members]
+            members = [*members, *added]
+        self._known |= {pid: started[pid] for pid in members}
+        return members
+
+    def _has_mark(self, pid: int) -> bool:
+        try:
+            return self._wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            return False
 
 
-def end_session(mark: str, roots: Sequence[str], quiet_s: float = 0.0) -> None:
-    """Waits until no process with the mark has been seen for ``quiet_s``, kills those that are left after GRACE_S, and
-    removes the folders of dead queues."""
+def end_session(mark: str, roots: Sequence[str], quiet_s: float = LOOKS_S, grace_s: float = GRACE_S) -> None:
+    """Waits until no process of the Ray with this mark has been seen for ``quiet_s``, kills those that are left after
+    ``grace_s``, and removes the folders of dead queues."""
     start_s = seen_s = time.monotonic()
+    processes = Members(mark)
     while (now_s := time.monotonic()) - start_s < MAX_S:
-        if members := members_of(mark):
+        if members := processes.look():
             seen_s = now_s
         elif now_s - seen_s >= quiet_s:
             break
-        if now_s - start_s >= GRACE_S:
+        if now_s - start_s >= grace_s:
             for pid in members:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_S)
     for root in roots:
@@ -174,8 +213,11 @@ def end_session(mark: str, roots: Sequence[str], quiet_s: float = 0.0) -> None:
 
 def main(controller: int, mark: str, roots: list[str], before: list[int], report: list[Any] | None) -> None:
     """Waits until the controller has ended, then ends what is left of its Ray."""
+    grace_s = GRACE_S
     if report is not None:
-        if ended := ended_before(controller, before):
+        ended, ends_itself = ended_before(controller, before)
+        grace_s = GRACE_S if ends_itself else 0.0
+        if ended:
             from stalesync.failures import RayEnded
 
             Report(*report)(RayEnded(ended), 2)
@@ -184,13 +226,13 @@ def main(controller: int, mark: str, roots: list[str], before: list[int], report
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who reads it waits for its end
     while os.getppid() == controller:
         time.sleep(POLL_S)
-    end_session(mark, roots, QUIET_S)
+    end_session(mark, roots, QUIET_S, grace_s)
 
 
-def ended_before(controller: int, before: Collection[int]) -> str | None:
+def ended_before(controller: int, before: Collection[int]) -> tuple[str | None, bool]:
     """Waits until the controller has ended or leaves its Ray. Returns the name of a process of Ray that ended before
-    the controller did, or that ended `FROZEN_S` ago while the controller starts Ray; None: the controller was the
-    first, or reports by itself.
+    the controller did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the
+    first, or reports by itself), and whether what is left of Ray may end by itself.
 
     Args:
         before: children of the controller that are none of this Ray's.
@@ -204,14 +246,15 @@ def ended_before(controller: int, before: Collection[int]) -> str | None:
             ready, _, _ = select.select(watched, [], [], WATCH_S if starting else POLL_S)
             if 0 in ready:  # first, as Ray's processes end with the controller, which closes its files before
                 if (news := os.read(0, 1)) != STARTED:
-                    return None if news else ended
+                    return None if news else ended, not starting and news != GIVING_UP
                 starting = False
             elif ready:
                 ended, ended_s = processes.ended(), time.monotonic()
                 import_module("stalesync.run_log")  # which takes seconds, to report it in time
+                continue  # the controller may have reported it meanwhile
             if starting and ended and time.monotonic() - ended_s > FROZEN_S:
-                return ended
-    return ended
+                return ended, False
+    return ended, not starting
 
 
 def _paths() -> list[str]:

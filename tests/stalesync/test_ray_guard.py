@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from distqueue.payload.sweep import PREFIX
-from tests.machine import communicate, patience, running, wait_for
+from stalesync.ray_guard import Members, end_session, marking
+from tests.machine import communicate, patience, running, wait_for, within
 
 CONTROLLER = """
 import os, subprocess, sys, time
@@ -132,3 +134,61 @@ def _guards(controller):
             continue
     assert len(found) == 1
     return found
+
+
+TITLED = """
+import sys, time
+from ray._raylet import setproctitle
+setproctitle("ray::RuntimeEnvAgent")
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_agent_of_ray_keeps_its_mark_when_it_writes_its_title():
+    with marking("mark-of-an-agent"):
+        agent = subprocess.Popen([sys.executable, "-c", TITLED], stdout=subprocess.PIPE)
+    with agent:
+        agent.stdout.readline()
+        try:
+            assert b"RuntimeEnvAgent" in Path(f"/proc/{agent.pid}/cmdline").read_bytes()
+            assert Members("mark-of-an-agent").look() == [agent.pid]
+        finally:
+            agent.kill()
+    assert "SPT_NOENV" not in os.environ
+
+
+UNMARKED = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={}, start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_process_with_the_mark_has_started_belongs_to_it_also_when_it_has_ended():
+    with marking("mark-of-a-raylet"):
+        raylet = subprocess.Popen([sys.executable, "-c", UNMARKED], stdout=subprocess.PIPE, text=True)
+    with raylet:
+        agent = int(raylet.stdout.readline())
+        try:
+            assert not Members("mark-of-another").look()
+            members = Members("mark-of-a-raylet")
+            assert sorted(members.look()) == sorted([raylet.pid, agent])
+            raylet.kill()
+            raylet.wait()
+            assert members.look() == [agent]
+        finally:
+            raylet.kill()
+            os.kill(agent, 9)
+    wait_for(lambda: not members.look(), 20)
+
+
+def test_what_is_left_of_a_ray_that_has_not_started_is_killed_at_once():
+    with marking("mark-of-a-start"):
+        raylet = subprocess.Popen([sys.executable, "-c", UNMARKED], stdout=subprocess.PIPE, text=True)
+    with raylet:
+        agent, start_s = int(raylet.stdout.readline()), time.monotonic()
+        end_session("mark-of-a-start", [], grace_s=0.0)
+        assert within(time.monotonic() - start_s, 2) and not running(agent)
+        assert raylet.wait() == -9
