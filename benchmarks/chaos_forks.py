@@ -98,10 +98,12 @@ def serve() -> None:
             answer = _open(request["namespace"], request["folder"])
         elif request["do"] == "poll":
             answer = _poll(request["pid"], statuses)
-        elif answer := os.fork():
-            statuses[answer] = None
         else:
-            _become(request)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the run handles one that comes meanwhile
+            if not (answer := os.fork()):
+                _become(request)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            statuses[answer] = None
         print(json.dumps(answer), flush=True)
 
 
@@ -145,6 +147,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         enter(request["namespace"])
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -153,8 +156,6 @@ def _become(request: dict[str, Any]) -> NoReturn:
             os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
         sys.executable = request["program"]
         status = run_script(request["command"])
-    except KeyboardInterrupt:
-        status = 130
     except BaseException:
         traceback.print_exc()
     finally:

@@ -44,6 +44,8 @@ class StartedRun:
         self._hung = self._trained = False
         script, all_variables = [str(ROOT / "scripts" / "train.py"), *arguments], environment() | space.environment()
         out, err = self._outputs
+        for path in self._outputs:
+            path.write_bytes(b"")  # here: the run may be killed before it can
         self.process: Forked | subprocess.Popen
         if space.forks is not None:
             self.process = space.forks.start(

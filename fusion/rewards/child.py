@@ -58,7 +58,10 @@ def main(options_json: str) -> None:
     except BaseException:
         error = f"{where}: loading it raised\n{trace_of_exception()}"
     end_if_forked(pid)
-    connection.sendall(pack_reply(START, Started(error, list(reward.required_fields) if reward else [])))
+    try:
+        connection.sendall(pack_reply(START, Started(error, list(reward.required_fields) if reward else [])))
+    except ConnectionError:  # the pool has been closed meanwhile
+        return
     if reward is not None:
         serve(connection, reward.score, memory_mib=options["memory_mib"])
 
