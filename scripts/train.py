@@ -5,10 +5,15 @@ python scripts/train.py --cfg job …       prints the composed config and stops
 python scripts/train.py --help            lists the groups and every key with its default and meaning
 """
 
-import sys
-import traceback
-from pathlib import Path
-from typing import NoReturn
+from stalesync.stopping import describe_stop, exit_status, ignore_stops, leave_at_stops
+
+if __name__ == "__main__":
+    leave_at_stops()  # before anything else is imported, which takes seconds
+
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 CONF = Path(__file__).resolve().parent.parent / "recipes" / "conf"
 USAGE = "usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]"
@@ -52,13 +57,13 @@ def compose_and_run() -> None:
         set_environment(config.cluster.address)
         from stalesync.failures import RunFailed
         from stalesync.launch import launch
-        from stalesync.stopping import exit_status
 
         try:
             launch(config)
         except (ValueError, RunFailed) as error:
             fail(f"error: {error}", error)
         except KeyboardInterrupt as stop:
+            print(describe_stop(stop), file=sys.stderr)
             sys.exit(exit_status(stop))
         except Exception as error:
             fail("".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip(), error)
@@ -80,4 +85,7 @@ def refuse(error: ValueError) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        ignore_stops()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,15 @@ from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
 from stalesync.run_log import Progress, RunLog
-from stalesync.stopping import stoppable
+from stalesync.stopping import acknowledging, describe_stop, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
 
 log = logging.getLogger(__name__)
+
+IMPORTED_LATE = """ray distqueue.client stalesync.cards stalesync.host_check stalesync.reward_sources stalesync.scoring
+stalesync.training_run""".split()
+"""What a run needs. Imported before it has a folder, when a signal can still end the process at once: an exception that
+a signal raises in an import may be lost, or leave half of a module"""
 
 
 def launch(config: Config) -> Path:
@@ -52,18 +59,20 @@ def launch(config: Config) -> Path:
     spec = worker_spec(config, model, tokenizer)
     warn_if_endless(config, spec)
     check_token(config.cluster.address)
-    with ExitStack() as stack:
-        stack.enter_context(stoppable())
-        folder = stack.enter_context(
-            RunFolder(config.run.dir, config.run.name, "resume" if config.run.resume else "suffix")
-        )
-        folder.write_config(asdict(config))
-        print(folder.choice)
+    for name in IMPORTED_LATE:
+        import_module(name)
+    with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed"}
-        stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
-        progress, logs = Progress(), RunLog(folder.path)
-        stack.enter_context(logging_to(logs.controller))
-        stack.enter_context(logs.recording(progress, report, world=spec.world))
+        with holding():  # a run that has a folder reports how it ended
+            folder = stack.enter_context(
+                RunFolder(config.run.dir, config.run.name, "resume" if config.run.resume else "suffix")
+            )
+            folder.write_config(asdict(config))
+            print(folder.choice)
+            stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
+            progress, logs = Progress(), RunLog(folder.path)
+            stack.enter_context(logging_to(logs.controller))
+            stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
         if rule is not None:
             check_required_fields(config.reward, rule.required_fields, source.fields)
@@ -99,7 +108,7 @@ def _run(
     from stalesync.scoring import Scorer
     from stalesync.training_run import TASKS, TrainingRun
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, acknowledging():
         if folder.resumed and complete_checkpoints(folder.path):
             print("reading the newest checkpoint to compare it with its manifest", flush=True)
         checkpoint, damaged = savepoint.newest(folder.path) if folder.resumed else (None, [])
@@ -111,7 +120,13 @@ def _run(
         progress.stage = "start Ray"
         report_end = Report(str(folder.path), spec.world)
         roots: list[Path | str] = [memory(), *([config.queue.spill] if config.queue.spill else [])]
-        check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end))
+
+        def report_stop(stop: KeyboardInterrupt) -> None:
+            view.__exit__(None, None, None)
+            RunReport.from_folder(folder.path, outcome=describe_stop(stop)).show()
+            sys.stdout.flush()
+
+        check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, report_stop))
         progress.stage = "compare the hosts"
         models = {"model.path": config.model.path, "reward.model": config.reward.model}
         check_hosts(folder.path, models, config.cluster.stage_timeout_s)

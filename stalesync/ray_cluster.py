@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stalesync.process_log import stderr_to
-from stalesync.ray_guard import LEAVING, STARTED, Guard, Report, guarded, marking
-from stalesync.stopping import keeping_handlers
+from stalesync.ray_guard import GIVING_UP, LEAVING, STARTED, Guard, Report, guarded, marking
+from stalesync.stopping import held_too_long, keeping_handlers, leave, raise_in_main
 
 if TYPE_CHECKING:
     from stalesync.failures import RunFailed
@@ -29,6 +29,7 @@ def ray_cluster(
     log: Path | None = None,
     queue_roots: Sequence[Path | str] = (),
     report: Report | None = None,
+    report_stop: Callable[[KeyboardInterrupt], None] = lambda stop: None,
 ) -> Iterator[Callable[[], None]]:
     """Joins the cluster at ``address``, or starts Ray on this machine (None); at the block's end leaves the cluster, or
     stops Ray, also if this process is killed. Does nothing where Ray is initialised already. Yields a health check of
@@ -40,8 +41,11 @@ def ray_cluster(
         queue_roots: folders in which queues have folders; when the Ray that was started here has ended, those of dead
             queues are removed.
         report: records an error and writes it to a descriptor, where a process of Ray has ended and this process has
-            to end without an exception: while Ray starts, called from another thread, or where Ray's C++ ends this
-            process, by the guard. None: the error is raised when Ray gives up itself, which takes a minute.
+            to end without an exception: called from another thread, while Ray starts or when the block does not end,
+            or by the guard, where Ray's C++ ends this process. None: the error is raised when Ray gives up itself,
+            which takes a minute.
+        report_stop: called from another thread before this process ends at once by a signal, for whose handling the
+            start of Ray takes too long.
 
     Raises:
         RunFailed: Ray did not start, or the cluster cannot be joined, needs no token, or refuses that of this process.
@@ -50,7 +54,7 @@ def ray_cluster(
     check_token(address)
     import ray
 
-    from stalesync.ray_processes import RayProcesses
+    from stalesync.ray_processes import RayProcesses, watching_end
 
     if ray.is_initialized():
         yield lambda: None
@@ -64,37 +68,56 @@ def ray_cluster(
         return
     with guarded(queue_roots, report) as guard, _shutting_down():
         try:
-            watching = nullcontext() if report is None else _watching_start(report, guard)
+            watching = nullcontext() if report is None else _watching_start(report, report_stop, guard)
             with keeping_handlers(), watching, stderr_to(log), marking(guard.mark):
                 _start()
             guard.send(STARTED)
-            with closing(RayProcesses()) as processes:
-                yield processes.check
+            with closing(RayProcesses(complete=True)) as processes:
+                watched = (
+                    nullcontext() if report is None else watching_end(processes, raise_in_main, _end_by(report, guard))
+                )
+                with watched:
+                    yield processes.check
         finally:
             guard.send(LEAVING)
 
 
 @contextmanager
-def _watching_start(report: Report, guard: Guard) -> Iterator[None]:
-    """Reports a process of Ray that ends inside the block and ends this process at once, from another thread: the main
-    thread waits in Ray, which would end the process without a report. The guards of Ray and of the rewards end
-    theirs."""
+def _watching_start(report: Report, report_stop: Callable[[KeyboardInterrupt], None], guard: Guard) -> Iterator[None]:
+    """Ends this process at once, from another thread, when a process of Ray has ended inside the block, or when a
+    signal has waited too long for its end: the main thread waits in Ray, which would end the process without a
+    report. The guards of Ray and of the rewards end theirs."""
     from stalesync.ray_processes import watching_start
 
     stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
 
-    def give_up(error: RunFailed) -> NoReturn:
-        guard.send(LEAVING)
+    def check_stop() -> None:
+        if (stop := held_too_long()) is not None:
+            guard.send(GIVING_UP)
+            os.dup2(stderr, 2)
+            try:
+                report_stop(stop)
+            finally:
+                leave(stop)
+
+    try:
+        with watching_start(_end_by(report, guard, stderr), poll=check_stop):
+            yield
+    finally:
+        os.close(stderr)
+
+
+def _end_by(report: Report, guard: Guard, stderr: int = 2) -> Callable[[RunFailed], NoReturn]:
+    """Returns a function that reports an error and ends this process at once."""
+
+    def end(error: RunFailed) -> NoReturn:
+        guard.send(GIVING_UP)
         try:
             report(error, stderr)
         finally:
             os._exit(1)
 
-    try:
-        with watching_start(give_up):
-            yield
-    finally:
-        os.close(stderr)
+    return end
 
 
 @contextmanager

@@ -24,7 +24,13 @@ WATCH_S = 0.1
 """Interval at which the processes are checked while Ray starts"""
 
 GIVE_UP_S = 0.5
-"""Time in which Ray may report by itself that one of them has ended"""
+"""Time in which Ray may report by itself that one of them has ended, while it starts"""
+
+NOTICE_S = 1.5
+"""Time in which a run may notice by itself that one of them has ended, after that it is interrupted …"""
+
+LEAVE_S = 3.0
+"""… and time in which it must then have ended"""
 
 
 class RayProcesses:
@@ -33,32 +39,45 @@ class RayProcesses:
     Args:
         parent: None: this process.
         before: children that are not watched, such as those of an earlier Ray.
+        complete: all of them have started: one that is not there has ended, and nothing is left of it.
     """
 
     def __init__(
-        self, names: Collection[str] = NAMES, *, parent: int | None = None, before: Collection[int] = ()
+        self,
+        names: Collection[str] = NAMES,
+        *,
+        parent: int | None = None,
+        before: Collection[int] = (),
+        complete: bool = False,
     ) -> None:
         self._names, self._parent, self._seen = names, parent or os.getpid(), {*before}
         self._name_by_fd: dict[int, str] = {}
-        self.add_started()
+        there = self.add_started()
+        self._missing = next((name for name in names if complete and name not in there), None)
 
     @property
     def descriptors(self) -> list[int]:
         """Each is readable when its process has ended."""
         return list(self._name_by_fd)
 
-    def add_started(self) -> None:
-        """Watches those that have started since, too, also one that has ended already."""
-        for pid, name in started_by(self._parent).items():
+    def add_started(self) -> set[str]:
+        """Watches those that have started since, too, also one that has ended already. Returns the names of all
+        children that are not excluded."""
+        started = started_by(self._parent)
+        names = {name for pid, name in started.items() if pid not in self._seen}
+        for pid, name in started.items():
             if name in self._names and pid not in self._seen:
                 try:
                     self._name_by_fd[os.pidfd_open(pid)] = name
                 except (OSError, AttributeError):  # it has ended, or kernel or interpreter are older than Linux 5.3
                     continue
                 self._seen.add(pid)
+        return names
 
     def ended(self) -> str | None:
         """Returns the name of one that has ended; None: all of them run. Any thread."""
+        if self._missing:
+            return self._missing
         poll = select.poll()  # one object must not be polled by two threads at a time
         for fd in self._name_by_fd:
             poll.register(fd, select.POLLIN)
@@ -82,15 +101,56 @@ class RayProcesses:
 
 
 @contextmanager
-def watching_start(give_up: Callable[[RayEnded], None], names: Collection[str] = NAMES) -> Iterator[None]:
+def watching_end(
+    processes: RayProcesses, interrupt: Callable[[RayEnded], None], give_up: Callable[[RayEnded], None]
+) -> Iterator[None]:
+    """If one of the processes has ended and the block lasts another `NOTICE_S`, calls ``interrupt`` from a thread, and
+    after another `LEAVE_S` ``give_up``: a call of Ray may wait for much longer."""
+    left, lock = threading.Event(), threading.Lock()
+
+    def call(act: Callable[[RayEnded], None], error: RayEnded, after_s: float) -> None:
+        left.wait(after_s)
+        with lock:
+            if not left.is_set():
+                act(error)
+
+    def watch() -> None:
+        while not left.wait(WATCH_S):
+            if name := processes.ended():
+                from stalesync.failures import RayEnded
+
+                error = RayEnded(name)
+                call(interrupt, error, NOTICE_S)
+                call(give_up, error, LEAVE_S)
+                return
+
+    thread = threading.Thread(target=watch, name="watch Ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with lock:
+            left.set()
+        thread.join()
+
+
+@contextmanager
+def watching_start(
+    give_up: Callable[[RayEnded], None], names: Collection[str] = NAMES, poll: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Watches the children that have one of ``names`` and start inside the block. If one has ended and the block lasts
-    another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process."""
+    another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process.
+
+    Args:
+        poll: called by that thread every `WATCH_S`.
+    """
     inside, lock, before = True, threading.Lock(), started_by(os.getpid())
 
     def watch() -> None:
         ended_s: float | None = None
         name_by_pid: dict[int, str] = {}
         while inside:
+            poll()
             now_s, started = time.monotonic(), started_by(os.getpid())
             name_by_pid |= {pid: name for pid, name in started.items() if name in names and pid not in before}
             running = children_of(os.getpid())

@@ -18,7 +18,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +130,21 @@ class RunLog:
         return self._folder / LOGS / f"rank-{rank}.log"
 
     @contextmanager
-    def recording(self, progress: Progress, report: dict[str, Any], *, world: int) -> Iterator[None]:
-        """States in ``report["outcome"]`` how the block ends; if it fails, writes why, with a note where to find it."""
+    def recording(
+        self, progress: Progress, report: dict[str, Any], *, world: int, settle: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """States in ``report["outcome"]`` how the block ends, and calls ``settle`` before: that is final. If it fails,
+        writes why, with a note where to find it."""
         try:
             yield
+            settle()
             report["outcome"] = "finished"
         except KeyboardInterrupt as stop:
+            settle()
             report["outcome"] = describe_stop(stop)
             raise
         except Exception as error:
+            settle()
             report["outcome"] = "failed"
             failure = describe_failure(error, stage=progress.stage, step=progress.step, hosts=progress.hosts)
             try:

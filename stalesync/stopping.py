@@ -1,7 +1,18 @@
-"""End a run by a signal as by Ctrl-C: a readable run folder, and no process left.
+"""End a run by a signal: a message, a readable run folder, and no process left, whenever the signal arrives.
 
-SIGTERM is a scheduler's request to end, SIGHUP the end of the terminal. Each is raised in the main thread as `Stopped`,
-a KeyboardInterrupt; the exit status of the process is then 128 + its number, as a shell reports it.
+SIGINT is Ctrl-C, SIGTERM a scheduler's request to end, SIGHUP the end of the terminal. The exit status of the process
+is 128 + the signal's number, as a shell reports it.
+
+    the process has …          a signal …
+    begun                      ends it at once with a message: it has started nothing yet       `leave_at_stops`
+    a run folder               is raised in the main thread, SIGTERM and SIGHUP as `Stopped`    `stoppable`
+    begun to start Ray         waits for the end of that, or for `HOLD_S`                       `holding`
+    received a signal          changes nothing for `FORCE_S`, then ends it at once
+    stated how the run ended   changes nothing                                                  `ignore_stops`
+
+Python drops an exception that a signal raises where no caller can receive it: in a destructor, in a callback of the
+import system, in a callback from C. So a signal is raised again every `RAISE_AGAIN_S` until one has arrived where the
+run ends by it (`acknowledging`). Whatever ends at once, the guard of Ray and the keepers of rewards end the rest.
 """
 
 from __future__ import annotations
@@ -9,11 +20,33 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Raised as `Stopped`"""
+
+SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
+
+WAKE = signal.SIGURG
+"""The process sends it to itself to raise an exception in the main thread: without a handler, it does nothing"""
+
+RAISE_AGAIN_S = 3.0
+"""A signal that has not ended the run is raised again after this time"""
+
+HOLD_S = 3.0
+"""The start of Ray goes on for at most this time after a signal"""
+
+FORCE_S = 2.0
+"""A second signal within this time is the first one, which the terminal and a parent process both sent"""
+
+SHOW_CURSOR = b"\x1b[?25h"
+"""A view of the progress hides it"""
+
+Phase = Literal["idle", "leave", "raise", "hold", "stopping", "ended"]
 
 
 class Stopped(KeyboardInterrupt):
@@ -22,6 +55,24 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int):
         super().__init__(number)
         self.signal = signal.Signals(number)
+
+
+@dataclass
+class _Stops:
+    """What a signal does now, and what has arrived."""
+
+    phase: Phase
+    held: KeyboardInterrupt | None = None
+    """Arrived in `holding`, not raised yet"""
+    held_s: float = 0.0
+    first: KeyboardInterrupt | None = None
+    """Was raised"""
+    first_s: float = 0.0
+    failure: BaseException | None = None
+    """Of another thread; `WAKE` interrupts the main thread for it"""
+
+
+_stops = _Stops("idle")
 
 
 def describe_stop(stop: KeyboardInterrupt) -> str:
@@ -34,20 +85,97 @@ def exit_status(stop: KeyboardInterrupt) -> int:
     return 128 + (stop.signal if isinstance(stop, Stopped) else signal.SIGINT)
 
 
+def leave_at_stops() -> None:
+    """From now on, a signal ends the process at once, with a message. One that the parent process ignores, as `nohup`
+    does with SIGHUP, stays ignored."""
+    _install()
+    _stops.phase = "leave"
+
+
+def ignore_stops() -> None:
+    """From now on, a signal changes nothing: the run has ended, and its report says how. Outside `stoppable` also while
+    the interpreter ends, when Python's handlers are not called any more."""
+    inside = _stops.phase in ("raise", "stopping")
+    _stops.phase = "ended"
+    if not inside:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raises `Stopped` in the block for STOP_SIGNALS. One that the parent process ignores, as `nohup` does with SIGHUP,
-    stays ignored."""
-    before: dict[signal.Signals, Any] = {}
+    """Raises KeyboardInterrupt in the block for SIGINT, `Stopped` for STOP_SIGNALS. One that the parent process
+    ignores, as `nohup` does with SIGHUP, stays ignored."""
+    global _stops
+    outer, before = _stops, dict[signal.Signals, Any]()
+    _stops = _Stops("raise")
     try:
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, _stop)
+        before |= _install() | {WAKE: signal.signal(WAKE, _interrupt)}
         yield
     finally:
+        if _stops.phase == "ended" and outer.phase == "leave":
+            outer.phase = "ended"
+        _stops = outer
         for number, handler in before.items():
             if handler is not None:  # not one that C code has set
                 signal.signal(number, handler)
+
+
+@contextmanager
+def acknowledging() -> Iterator[None]:
+    """Surrounds the innermost block that ends the run when it is interrupted. Raises what a handler raised, which a
+    call of Ray replaces by another exception, or the failure for which another thread has interrupted the block
+    (`raise_in_main`)."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        failure, _stops.failure = _stops.failure, None
+        if _stops.phase == "raise":
+            _stops.phase, _stops.first_s = "stopping", _stops.first_s or time.monotonic()
+        cause = failure if _stops.first is None else _stops.first
+        if cause is None or cause is stop:
+            raise
+        raise cause from None
+
+
+@contextmanager
+def holding() -> Iterator[None]:
+    """Raises a signal that arrives in the block at its end."""
+    if (phase := _stops.phase) != "raise":
+        yield
+        return
+    _stops.phase = "hold"
+    try:
+        yield
+    finally:
+        _stops.phase = phase
+        stop, _stops.held = _stops.held, None
+        if stop is not None:
+            _raise(stop)
+
+
+def held_too_long() -> KeyboardInterrupt | None:
+    """Returns the signal that has waited for `HOLD_S` for the end of `holding` or `keeping_handlers`. Called by a
+    thread that was started inside the block, again and again."""
+    if _stops.held is None and (pending := signal.sigpending() & {*STOP_SIGNALS}):
+        _stops.held_s, _stops.held = time.monotonic(), Stopped(min(pending))
+    return _stops.held if _stops.held and time.monotonic() - _stops.held_s > HOLD_S else None
+
+
+def raise_in_main(failure: BaseException) -> None:
+    """Interrupts the main thread, also where it waits, if it is inside `stoppable` and has not been interrupted
+    before; `acknowledging` raises the failure. Any other thread."""
+    if _stops.phase == "raise" and _stops.first is None:
+        _stops.failure = failure
+        _send_to_main(WAKE)
+
+
+def leave(stop: KeyboardInterrupt) -> NoReturn:
+    """Ends the process at once with a message. Any thread."""
+    if os.isatty(1):
+        os.write(1, SHOW_CURSOR)
+    os.write(2, f"{describe_stop(stop)}\n".encode())
+    os._exit(exit_status(stop))
 
 
 @contextmanager
@@ -57,7 +185,7 @@ def keeping_handlers() -> Iterator[None]:
     of the block; one that another thread receives is passed to the former handler."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     in_main = threading.current_thread() is threading.main_thread()
-    with _waiting() if in_main else nullcontext():
+    with holding() if in_main else nullcontext(), _waiting() if in_main else nullcontext():
         try:
             yield
         except SystemExit as end:
@@ -97,5 +225,49 @@ def _unblock_in_child() -> None:
 os.register_at_fork(after_in_child=_unblock_in_child)
 
 
-def _stop(number: int, _: object) -> NoReturn:
-    raise Stopped(number)
+def _install() -> dict[signal.Signals, Any]:
+    """Handles all signals that the parent process does not ignore; returns the handlers before."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, _handle)
+    return before
+
+
+def _handle(number: int, _: object) -> None:
+    """Handles a signal, in the main thread."""
+    stop = KeyboardInterrupt() if number == signal.SIGINT else Stopped(number)
+    match _stops.phase:
+        case "leave":
+            leave(stop)
+        case "hold":
+            if _stops.held is None:
+                _stops.held_s, _stops.held = time.monotonic(), stop
+        case "raise":
+            _raise(stop)
+        case "stopping":
+            if time.monotonic() - _stops.first_s > FORCE_S:
+                leave(_stops.first or stop)
+
+
+def _raise(stop: KeyboardInterrupt) -> NoReturn:
+    if _stops.first is None:
+        _stops.first, _stops.first_s = stop, time.monotonic()
+        threading.Thread(target=_raise_again, args=(_stops, stop), name="raise again", daemon=True).start()
+    raise stop
+
+
+def _raise_again(stops: _Stops, stop: KeyboardInterrupt) -> None:
+    while _stops is stops and stops.phase == "raise":
+        time.sleep(RAISE_AGAIN_S)
+        if _stops is stops and stops.phase == "raise":
+            _send_to_main(stop.signal if isinstance(stop, Stopped) else signal.SIGINT)
+
+
+def _interrupt(number: int, _: object) -> None:
+    if _stops.failure is not None and _stops.phase == "raise":
+        raise KeyboardInterrupt  # the only exception that a waiting call of Ray passes on
+
+
+def _send_to_main(number: int) -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, number)

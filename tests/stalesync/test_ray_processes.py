@@ -13,10 +13,12 @@ from contextlib import closing
 import pytest
 
 from distqueue import QueueClosed
+from stalesync import ray_processes
 from stalesync.failures import QueueFailed, RayEnded
 from stalesync.launch import naming_queue
-from stalesync.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, watching_start
-from tests.machine import patience, wait_for
+from stalesync.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, watching_end, watching_start
+from stalesync.stopping import acknowledging, raise_in_main, stoppable
+from tests.machine import patience, wait_for, within
 
 
 def test_the_end_of_a_child_is_noticed_by_its_name(tmp_path):
@@ -105,3 +107,58 @@ def test_a_queue_that_ends_with_ray_is_not_named():
         raise QueueClosed("the queue's actor has ended")
     with pytest.raises(QueueFailed, match="actor has ended"), naming_queue(lambda: None):
         raise QueueClosed("the queue's actor has ended")
+
+
+def test_a_process_of_which_nothing_is_left_has_ended(tmp_path):
+    shutil.copy(shutil.which("sleep"), tmp_path / "gcs_server")
+    with subprocess.Popen([tmp_path / "gcs_server", "60"]) as process:
+        try:
+            with closing(RayProcesses(complete=True)) as processes, pytest.raises(RayEnded, match="process raylet"):
+                processes.check()  # it has ended and was reaped before it was seen
+            with closing(RayProcesses()) as processes:
+                processes.check()
+        finally:
+            process.kill()
+
+
+def _ended_raylet(tmp_path):
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    process = subprocess.Popen([tmp_path / "raylet", "60"])
+    wait_for(lambda: children_of(os.getpid()).get(process.pid) == "raylet", 20)
+    return process
+
+
+def test_a_run_that_waits_in_a_call_of_ray_is_interrupted_when_one_has_ended(tmp_path):
+    given_up, start_s = [], time.monotonic()
+    with _ended_raylet(tmp_path) as process, closing(RayProcesses()) as processes:
+        with pytest.raises(RayEnded, match="raylet has ended"), stoppable(), acknowledging():
+            with watching_end(processes, raise_in_main, given_up.append):
+                process.kill()
+                time.sleep(patience(60))
+    assert within(time.monotonic() - start_s, 6) and not given_up
+    assert "watch Ray" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_run_that_cannot_be_interrupted_is_given_up(tmp_path, monkeypatch):
+    for name in ("NOTICE_S", "LEAVE_S"):
+        monkeypatch.setattr(ray_processes, name, 0.1)
+    calls, ended = [], threading.Event()
+
+    def give_up(error):
+        calls.append(("give up", str(error)))
+        ended.set()
+
+    with _ended_raylet(tmp_path) as process, closing(RayProcesses()) as processes:
+        with watching_end(processes, lambda error: calls.append(("interrupt", str(error))), give_up):
+            process.kill()
+            assert ended.wait(patience(20))
+    assert [act for act, _ in calls] == ["interrupt", "give up"] and all("raylet" in error for _, error in calls)
+
+
+def test_a_run_that_notices_by_itself_is_left_alone(tmp_path):
+    calls = []
+    with _ended_raylet(tmp_path) as process, closing(RayProcesses()) as processes:
+        with watching_end(processes, calls.append, calls.append):
+            process.kill()
+            wait_for(processes.ended, 20)
+    assert not calls

@@ -6,16 +6,33 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from stalesync.stopping import STOP_SIGNALS, Stopped, describe_stop, exit_status, keeping_handlers, stoppable
+from stalesync import stopping
+from stalesync.stopping import (
+    SIGNALS,
+    STOP_SIGNALS,
+    Stopped,
+    acknowledging,
+    describe_stop,
+    exit_status,
+    holding,
+    ignore_stops,
+    keeping_handlers,
+    raise_in_main,
+    stoppable,
+)
+from tests.machine import patience, run
 
 
 @pytest.fixture(autouse=True)
 def _default_handlers():
     """Also where the tests themselves run under nohup."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -90,3 +107,151 @@ def test_a_process_that_is_started_meanwhile_can_be_ended_by_the_signal():
         # As Ray starts its daemons: only with a `preexec_fn` are hooks called in the child.
         blocked = subprocess.run(report, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: None).stdout
     assert "SIG" not in blocked.upper().replace("SIGINT", ""), blocked
+
+
+LEAVING = """
+import os, signal, sys
+from stalesync.stopping import ignore_stops, leave_at_stops, stoppable
+
+leave_at_stops()
+number = signal.Signals[sys.argv[1]]
+if sys.argv[2] == "ended":
+    with stoppable():
+        ignore_stops()
+        os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    ignore_stops()
+os.kill(os.getpid(), number)
+print("goes on", flush=True)
+"""
+
+
+def _leave(number, phase):
+    command = [sys.executable, "-c", LEAVING, number.name, phase]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "message"),
+    [
+        (signal.SIGINT, 130, "stopped by Ctrl-C"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP"),
+    ],
+)
+def test_a_process_that_has_started_nothing_ends_at_once_with_a_message(number, status, message):
+    left = _leave(number, "starts")
+    assert (left.returncode, left.stdout, left.stderr) == (status, "", f"{message}\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_run_that_has_stated_how_it_ended_ends_so(number):
+    left = _leave(number, "ended")
+    assert (left.returncode, left.stdout, left.stderr) == (0, "goes on\n", "")
+
+
+def test_the_handlers_are_those_before_after_a_run_in_the_same_process():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with stoppable():
+        ignore_stops()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_held_is_raised_at_the_end(number):
+    with pytest.raises(KeyboardInterrupt) as caught, stoppable():
+        with holding():
+            os.kill(os.getpid(), number)
+            held = True
+        raise AssertionError("goes on")
+    assert held and exit_status(caught.value) == 128 + number
+
+
+HELD = """
+import os, signal, sys, threading, time
+from stalesync import stopping
+
+stopping.HOLD_S = 0.05
+
+def watch():
+    while (stop := stopping.held_too_long()) is None:
+        time.sleep(0.01)
+    stopping.leave(stop)
+
+with stopping.stoppable(), stopping.keeping_handlers():
+    threading.Thread(target=watch).start()
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_thread_ends_what_holds_a_signal_for_too_long(number, status):
+    # In a process of its own, none of whose threads receives the signal.
+    ended = run([sys.executable, "-c", HELD, number.name], 60)
+    assert ended.returncode == status
+
+
+def test_a_signal_that_python_drops_is_raised_again(monkeypatch):
+    monkeypatch.setattr(stopping, "RAISE_AGAIN_S", 0.05)
+    with pytest.raises(Stopped), stoppable(), acknowledging():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:  # as an import or a destructor does
+            pass
+        time.sleep(patience(20))
+        raise AssertionError("ignored")
+
+
+def test_a_second_signal_does_not_interrupt_what_the_first_one_ends(monkeypatch):
+    monkeypatch.setattr(stopping, "RAISE_AGAIN_S", 0.01)
+    monkeypatch.setattr(stopping, "FORCE_S", patience(60))
+    cleaned = []
+    with pytest.raises(Stopped), stoppable():
+        try:
+            with acknowledging():
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            cleaned.append(True)
+    assert cleaned
+
+
+FORCED = """
+import os, signal, time
+from stalesync import stopping
+
+stopping.FORCE_S = 0.05
+with stopping.stoppable():
+    try:
+        with stopping.acknowledging():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("hangs", flush=True)
+"""
+
+
+def test_a_signal_that_comes_later_ends_what_hangs_at_once():
+    ended = subprocess.run([sys.executable, "-c", FORCED], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "", "stopped by SIGTERM\n")
+
+
+def test_another_thread_interrupts_the_main_thread_where_it_waits():
+    with pytest.raises(LookupError, match="it has ended"), stoppable(), acknowledging():
+        threading.Timer(0.05, raise_in_main, [LookupError("it has ended")]).start()
+        time.sleep(patience(20))
+    raise_in_main(LookupError("outside it changes nothing"))
+
+
+def test_a_signal_that_a_call_of_ray_raises_as_another_exception_is_still_that_signal():
+    with pytest.raises(Stopped) as caught, stoppable(), acknowledging():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+    assert describe_stop(caught.value) == "stopped by SIGTERM"
