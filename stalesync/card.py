@@ -19,6 +19,7 @@ from fusion.inference import Request
 from fusion.npu import Device
 from fusion.rollout import SuspendedSample
 from stalesync.process_log import write_log_to
+from stalesync.text_server import caller
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -49,8 +50,8 @@ STAGES = (
 class Card(Worker):
     """`Worker` as an actor. `take_rank` must be called first, after Ray has placed the actor."""
 
-    def __init__(self, spec: WorkerSpec, queue: DistQueue):
-        self._spec_and_queue = spec, queue
+    def __init__(self, spec: WorkerSpec, queue: DistQueue, text_server: Any = None):
+        self._spec_and_queue, self._text_server = (spec, queue), text_server
 
     def place(self) -> tuple[str, list[str]]:
         """Returns Ray's id of the node, and the accelerators that Ray has assigned to this actor."""
@@ -62,7 +63,7 @@ class Card(Worker):
         if log is not None:
             write_log_to(log)
         spec, queue = self._spec_and_queue
-        super().__init__(spec, rank, queue)
+        super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server))
 
     def prepare(self, address: str, device: Device | None = None) -> str:
         description = super().prepare(address, device)

@@ -107,6 +107,7 @@ class Cards:
         timeout_s: of a stage, and of a control call.
         log_of: the file in which the worker of a rank writes its log; None: Ray's.
         health_checks: from the start of the workers on.
+        text_server: the actor through which engines exchange text (`text_server.py`), or None.
 
     Attributes:
         hosts: of every rank, once the workers have started.
@@ -119,6 +120,7 @@ class Cards:
         timeout_s: float,
         log_of: Callable[[int], Path] | None = None,
         health_checks: Sequence[Callable[[], None]] = (),
+        text_server: Any = None,
     ):
         self.world, self.timeout_s = spec.world, timeout_s
         self.hosts: list[Host] = []
@@ -133,7 +135,7 @@ class Cards:
         remote: Any = ray.remote
         actor = remote(concurrency_groups={"control": 2, "weights": 1, "save": 1}, **resources)(Card)
         options = _on_hosts(spec.world, alive_hosts(ray.nodes())) if kind == "emulated" else [{}] * spec.world
-        self._actors = [actor.options(**one).remote(spec, queue) for one in options]
+        self._actors = [actor.options(**one).remote(spec, queue, text_server) for one in options]
         try:
             places = self.on().call(Card.place)
             hosts = all_hosts(ray.nodes())

@@ -106,6 +106,7 @@ def _run(
     from stalesync.host_check import check_hosts
     from stalesync.reward_sources import ModelReward, RuleReward
     from stalesync.scoring import Scorer
+    from stalesync.text_server import text_server
     from stalesync.training_run import TASKS, TrainingRun
 
     with ExitStack() as stack, acknowledging():
@@ -136,7 +137,9 @@ def _run(
         queue = DistQueue.create(TASKS, options, name=name, checkpoint=savepoint.queue_of(checkpoint))
         stack.callback(queue.close)
         progress.stage = "start the workers"
-        cards = stack.enter_context(Cards(spec, queue, config.cluster.stage_timeout_s, logs.of_rank, [check_ray]))
+        texts = stack.enter_context(text_server(spec))
+        timeout_s = config.cluster.stage_timeout_s
+        cards = stack.enter_context(Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts))
         progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")

@@ -64,6 +64,8 @@ class TrainingRun:
         """Number of steps whose metrics are logged"""
         self._figures: dict[str, float] = {}
         """Metrics of evaluations, for the next row of the log"""
+        self._text_server_note = ""
+        """In which step engines have lost the server through which they exchange text"""
         stalesync, num_held_out = config.stalesync, config.run.eval_prompts
         ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
         algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
@@ -159,6 +161,11 @@ class TrainingRun:
         """Logs the metrics of the last step, with those of evaluations and cuts."""
         figures, self._figures, self._logged = self._figures, {}, self.step
         self.pace.count(metrics)
+        if metrics.get("rollout/draft_exchange_failures") and not self._text_server_note:
+            self._text_server_note = (
+                f"step {self.step}: the server of the engines' text has ended; drafts are from each engine's own text"
+            )
+            self.view.note(self._text_server_note)
         self.folder.log(self.step, {**metrics, **figures, **self.saver.metrics()})
         self.view.update(self.step, metrics)
 
@@ -232,6 +239,8 @@ class TrainingRun:
         ledger, num_failed = self.admission.ledger, self.groups.num_failed_rewards
         lines = self.pace.notes() + self.evaluation.notes()
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
+        if self._text_server_note:
+            lines.append(self._text_server_note)
         if ledger.num_untrained:
             lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")
         if num_failed:

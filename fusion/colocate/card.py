@@ -7,6 +7,7 @@ weights ─┬─ trainer ─┬─ switcher: TRAIN ◄─► INFER      reader:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,11 +28,12 @@ from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.colocate.weights.weight_receiver import WeightReceiver
 from fusion.inference import InferEngine
 from fusion.inference.stop_strings import StopStrings
-from fusion.model import ModelConfig
+from fusion.model import Mesh, ModelConfig
 from fusion.npu import Device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout.detokenize import Detokenizer
 from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import TrainEngine
@@ -60,7 +62,14 @@ class Card:
 
 
 def load_card(
-    *, spec: WorkerSpec, rank: int, phases: PhaseMachine, queue: SampleStore, parts: WorkerParts, log: StageLog
+    *,
+    spec: WorkerSpec,
+    rank: int,
+    phases: PhaseMachine,
+    queue: SampleStore,
+    parts: WorkerParts,
+    log: StageLog,
+    exchange_texts: Callable[[bytes], bytes] | None = None,
 ) -> Card:
     """Creates the process groups and loads what the roles of ``rank`` need. Collective over all cards of the run."""
     device, pool = log.device, HostPool(log.device)
@@ -79,7 +88,7 @@ def load_card(
     trainer = _load_trainer(spec, weights, device=device, pool=pool, parts=parts)
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
-    drafter = None if weights.infer is None else TextDrafter.of(spec.rollout)
+    drafter = None if weights.infer is None else _load_drafter(spec, rank, weights.infer.mesh, exchange_texts)
     engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter)
     generation = None
     if engine is not None:
@@ -145,6 +154,16 @@ def _load_trainer(
         total_steps=spec.steps,
         states=partial(StreamedStates, pool=pool) if spec.fusion.offload == "stream" else ResidentStates,
     )
+
+
+def _load_drafter(
+    spec: WorkerSpec, rank: int, mesh: Mesh, exchange_texts: Callable[[bytes], bytes] | None
+) -> TextDrafter | None:
+    drafter = TextDrafter.of(spec.rollout)
+    is_first_of_schedule = mesh.tp_rank == 0 and mesh.first_stage
+    if drafter is not None and exchange_texts is not None and is_first_of_schedule:
+        drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=spec.num_schedules)
+    return drafter
 
 
 def _load_engine(

@@ -83,6 +83,11 @@ class WorkerSpec:
         return Parallel(self.engine_size, tp=shape.tp, ep=shape.ep, pp=shape.pp, etp=shape.etp)
 
     @property
+    def num_schedules(self) -> int:
+        """Attention ranks of all engines: each has a schedule and drafts of its own."""
+        return len(self.engines) * self.infer_of_one_engine.dp
+
+    @property
     def masters_on_host(self) -> bool:
         """Whether float32 masters of the weights exist and are on the host while cards that train generate."""
         return self.fusion.offload != "none" and self.model.dtype != "float32"

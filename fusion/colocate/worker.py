@@ -12,7 +12,7 @@ from the host). What a card consists of is `Card`; how it changes its phase is i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -55,12 +55,21 @@ class Worker:
         rank: of this card in the run.
         queue: where samples are read from and written to.
         parts: factories of the card's components; None: chosen by the spec.
+        exchange_texts: sends a message to the text store of the run and returns its reply (`TextExchange`); None:
+            engines draft from their own text.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: int, queue: SampleStore, parts: WorkerParts | None = None):
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rank: int,
+        queue: SampleStore,
+        parts: WorkerParts | None = None,
+        exchange_texts: Callable[[bytes], bytes] | None = None,
+    ):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
-        self._parts = parts
+        self._parts, self._exchange_texts = parts, exchange_texts
         self._card: Card | None = None
         self._rendezvous: Rendezvous | None = None
 
@@ -97,7 +106,13 @@ class Worker:
             join(address, rank=self.rank, world=spec.world, backend=backend, opened=opened)
         with log.work("prepare"):
             self._card = load_card(
-                spec=spec, rank=self.rank, phases=self.phases, queue=self.queue, parts=parts, log=log
+                spec=spec,
+                rank=self.rank,
+                phases=self.phases,
+                queue=self.queue,
+                parts=parts,
+                log=log,
+                exchange_texts=self._exchange_texts,
             )
         self.phases.arrive(home)
         return device.describe()

@@ -79,6 +79,10 @@ class RolloutConfig:
     """Number of requests of a group that an engine begins before the others, so that these have whole responses to
     draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
     them. 0: requests begin in order of arrival; null: 1 with drafts from siblings, else 0."""
+    draft_exchange: bool = True
+    """Engines also draft from what others generate for the same prompts: siblings of a group that was divided between
+    them, and history of a prompt that another engine had in the last epoch. It goes through one more process, which
+    keeps at most draft_mib; nothing is started where there are no two attention ranks that draft."""
     batch_invariant: bool = False
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
 
@@ -103,7 +107,7 @@ class RolloutConfig:
         check.integer("block_size", at_least=BLOCK_MULTIPLE)
         check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
         check.number("kv_fraction", above=0, at_most=1)
-        check.boolean("prefix_cache", "batch_invariant")
+        check.boolean("prefix_cache", "draft_exchange", "batch_invariant")
         check.number("forced_median", at_least=1, null=True)
         check.that(
             "forced_median",
@@ -118,10 +122,10 @@ class RolloutConfig:
 
     def _check_unused(self, check: Checks) -> None:
         """Refuses options of drafts where there are none to which they apply."""
-        for name in ("draft_tree", "draft_mib"):
+        for name in ("draft_tree", "draft_mib", "draft_exchange"):
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
-            check.that(name, not unused, f"{default} (the default) with rollout.drafts=none")
+            check.that(name, not unused, f"{str(default).lower()} (the default) with rollout.drafts=none")
         unused = bool(self.probe) and not self.drafts_siblings
         check.that("probe", not unused, f"0 or null with rollout.drafts={self.drafts}: no sibling is drafted from")
 

@@ -126,13 +126,15 @@ class Counters:
     step_drafted: int = 0
     step_draft_tokens: int = 0
     step_us: int = 0
+    news_bytes: int = 0
+    """Of what this rank sends in `ControlChannel.spread`"""
 
     def row(self) -> list[int]:
         return [getattr(self, name) for name in COUNTERS]
 
 
 COUNTERS = [counter.name for counter in fields(Counters)]
-WAITING, RUNNING = COUNTERS.index("waiting"), COUNTERS.index("running")
+WAITING, RUNNING, NEWS = map(COUNTERS.index, ("waiting", "running", "news_bytes"))
 
 
 class ControlChannel:
@@ -143,6 +145,8 @@ class ControlChannel:
         self.inbox = Inbox()
         self.table = np.zeros((mesh.parallel.world, len(COUNTERS)), np.int64)
         """Counters of every rank at the last `exchange`: int64 [ranks, `COUNTERS`]"""
+        ranks, own = range(mesh.parallel.world), mesh.dp_rank
+        self._same_schedule = [rank for rank in ranks if mesh.parallel.coordinate("dp", rank) == own]
 
     def exchange(self, counters: Counters) -> Orders:
         """Returns this step's orders, the same on every rank, updates `table`, and sends what other ranks report to the
@@ -178,6 +182,22 @@ class ControlChannel:
                 data = torch.empty(size, dtype=torch.uint8)
                 dist.recv(data, group=group, group_src=source)
                 self.inbox.report(json.loads(data.numpy().tobytes()))
+
+    def spread(self, news: bytes) -> bytes:
+        """Returns on every rank what the first rank with the same schedule passes; it has said in `exchange` how many
+        bytes that is. Collective over these ranks; sends nothing if there is nothing."""
+        first, *others = self._same_schedule
+        size = int(self.table[first, NEWS])
+        if not (size and others):
+            return news
+        group, rank = self.mesh.world_group, self.mesh.rank
+        if rank == first:
+            for other in others:
+                dist.send(_bytes_of(news), group=group, group_dst=other)
+            return news
+        data = torch.empty(size, dtype=torch.uint8)
+        dist.recv(data, group=group, group_src=first)
+        return data.numpy().tobytes()
 
     def min_over_ranks(self, value: int) -> int:
         """Returns the smallest value over all ranks. Collective."""

@@ -305,7 +305,11 @@ class EmbeddedEngine:
             )
 
     def _take_orders(self) -> list[Output]:
-        orders = self.control.exchange(self._counters())
+        drafter = self.scheduler.drafter
+        news = drafter.news(self.policy_version) if drafter is not None and self._reports else b""
+        orders = self.control.exchange(self._counters(len(news)))
+        if drafter is not None and (news := self.control.spread(news)):
+            drafter.read(news)
         outputs = self._apply_orders(orders) if orders else []
         self._idle = not self.control.unfinished.any() and not orders
         return outputs
@@ -354,7 +358,7 @@ class EmbeddedEngine:
             output.kv_rank = self.mesh.dp_rank if kept and output.finish_reason == "chunk" else None
         return outputs
 
-    def _counters(self) -> Counters:
+    def _counters(self, news_bytes: int = 0) -> Counters:
         scheduler = self.scheduler
         if not self._reports:
             return Counters()
@@ -375,6 +379,7 @@ class EmbeddedEngine:
             step_drafted=self._step_cost.drafted,
             step_draft_tokens=self._step_cost.tokens,
             step_us=round(self._step_cost.seconds * 1e6),
+            news_bytes=news_bytes,
         )
 
 

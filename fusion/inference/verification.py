@@ -58,6 +58,13 @@ class Drafter(Protocol):
             max_tokens: of all drafts together.
         """
 
+    def news(self, version: int) -> bytes:
+        """Return what has arrived for the drafters of all ranks with this schedule, to be read by each at this step;
+        b"": nothing. Called at every step, on the first of these ranks. ``version``: of the policy."""
+
+    def read(self, news: bytes) -> None:
+        """Read what `news` has returned on the first rank of the schedule, at the same step on every rank."""
+
     def observe(self, one: Verification, kept: Items[int]) -> None:
         """Record which rows of a draft were kept."""
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference.sequence import Sequence
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.exchange import TextExchange, answer
 from fusion.rollout.drafts.plain import PlainIndexes
+from fusion.rollout.drafts.text_store import TextStore
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
 from tests.pairwise import axes, thinned
@@ -87,6 +90,42 @@ def test_ranks_with_one_schedule_verify_the_same_drafts(parallel):
     got = tokens([output for mine, _ in results for output in mine])
     assert got == tokens(generate(engine(batch_invariant=True), requests(12, temperature=0.6)))
     assert results[0][1]["drafted_tokens"] > results[0][1]["accepted_tokens"] > 0
+
+
+def exchanging_rank(rank, device, folder, parallel):
+    """As `drafting_rank`; what another engine is said to have generated arrives at some step."""
+    made = build(device, folder, parallel, batch_invariant=True, temperature=0.6)
+    made.scheduler.drafter = drafter = TextDrafter(PlainIndexes())
+    drafter.budget.skips = lambda num_sequences: False
+    store, wanted, drafts = TextStore(1 << 30), requests(12, temperature=0.6), []
+    other = TextDrafter(PlainIndexes())
+    other.exchange = TextExchange(lambda message: answer(store, message), 99, 2, clock=iter(range(10**6)).__next__)
+    for one in wanted:
+        said = Sequence.of(Request(f"other-{one.id}", one.prompt, one.params, one.group), one.params, ())
+        said.tokens += [2 + (7 * i) % 29 for i in range(100)]
+        other.draft([said], [8], 100)
+    other.news(0)
+    other.exchange._thread.join()
+    if made.mesh.tp_rank == 0 and made.mesh.first_stage:
+        drafter.exchange = TextExchange(lambda message: answer(store, message), rank, 2)
+    made_drafts = drafter.draft
+    drafter.draft = lambda *args: drafts.append(made_drafts(*args)) or drafts[-1]
+    if rank == 0:
+        made.submit(wanted)
+    outputs = made.run()
+    return outputs, (made.mesh.dp_rank, drafter.totals.read, drafts)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)], ids=str)
+def test_ranks_with_one_schedule_read_what_others_have_generated_at_the_same_step(parallel):
+    results = run_ranks(exchanging_rank, parallel.world, checkpoint(), parallel)
+    got = tokens([output for mine, _ in results for output in mine])
+    assert got == tokens(generate(engine(batch_invariant=True), requests(12, temperature=0.6)))
+    seen = {}
+    for _, (schedule, read, drafts) in results:
+        assert read > 0 and any(map(any, drafts))
+        assert seen.setdefault(schedule, (read, drafts)) == (read, drafts)
+    assert len(seen) == parallel.dp < parallel.world
 
 
 def orders_rank(rank, device, folder):

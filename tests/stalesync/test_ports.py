@@ -20,6 +20,7 @@ PROCESSES = {
     "ray::Card": r"^ray::Card",
     "ray::QueueActor": r"^ray::QueueActor",
     "ray::Shard": r"^ray::Shard",
+    "ray::TextServer": r"^ray::TextServer",
     "ray::IDLE": r"^ray::IDLE",
 }
 """As the page names them, and how their command lines look"""

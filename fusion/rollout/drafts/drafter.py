@@ -1,8 +1,9 @@
 """Draft for the sequences of an engine, from the responses that it has seen to the same prompts.
 
     tokens of running sequences ─ extend ─► index of their prompt ─ draft ─► budget ─► drafts ─► engine
-    sequences that end ────────────────────────┘   ▲                           ▲                   │
+    sequences that end ────────────────────────┘   ▲   ▲                       ▲                   │
     the next group of the prompt: what the last one said becomes history       └── kept, seconds ──┘
+    what other engines have generated for it (`exchange`) ─┘
 
 An index belongs to a prompt, whichever epoch it comes from. Where the text exceeds `max_bytes`, prompts without running
 requests are dropped, those used longest ago first; then the others, whose running requests are not drafted for any
@@ -22,9 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fusion.inference.config import RolloutConfig
+from fusion.inference.request import Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, StepCost, Verification
 from fusion.rollout.drafts.budget import DraftBudget
+from fusion.rollout.drafts.exchange import TextExchange
+from fusion.rollout.drafts.pieces import Piece, decode
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes, make_indexes
 
 MIN_MATCH = 3
@@ -36,9 +40,10 @@ MAX_PROMPT = 1024
 
 @dataclass
 class _Prompt:
-    """``groups``: whose responses are the siblings, several if one was begun before the others had ended; ``numbers``:
-    request → sequence in the index; ``texts``: request → its response so far; ``history``: what is in the index of the
-    last group."""
+    """``groups``: whose responses are the siblings, several if one was begun before the others had ended; ``live``: the
+    requests that run here; ``numbers``: request → sequence in the index; ``texts``: request → its response so far, here
+    or on another engine; ``history``: what is in the index of the last group; ``past``: group → request → text, of
+    other groups on other engines."""
 
     key: bytes
     index: int
@@ -47,21 +52,31 @@ class _Prompt:
     live: set[str] = field(default_factory=set)
     numbers: dict[str, int] = field(default_factory=dict)
     texts: dict[str, array[int]] = field(default_factory=dict)
+    past: dict[str, dict[str, array[int]]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of texts and history, which are held besides the index."""
-        return sum(map(len, self.texts.values())) + sum(map(len, self.history))
+        past = [text for texts in self.past.values() for text in texts.values()]
+        return sum(map(len, (*self.texts.values(), *self.history, *past)))
+
+    def join(self, group: str) -> None:
+        """Counts a group's responses as siblings."""
+        self.groups.add(group)
+        self.texts |= self.past.pop(group, {})
 
 
 @dataclass
 class DraftTotals:
     """Totals since construction. ``asked``: sequences for which a draft was looked up; ``found``: for which there was
-    one; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up."""
+    one; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up; ``read``: tokens of
+    other engines that were added to an index, ``unread``: that were not, as nothing here could use them."""
 
     asked: int = 0
     found: int = 0
     seconds: float = 0.0
+    read: int = 0
+    unread: int = 0
     drafted: list[int] = field(default_factory=lambda: [0, 0])
     accepted: list[int] = field(default_factory=lambda: [0, 0])
 
@@ -91,6 +106,8 @@ class TextDrafter:
         self._indexes, self._siblings, self._history = indexes, siblings, history
         self._max_children, self._max_depth, self._max_bytes = max_children, max_depth, max_bytes
         self.budget, self.totals, self._clock = DraftBudget(), DraftTotals(), clock
+        self.exchange: TextExchange | None = None
+        """With other engines, on the first rank of those with one schedule"""
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         """By a digest of the prompt, the one used last at the end"""
         self._live: dict[str, _Prompt | None] = {}
@@ -158,6 +175,18 @@ class TextDrafter:
     def observe_step(self, cost: StepCost) -> None:
         self.budget.observe_step(cost)
 
+    def news(self, version: int) -> bytes:
+        if self.exchange is None:
+            return b""
+        return self.exchange.news((key for key, prompt in self._prompts.items() if prompt.live), version)
+
+    def read(self, news: bytes) -> None:
+        _, pieces = decode(news)
+        for piece in pieces:
+            count = self._read_piece(piece)
+            self.totals.read += count
+            self.totals.unread += len(piece.tokens) - count
+
     def end(self, seq: Sequence) -> None:
         """Reads the last tokens of a sequence that leaves the engine."""
         if seq.request.id not in self._live and len(seq.tokens) == seq.first_token + len(seq.request.response):
@@ -188,6 +217,9 @@ class TextDrafter:
                 changed.append(place)
                 new.append(tokens)
                 self._num_tokens += len(tokens)
+                if self.exchange is not None:
+                    known = len(seq.request.response)
+                    self.exchange.note(prompt.key, seq.request.group, request, text, known)
         if changed:
             self._indexes.extend(changed, new)
         return places
@@ -197,32 +229,70 @@ class TextDrafter:
         request = seq.request
         key = hashlib.blake2b(array("q", request.prompt).tobytes(), digest_size=16).digest()
         prompt = self._prompts.get(key)
+        if prompt is not None and prompt.live:
+            prompt.join(request.group)
         text = None if prompt is None else prompt.texts.get(request.id)
         goes_on = text is not None and list(text) == seq.tokens[seq.first_token : seq.first_token + len(text)]
         is_new = request.group not in prompt.groups or (text and not goes_on) if prompt is not None else True
         if prompt is None or (is_new and not prompt.live):
-            prompt, goes_on = self._begin_group(key, request.prompt, last=prompt), False
+            prompt, goes_on = self._begin_group(key, request, last=prompt), False
         if not goes_on:
-            self._num_tokens -= len(prompt.texts.get(request.id, ()))
-            prompt.numbers[request.id] = self._indexes.open(prompt.index, SIBLING, 1 if self._siblings else 0)
-            prompt.texts[request.id] = array("i")
-            prompt.groups.add(request.group)
+            self._open(prompt, prompt.texts, request.id)
         prompt.live.add(request.id)
         self._live[request.id] = prompt
         self._prompts.move_to_end(key)
 
-    def _begin_group(self, key: bytes, tokens: Items[int], last: _Prompt | None) -> _Prompt:
+    def _begin_group(self, key: bytes, request: Request, last: _Prompt | None) -> _Prompt:
         """Creates the index of a prompt for another group, with what the last one said as history."""
         history: list[array[int]] = []
+        begun: dict[str, array[int]] = {}
         if last is not None:
+            begun = last.past.get(request.group, {})
             if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
-                history = [text for text in last.texts.values() if text] or last.history
+                past = [text for name, texts in last.past.items() if name != request.group for text in texts.values()]
+                history = [text for text in last.texts.values() if text] or last.history + past
             self._drop(last)
-        index = self._indexes.new(tokens[-MAX_PROMPT:], MIN_MATCH)
+            if self.exchange is not None:
+                self.exchange.end_group(key)
+        index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH)
         self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
         prompt = self._prompts[key] = _Prompt(key, index, history)
+        prompt.join(request.group)
         self._num_tokens += prompt.num_tokens
+        for name, text in begun.items():
+            self._append(prompt, self._open(prompt, prompt.texts, name), name, text)
         return prompt
+
+    def _open(self, prompt: _Prompt, texts: dict[str, array[int]], request: str) -> array[int]:
+        """Begins a response, ``texts``: those of its group; a request that is generated again has no other."""
+        source, weight = (SIBLING, 1 if self._siblings else 0) if texts is prompt.texts else (HISTORY, 1)
+        prompt.numbers[request] = self._indexes.open(prompt.index, source, weight)
+        self._num_tokens -= len(texts.get(request, ()))
+        text = texts[request] = array("i")
+        return text
+
+    def _append(self, prompt: _Prompt, text: array[int], request: str, tokens: array[int]) -> None:
+        self._indexes.extend([(prompt.index, prompt.numbers[request])], [tokens])
+        text.extend(tokens)
+        self._num_tokens += len(tokens)
+
+    def _read_piece(self, piece: Piece) -> int:
+        """Adds what another engine has generated to the index of its prompt; returns the number of tokens added."""
+        prompt = self._prompts.get(piece.prompt)
+        if prompt is None or piece.request in prompt.live:
+            return 0
+        is_sibling = piece.group in prompt.groups
+        if not (is_sibling or self._history):
+            return 0
+        texts = prompt.texts if is_sibling else prompt.past.setdefault(piece.group, {})
+        text = texts.get(piece.request, array("i"))
+        known = text[piece.start : piece.end]
+        if piece.start > len(text) or (piece.start and known != piece.tokens[: len(known)]):
+            return 0
+        if piece.request not in texts or known != piece.tokens[: len(known)]:  # new, or generated again
+            text, known = self._open(prompt, texts, piece.request), array("i")
+        self._append(prompt, text, piece.request, piece.tokens[len(known) :])
+        return len(piece.tokens) - len(known)
 
     def _drop_oldest(self) -> None:
         while self.nbytes > self._max_bytes and self._prompts:
@@ -231,6 +301,8 @@ class TextDrafter:
             for request in oldest.live:
                 self._live[request] = None
             self._drop(oldest)
+            if self.exchange is not None:
+                self.exchange.forget(oldest.key)
 
     def _drop(self, prompt: _Prompt) -> None:
         self._indexes.remove(prompt.index)

@@ -1,0 +1,53 @@
+"""Run the store through which engines exchange text for drafts, as a Ray actor. The run does not depend on it.
+
+first card of a schedule ─ bytes: what it has generated, cursors ─► TextServer ─ bytes: what others have ─►
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from fusion.colocate import WorkerSpec
+from fusion.rollout.drafts.exchange import answer
+from fusion.rollout.drafts.text_store import TextStore
+
+
+class TextServer:
+    """`TextStore` as an actor; the arguments are the store's."""
+
+    def __init__(self, max_bytes: int, max_groups: int) -> None:
+        self._store = TextStore(max_bytes, max_groups)
+
+    def answer(self, message: bytes) -> bytes:
+        """Answers a message of a `TextExchange`.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        return answer(self._store, message)
+
+
+@contextmanager
+def text_server(spec: WorkerSpec) -> Iterator[Any]:
+    """Runs the server while the block runs, and yields its handle; None: there are no drafts, or nobody to exchange
+    text with, and nothing is started."""
+    rollout = spec.rollout
+    if rollout.drafts == "none" or not rollout.draft_exchange or spec.num_schedules < 2:
+        yield None
+        return
+    max_groups = 1 if rollout.drafts == "siblings" else 2
+    remote: Any = ray.remote
+    server = remote(num_cpus=0)(TextServer).remote(rollout.draft_mib << 20, max_groups)
+    try:
+        yield server
+    finally:
+        ray.kill(server)
+
+
+def caller(server: Any) -> Callable[[bytes], bytes] | None:
+    """Returns a function that sends a message to the server and returns its reply; None: there is no server."""
+    return None if server is None else lambda message: ray.get(server.answer.remote(message))

@@ -1,0 +1,73 @@
+"""Engines that exchange text for drafts, in whole runs: the same samples, and only speed depends on the exchange."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from tests.machine import communicate
+from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_until
+from tests.stalesync.test_ports import check_ports
+
+TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0", "rollout.max_response_length=64", "data.rows=8"]
+TWO += ["rollout.forced_median=64", "rollout.batch_invariant=true", "rollout.chunk_tokens=16", "training.lr=1e-3"]
+DRAFTS = ["rollout.drafts=both", "rollout.draft_tree=2"]
+
+
+def samples_of(run):
+    """Step, prompt, response and reward of every sample, in the order of the data."""
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return sorted((row["step"], row["prompt"], row["response"], row["reward"]) for row in rows)
+
+
+def servers_below(pid):
+    return [below for below, command in descendants(pid).items() if "ray::TextServer" in command]
+
+
+def test_two_engines_sample_the_same_with_the_text_of_each_other(base, tmp_path):
+    found = {}
+    for name, options in {
+        "none": [],
+        "alone": [*DRAFTS, "rollout.draft_exchange=false"],
+        "exchange": DRAFTS,
+    }.items():
+        done = train(base, tmp_path, f"run.name={name}", "run.steps=4", *TWO, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name] = samples_of(tmp_path / name), rows_of(tmp_path / name)
+    samples = {name: found[name][0] for name in found}
+    assert samples["none"] == samples["alone"] == samples["exchange"]
+    for figure in ("actor/pg_loss", "actor/grad_norm"):
+        curves = [[row[figure] for row in rows] for _, rows in found.values()]
+        assert curves[0] == curves[1] == curves[2], figure
+    totals = {name: sum(row[f"rollout/draft_{name}"] for row in found["exchange"][1]) for name in (
+        "read_tokens", "sent_tokens", "sent_bytes", "received_bytes", "exchange_failures"
+    )}  # fmt: skip
+    assert totals["read_tokens"] > 0 and totals["exchange_failures"] == 0, totals
+    assert 0 < totals["sent_bytes"] < 40 * totals["sent_tokens"], totals
+    assert not any("sent_bytes" in figure for figure in found["alone"][1][0])
+
+
+def test_a_text_server_that_is_killed_changes_nothing_and_is_reported_once(start, tmp_path):
+    run = start(*TWO, *DRAFTS, "run.steps=1000")
+    folder = tmp_path / "run"
+    check_ports(run)
+    (server,) = servers_below(run.pid)
+    os.kill(server, signal.SIGKILL)
+
+    def lost_at():
+        return [row["step"] for row in rows_of(folder) if row["rollout/draft_exchange_failures"]]
+
+    wait_until(run, 60, lambda: sum(row["rollout/draft_exchange_failures"] for row in rows_of(folder)) == 2)
+    step = lost_at()[-1]
+    wait_until(run, 60, lambda: rows_of(folder)[-1]["step"] > step + 1)
+    assert rows_of(folder)[-1]["rollout/drafted_tokens"] > 0
+    below = descendants(run.pid)
+    run.send_signal(signal.SIGINT)
+    out, err = communicate(run, 60)
+    assert run.returncode == 130 and "Traceback" not in err, err
+    assert out.count("the server of the engines' text has ended") >= 1
+    for rank in range(2):
+        log = (folder / "logs" / f"rank-{rank}.log").read_text()
+        assert log.count("no text of other engines from now on") == 1
+    assert_gone(below)
