@@ -93,13 +93,24 @@ class QueueActor:
             self.core.record = self.journal.append
 
     async def _start_shards(self) -> None:
-        for node in _alive_nodes():
+        try:
+            await self._start_on(_alive_nodes())
+        except BaseException:
+            if self.journal is None:
+                await self.fleet.end()
+            raise
+
+    async def _start_on(self, nodes: Sequence[str]) -> None:
+        errors = []
+        for node in nodes:
             try:
                 await self.fleet.add(node)
             except GONE as error:  # the node died meanwhile
                 log.warning("no shard on node %s: %s", node, error)
+                errors.append(str(error).strip().splitlines()[0])
         if not self.fleet.shards:
-            raise QueueClosed("no shard could be started on any node of the cluster")
+            reasons = "; ".join(dict.fromkeys(errors))
+            raise QueueClosed(f"no shard could be started on any node of the cluster: {reasons}")
 
     def _make_core(self, tasks: tuple[str, ...]) -> tuple[QueueCore, bool]:
         """Return (the core recovered from the journal, True), or (that of the checkpoint or a new one, False)."""

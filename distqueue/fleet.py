@@ -64,13 +64,20 @@ class Fleet:
             name += "+"
         folder, spill = self._folders(name)
         shard = _start(node, folder, spill)
-        free_bytes = await shard.free_bytes.remote()  # answers once the shard has made its folder
+        try:
+            free_bytes = await shard.free_bytes.remote()  # answers once the shard has made its folder
+            max_bytes = self.options.max_bytes or half_of(free_bytes, folder)
+        except StorageFull:
+            if self.options.journal is None:
+                await shard.end.remote()
+            ray.kill(shard)
+            raise
         self.core.ledger.add_shard(
             ShardEntry(
                 name=name,
                 node=node,
                 folder=folder,
-                max_bytes=self.options.max_bytes or half_of(free_bytes, folder),
+                max_bytes=max_bytes,
                 recycles=self.options.journal is None,
                 spill=spill,
             )

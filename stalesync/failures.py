@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import ray
 
+from distqueue.errors import StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
 from fusion.npu.failures import FailureKind, RankFailure
 from stalesync.hosts import Host, describe_ranks
@@ -105,12 +106,16 @@ class CardFailed(RunFailed):
 
 
 class QueueFailed(RunFailed):
-    """The sample queue has ended during the run."""
+    """The sample queue has ended during the run, or could not be created. ``reason``: a text or an exception."""
 
     def __init__(self, reason: object, *, failure: RankFailure | None = None, trace: str = ""):
-        full = full_storage()
-        reason = f"{reason} ({full})" if full else reason
-        message = f"the queue has failed: {reason}; with queue.durability=journal it survives the crash"
+        message = f"the queue has failed: {reason}"
+        if isinstance(reason, StorageFull):
+            pass
+        elif full := full_storage():
+            message = f"{message} ({full}; free some space)"
+        else:
+            message = f"{message}; with queue.durability=journal it survives the crash"
         super().__init__(message, failure=failure, trace=trace)
 
 

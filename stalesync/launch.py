@@ -179,14 +179,14 @@ def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
 
     Raises:
         RayEnded: by ``check_ray``.
-        QueueFailed: the queue has ended.
+        QueueFailed: the queue has ended, or there is no space for it.
     """
-    from distqueue import QueueClosed
+    from distqueue import QueueClosed, StorageFull
     from stalesync.failures import QueueFailed
 
     try:
         yield
-    except QueueClosed as error:
+    except (QueueClosed, StorageFull) as error:
         check_ray()
         raise QueueFailed(error) from error
 

@@ -8,21 +8,19 @@ shard resumes.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from distqueue.durable import make_folder, sync
-from distqueue.errors import naming_full_storage
+from distqueue.errors import StorageFull, naming_full_storage
 from distqueue.messages import File, Part, Place
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import SourcesDamaged, gather
 from distqueue.payload.mapped import Mapped
 from distqueue.payload.segment_file import DamagedRows, SegmentDamaged, SegmentFile, SegmentGone, lay_out
-from distqueue.payload.sweep import LOCK, PREFIX, memory, own, sweep
+from distqueue.payload.sweep import LOCK_BYTES, PREFIX, memory, own, remove, sweep
 from distqueue.payload.wire import Frames, from_wire, to_wire
 
 
@@ -37,18 +35,31 @@ class Shard:
     def __init__(self, folder: str, spill: str | None) -> None:
         self.folder, self.spill_folder = Path(folder), None if spill is None else Path(spill)
         self._folders = [path for path in (self.folder, self.spill_folder) if path is not None]
-        for path in self._folders:
-            make_folder(path.parent)
-        self._locks = [own(path) for path in self._folders]
-        for path in self._folders:
-            sync(path.parent)
+        self._full: StorageFull | None = None
+        """Why it has no folders"""
+        self._locks: list[int] = []
+        try:
+            self._own_folders()
+        except StorageFull as error:  # not raised here: Ray would report the end of the actor, not its reason
+            self._full = error
         self._mapped = Mapped()
         self._buffers = BufferPool()
         for root in {memory(), *(path.parent.parent for path in self._folders if path.parent.name.startswith(PREFIX))}:
             sweep(root, self.folder.parent)
 
+    def _own_folders(self) -> None:
+        with naming_full_storage(self.folder, LOCK_BYTES):
+            for path in self._folders:
+                make_folder(path.parent)
+        for path in self._folders:
+            self._locks.append(own(path))
+        for path in self._folders:
+            sync(path.parent)
+
     def free_bytes(self) -> int:
-        """Free bytes of the file system that holds the files."""
+        """Free bytes of the file system that holds the files. StorageFull: there was no space for its folders."""
+        if self._full is not None:
+            raise self._full
         free = os.statvfs(self.folder)
         return free.f_bavail * free.f_frsize
 
@@ -136,10 +147,7 @@ class Shard:
     def end(self) -> None:
         """Remove the shard's folders."""
         for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
-            with suppress(OSError):  # another shard's folder is in it
-                folder.parent.rmdir()
+            remove(folder)
 
 
 def _copy(number: int, path: str, target: str) -> bool:

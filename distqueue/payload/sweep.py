@@ -32,6 +32,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from distqueue.errors import StorageFull, naming_full_storage
+
 log = logging.getLogger(__name__)
 
 PREFIX = "distqueue-"
@@ -40,6 +42,9 @@ MARK = "free"
 
 RAYLET = "RAY_RAYLET_PID"
 """The environment variable in which Ray's workers find the raylet of their node"""
+
+LOCK_BYTES = 4096
+"""What a lock takes on the file system"""
 
 ABANDONED_S = 60.0
 """Restarting a shard takes less"""
@@ -80,21 +85,50 @@ def decide(owners_dead: Sequence[bool | None], free_s: float | None) -> Literal[
 
 
 def own(folder: Path) -> int:
-    """Create a shard's folder and lock it for this process. Returns the handle, which must stay open."""
+    """Create a shard's folder and lock it for this process. Returns the handle, which must stay open. StorageFull:
+    there is no space; what was created is removed."""
+    created = not folder.exists()
+    try:
+        with naming_full_storage(folder, LOCK_BYTES):
+            return _own(folder)
+    except StorageFull:
+        if created:
+            remove(folder)
+        raise
+
+
+def _own(folder: Path) -> int:
     lock = folder.with_name(folder.name + LOCK)
     while True:
         for path in (folder.parent, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_SH)  # waits for one that is removing the folder
         with suppress(FileNotFoundError):
-            if folder.is_dir() and os.path.samestat(os.fstat(handle), lock.stat()):
-                break
-        os.close(handle)
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(NodeProcess.of_this_process()).encode(), 0)
-    (folder.parent / MARK).unlink(missing_ok=True)
-    return handle
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH)  # waits for one that is removing the folder
+                if folder.is_dir() and os.path.samestat(os.fstat(handle), lock.stat()):
+                    _name(handle)
+                    (folder.parent / MARK).unlink(missing_ok=True)
+                    return handle
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+
+
+def _name(handle: int) -> None:
+    """Write this process's node process to a lock. What an earlier one wrote is written over, which needs no space."""
+    name = json.dumps(NodeProcess.of_this_process()).encode()
+    os.pwrite(handle, name, 0)
+    os.ftruncate(handle, len(name))
+
+
+def remove(folder: Path) -> None:
+    """Remove a shard's folder, its lock, and the queue's folder if no other shard's is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.parent.rmdir()
 
 
 def memory() -> Path:

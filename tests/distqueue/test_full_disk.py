@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -10,19 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
-from distqueue import PackedBatch, QueueClosed, StorageFull
-from distqueue.fleet import half_of
+from distqueue import DistQueue, PackedBatch, QueueClosed, StorageFull
+from distqueue.actor import QueueActor
+from distqueue.config import QueueOptions
+from distqueue.core import QueueCore
+from distqueue.fleet import Fleet, half_of
 from distqueue.journal import INDEX
 from distqueue.messages import File
 from distqueue.payload.columns import stretches_of
 from distqueue.payload.segment_file import SegmentFile, lay_out
 from distqueue.payload.shard import Shard
+from distqueue.payload.sweep import own
 from distqueue.payload.wire import to_wire
+from distqueue.samples import SampleTable
 from tests.distqueue.faults import make_batch
 from tests.distqueue.power_loss import PlainActor, put
 from tests.distqueue.test_journal import files_of_at_most
+from tests.warm import use_ray
 
 MIB = 1 << 20
 
@@ -130,3 +138,53 @@ def test_a_shard_does_not_start_where_there_is_no_space_and_says_so():
         half_of(4096, "/dev/shm/distqueue-1/shard")
     with pytest.raises(StorageFull, match="the disk is full: /runs/run/queue/segments/shard: 0 bytes are free"):
         half_of(0, "/runs/run/queue/segments/shard")
+
+
+def _fill(folder: Path) -> None:
+    """Leaves no free block."""
+    with open(folder / "filler", "wb", buffering=0) as filler:
+        with pytest.raises(OSError, match="No space left"):
+            while True:
+                filler.write(bytes(4096))
+
+
+def test_a_shard_for_whose_lock_there_is_no_space_leaves_nothing(small: Path) -> None:
+    _fill(small)
+    with pytest.raises(StorageFull, match=rf"^the disk is full: {small}/distqueue-1/s: 4,096 bytes .*, 0 are free"):
+        own(small / "distqueue-1" / "s")
+    shard = Shard(str(small / "distqueue-1" / "s"), None)
+    with pytest.raises(StorageFull, match=f"^the disk is full: {small}/distqueue-1"):
+        shard.free_bytes()
+    shard.end()
+    assert os.listdir(small) == ["filler"]
+
+
+def test_a_shard_that_is_restarted_needs_no_space_for_its_lock(small: Path) -> None:
+    folder = small / "distqueue-1" / "s"
+    os.close(own(folder))
+    (folder / "segment").write_bytes(b"a")
+    _fill(small)
+    os.close(own(folder))
+    assert (folder / "segment").read_bytes() == b"a"
+    assert json.loads((small / "distqueue-1" / "s.lock").read_text())[2] == os.getppid()
+
+
+def test_a_queue_whose_shard_has_no_space_names_it_and_leaves_nothing(small: Path) -> None:
+    use_ray()
+    _fill(small)
+    before = set(Path("/dev/shm").glob("distqueue-*"))
+    with pytest.raises(StorageFull, match=rf"^the disk is full: {small}/distqueue-"):
+        DistQueue.create(["train"], spill=str(small))
+    assert os.listdir(small) == ["filler"] and set(Path("/dev/shm").glob("distqueue-*")) <= before
+
+
+def test_a_shard_whose_node_has_gone_is_named_with_the_reason_of_ray() -> None:
+    class Gone(Fleet):
+        async def add(self, node: str) -> str:
+            raise ray.exceptions.ActorUnschedulableError(f"node {node} has gone\nand more")
+
+    actor = QueueActor(name="", tasks=("train",), options=QueueOptions(), node="here")
+    actor.core = QueueCore(SampleTable(("train",), 60.0, 1), max_rows=10, epoch="1")
+    actor.fleet = Gone(actor.core, actor.options, "1")
+    with pytest.raises(QueueClosed, match="any node of the cluster: .*node a has gone$"):
+        asyncio.run(actor._start_on(["a"]))

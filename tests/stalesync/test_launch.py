@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import ray
 
-from distqueue import QueueClosed
+from distqueue import QueueClosed, StorageFull
 from fusion.telemetry import RunFolder
 from stalesync import failures, launch, savepoint
 from stalesync.config import Config
@@ -208,3 +208,14 @@ def test_a_token_is_readable_by_its_user_only_and_never_replaced(tmp_path):
     token_file(tmp_path).chmod(0o644)  # as Ray leaves it
     keep_token({}, tmp_path)
     assert token_file(tmp_path).read_text() == token and token_file(tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_queue_that_fails_where_storage_is_full_names_it(monkeypatch):
+    full = StorageFull("shared memory is full: /dev/shm/distqueue-1/s: 0 bytes are free")
+    with pytest.raises(QueueFailed, match=f"^the queue has failed: {full}$"), launch.naming_queue(lambda: None):
+        raise full
+    monkeypatch.setattr(failures, "MIN_FREE_BYTES", 1 << 62)
+    with pytest.raises(
+        QueueFailed, match=r"^the queue has failed: killed \(shared memory is full: /dev/shm: [\d,]+ bytes"
+    ):
+        raise QueueFailed("killed")
