@@ -42,6 +42,9 @@ STAGES = (
     "snapshot",
     "save",
     "restore",
+    "snapshot_drafts",
+    "save_drafts",
+    "restore_drafts",
 )
 """Methods whose failures end the run; they are sent as typed errors"""
 
@@ -80,6 +83,10 @@ class Card(Worker):
     @_in_group("save")
     def save(self, checkpoint: str, export: str) -> None:
         super().save(checkpoint, export)
+
+    @_in_group("save")
+    def save_drafts(self, folder: str) -> None:
+        super().save_drafts(folder)
 
     @_in_group("control")
     def status(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     checkpoints/step-N/   trainer/                   masters and moments as global tensors: written by the cards
                           queue/                     samples in progress, including suspended ones
+                          drafts/                    history of prompts, with rollout.drafts=history or both
                           controller.json            the run's state
                           manifest.json              sizes and digests of all these files, written last: marks the
                                                      checkpoint as complete
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 NAME = "controller.json"
 QUEUE = "queue"
 TRAINER = "trainer"
+DRAFTS = "drafts"
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ def text_server(spec: WorkerSpec) -> Iterator[Any]:
     """Runs the server while the block runs, and yields its handle; None: there are no drafts, or nobody to exchange
     text with, and nothing is started."""
     rollout = spec.rollout
-    if rollout.drafts == "none" or not rollout.draft_exchange or spec.num_schedules < 2:
+    if rollout.drafts == "none" or not rollout.draft_exchange or len(spec.drafting_ranks) < 2:
         yield None
         return
     max_groups = 1 if rollout.drafts == "siblings" else 2

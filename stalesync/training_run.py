@@ -104,6 +104,8 @@ class TrainingRun:
             view=view,
         )
         self.trainers = cards.on(spec.deployment.train)
+        self.generators = cards.on([rank for ranks in spec.engines for rank in ranks])
+        self.drafters = cards.on(spec.drafting_ranks)
         self.evaluation = Evaluation(source.evaluation(num_held_out) if num_held_out else [])
         self.pace = PaceTally(spec.pace)
         self.saver = Saver()
@@ -196,6 +198,8 @@ class TrainingRun:
             savepoint.begin(self.checkpoint, self.queue if self.admission.ledger.num_untrained else None)
             state = self.state_dict()
             self.step_metrics.take(self.cards.wait(snapshot))
+            if self.config.rollout.drafts_history:
+                self.drafters.call(Worker.snapshot_drafts)
         return state
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -205,6 +209,8 @@ class TrainingRun:
 
         def write() -> None:
             self.trainers.call(Worker.save, str(target / savepoint.TRAINER), export)
+            if self.config.rollout.drafts_history:
+                self.drafters.call(Worker.save_drafts, str(target / savepoint.DRAFTS))
             savepoint.finish(target, as_json)
             savepoint.prune(target.parent, self.config.run.keep)
 
@@ -215,6 +221,8 @@ class TrainingRun:
         self.load_state_dict(savepoint.read(checkpoint))
         self.folder.rewind(self.step)
         self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER))
+        if self.config.rollout.drafts_history:
+            self.generators.call(Worker.restore_drafts, str(checkpoint / savepoint.DRAFTS))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON, between two steps. No engine has a request."""

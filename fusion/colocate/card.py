@@ -28,7 +28,7 @@ from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.colocate.weights.weight_receiver import WeightReceiver
 from fusion.inference import InferEngine
 from fusion.inference.stop_strings import StopStrings
-from fusion.model import Mesh, ModelConfig
+from fusion.model import ModelConfig
 from fusion.npu import Device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout.detokenize import Detokenizer
@@ -44,7 +44,8 @@ from fusion.training.states import ResidentStates
 @dataclass(frozen=True)
 class Card:
     """``trainer`` and ``checkpoint_writer`` are None on a card that does not train, ``engine`` and ``generation`` on
-    one that does not generate; ``receiver`` exists on cards that only generate and may do so while others train."""
+    one that does not generate, ``drafter`` where nothing is drafted; ``receiver`` exists on cards that only generate
+    and may do so while others train."""
 
     device: Device
     meshes: Meshes
@@ -58,6 +59,7 @@ class Card:
     checkpoint_writer: CheckpointWriter | None
     engine: InferEngine | None
     generation: EngineStage | None
+    drafter: TextDrafter | None
     receiver: WeightReceiver | None
 
 
@@ -88,7 +90,7 @@ def load_card(
     trainer = _load_trainer(spec, weights, device=device, pool=pool, parts=parts)
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
-    drafter = None if weights.infer is None else _load_drafter(spec, rank, weights.infer.mesh, exchange_texts)
+    drafter = None if weights.infer is None else _load_drafter(spec, rank, exchange_texts)
     engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter)
     generation = None
     if engine is not None:
@@ -136,6 +138,7 @@ def load_card(
         checkpoint_writer=_checkpoint_writer(trainer, spec, meshes=meshes, device=device, pool=pool),
         engine=engine,
         generation=generation,
+        drafter=drafter,
         receiver=receiver,
     )
 
@@ -156,13 +159,10 @@ def _load_trainer(
     )
 
 
-def _load_drafter(
-    spec: WorkerSpec, rank: int, mesh: Mesh, exchange_texts: Callable[[bytes], bytes] | None
-) -> TextDrafter | None:
+def _load_drafter(spec: WorkerSpec, rank: int, exchange_texts: Callable[[bytes], bytes] | None) -> TextDrafter | None:
     drafter = TextDrafter.of(spec.rollout)
-    is_first_of_schedule = mesh.tp_rank == 0 and mesh.first_stage
-    if drafter is not None and exchange_texts is not None and is_first_of_schedule:
-        drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=spec.num_schedules)
+    if drafter is not None and exchange_texts is not None and rank in spec.drafting_ranks:
+        drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=len(spec.drafting_ranks))
     return drafter
 
 

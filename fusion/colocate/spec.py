@@ -83,9 +83,10 @@ class WorkerSpec:
         return Parallel(self.engine_size, tp=shape.tp, ep=shape.ep, pp=shape.pp, etp=shape.etp)
 
     @property
-    def num_schedules(self) -> int:
-        """Attention ranks of all engines: each has a schedule and drafts of its own."""
-        return len(self.engines) * self.infer_of_one_engine.dp
+    def drafting_ranks(self) -> list[int]:
+        """The first rank of each attention rank of all engines: each has a schedule and drafts of its own."""
+        shape = self.infer_of_one_engine
+        return [ranks[place] for ranks in self.engines for place in range(0, shape.stage_world, shape.tp)]
 
     @property
     def masters_on_host(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ from fusion.model import Mesh
 from fusion.npu import Device, open_device
 from fusion.npu.all_or_none import all_or_none
 from fusion.rollout import SuspendedSample
+from fusion.rollout.drafts.history_files import MAX_TOKENS, read_history, write_history
+from fusion.rollout.drafts.pieces import Piece
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import Sequences, TrainEngine, load_checkpoint
@@ -71,6 +74,7 @@ class Worker:
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self._parts, self._exchange_texts = parts, exchange_texts
         self._card: Card | None = None
+        self._drafts_to_save: list[Piece] = []
         self._rendezvous: Rendezvous | None = None
 
     @property
@@ -290,6 +294,31 @@ class Worker:
             self.card.switcher.load_optimizer()
             self.card.switcher.await_optimizer()
             load_checkpoint(self._trainer, checkpoint, verify=False)
+
+    def snapshot_drafts(self) -> None:
+        """Copies the history of prompts for `save_drafts`. On the first card of each attention rank, while no engine
+        runs."""
+        assert self.card.drafter is not None, f"rank {self.rank} does not draft"
+        self._drafts_to_save = self.card.drafter.history(MAX_TOKENS)
+
+    def save_drafts(self, folder: str) -> None:
+        """Writes the copy of `snapshot_drafts`. Other stages may run at the same time. Returns when it is on disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        pieces, self._drafts_to_save = self._drafts_to_save, []
+        write_history(Path(folder), self.rank, pieces)
+
+    def restore_drafts(self, folder: str) -> None:
+        """Loads the history of prompts from a folder whose files the caller has verified; nothing if there is none. On
+        all cards that generate, so that those with one schedule draft alike.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        assert self.card.drafter is not None, f"rank {self.rank} does not draft"
+        self.card.drafter.load_history(read_history(Path(folder)))
 
     # Control calls: answered while any stage runs. All except `status` are for the first card of an engine.
 

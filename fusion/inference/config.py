@@ -134,6 +134,10 @@ class RolloutConfig:
         return self.drafts in ("siblings", "both")
 
     @property
+    def drafts_history(self) -> bool:
+        return self.drafts in ("history", "both")
+
+    @property
     def num_probes(self) -> int:
         """Number of requests of a group that begin before the others."""
         return int(self.drafts_siblings) if self.probe is None else self.probe

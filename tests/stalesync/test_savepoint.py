@@ -17,6 +17,7 @@ FILES = {
     "queue/index.db": b"SQLite format 3",
     "queue/segments/0": bytes(500),
     "queue/cut": b"cut",
+    "drafts/rank-00000.bin": b"history",
     "manifest.json": b"",
 }
 

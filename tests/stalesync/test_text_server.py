@@ -71,3 +71,18 @@ def test_a_text_server_that_is_killed_changes_nothing_and_is_reported_once(start
         log = (folder / "logs" / f"rank-{rank}.log").read_text()
         assert log.count("no text of other engines from now on") == 1
     assert_gone(below)
+
+
+def test_the_history_of_prompts_survives_a_resume_with_other_engines(base, tmp_path):
+    """Of a checkpoint without it, a run resumes, too."""
+    common = ["run.eval_prompts=0", "rollout.max_response_length=64", "rollout.forced_median=64", "data.rows=8"]
+    history = ["rollout.drafts=history", "rollout.draft_exchange=false"]
+    for step, options in enumerate(([], history, [*history, "cluster.npus=2", "parallel=single"]), 1):
+        resume = [f"run.steps={step}", f"run.resume={str(step > 1).lower()}"]
+        done = train(base, tmp_path, *common, *options, *resume)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("resuming from" in done.stdout) == (step > 1)
+        files = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / f"step-{step}").glob("drafts/*"))
+        assert files == [[], ["rank-00000.bin"], ["rank-00000.bin", "rank-00001.bin"]][step - 1]
+    rows = rows_of(tmp_path / "run")
+    assert ["rollout/draft_acceptance_history" in row for row in rows] == [False, False, True]

@@ -4,10 +4,12 @@
     native         … in C++ (`suffix_index.cpp`), compiled on first use
     plain          … in Python, where there is no compiler
     drafter        reads what an engine generates, and drafts for its sequences
+    prompt         the text of one prompt
     budget         how many drafted tokens a step verifies
     text_store     what all engines of a run have generated, by prompt
     text_client    what an engine sends to the store, and asks for
     exchange       sends it beside the steps, and takes over the replies
+    history_files  the history of prompts in a checkpoint
     pieces         the form of these messages
 
 The engine samples every token with its own noise, as without drafts, and follows a draft as long as it agrees: the same

@@ -29,6 +29,7 @@ from fusion.inference.verification import Draft, StepCost, Verification
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.pieces import Piece, decode
+from fusion.rollout.drafts.prompt import Prompt
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes, make_indexes
 
 MIN_MATCH = 3
@@ -36,34 +37,6 @@ MIN_MATCH = 3
 
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
-
-
-@dataclass
-class _Prompt:
-    """``groups``: whose responses are the siblings, several if one was begun before the others had ended; ``live``: the
-    requests that run here; ``numbers``: request → sequence in the index; ``texts``: request → its response so far, here
-    or on another engine; ``history``: what is in the index of the last group; ``past``: group → request → text, of
-    other groups on other engines."""
-
-    key: bytes
-    index: int
-    history: list[array[int]]
-    groups: set[str] = field(default_factory=set)
-    live: set[str] = field(default_factory=set)
-    numbers: dict[str, int] = field(default_factory=dict)
-    texts: dict[str, array[int]] = field(default_factory=dict)
-    past: dict[str, dict[str, array[int]]] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of texts and history, which are held besides the index."""
-        past = [text for texts in self.past.values() for text in texts.values()]
-        return sum(map(len, (*self.texts.values(), *self.history, *past)))
-
-    def join(self, group: str) -> None:
-        """Counts a group's responses as siblings."""
-        self.groups.add(group)
-        self.texts |= self.past.pop(group, {})
 
 
 @dataclass
@@ -108,10 +81,12 @@ class TextDrafter:
         self.budget, self.totals, self._clock = DraftBudget(), DraftTotals(), clock
         self.exchange: TextExchange | None = None
         """With other engines, on the first rank of those with one schedule"""
-        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
         """By a digest of the prompt, the one used last at the end"""
-        self._live: dict[str, _Prompt | None] = {}
+        self._live: dict[str, Prompt | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
+        self._restored: dict[bytes, list[array[int]]] = {}
+        """History that was loaded, of prompts that have had no request since; those used longest ago first"""
         self._num_tokens = 0
         """Of the texts and histories of all prompts"""
         self._drafted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -125,7 +100,7 @@ class TextDrafter:
         return cls(
             make_indexes(),
             siblings=config.drafts_siblings,
-            history=config.drafts in ("history", "both"),
+            history=config.drafts_history,
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,
         )
@@ -242,28 +217,30 @@ class TextDrafter:
         self._live[request.id] = prompt
         self._prompts.move_to_end(key)
 
-    def _begin_group(self, key: bytes, request: Request, last: _Prompt | None) -> _Prompt:
+    def _begin_group(self, key: bytes, request: Request, last: Prompt | None) -> Prompt:
         """Creates the index of a prompt for another group, with what the last one said as history."""
         history: list[array[int]] = []
         begun: dict[str, array[int]] = {}
-        if last is not None:
+        if last is None:
+            history = self._restored.pop(key, [])
+            self._num_tokens -= sum(map(len, history))
+        else:
             begun = last.past.get(request.group, {})
             if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
-                past = [text for name, texts in last.past.items() if name != request.group for text in texts.values()]
-                history = [text for text in last.texts.values() if text] or last.history + past
+                history = last.next_history(request.group)
             self._drop(last)
             if self.exchange is not None:
                 self.exchange.end_group(key)
         index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH)
         self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
-        prompt = self._prompts[key] = _Prompt(key, index, history)
+        prompt = self._prompts[key] = Prompt(key, index, history)
         prompt.join(request.group)
         self._num_tokens += prompt.num_tokens
         for name, text in begun.items():
             self._append(prompt, self._open(prompt, prompt.texts, name), name, text)
         return prompt
 
-    def _open(self, prompt: _Prompt, texts: dict[str, array[int]], request: str) -> array[int]:
+    def _open(self, prompt: Prompt, texts: dict[str, array[int]], request: str) -> array[int]:
         """Begins a response, ``texts``: those of its group; a request that is generated again has no other."""
         source, weight = (SIBLING, 1 if self._siblings else 0) if texts is prompt.texts else (HISTORY, 1)
         prompt.numbers[request] = self._indexes.open(prompt.index, source, weight)
@@ -271,7 +248,7 @@ class TextDrafter:
         text = texts[request] = array("i")
         return text
 
-    def _append(self, prompt: _Prompt, text: array[int], request: str, tokens: array[int]) -> None:
+    def _append(self, prompt: Prompt, text: array[int], request: str, tokens: array[int]) -> None:
         self._indexes.extend([(prompt.index, prompt.numbers[request])], [tokens])
         text.extend(tokens)
         self._num_tokens += len(tokens)
@@ -294,7 +271,28 @@ class TextDrafter:
         self._append(prompt, text, piece.request, piece.tokens[len(known) :])
         return len(piece.tokens) - len(known)
 
+    def history(self, max_tokens: int) -> list[Piece]:
+        """Return what the next group of each prompt would have as history, of the prompts used last first, for
+        `load_history`."""
+        texts_by_prompt = list(self._restored.items())
+        texts_by_prompt += [(key, prompt.next_history()) for key, prompt in self._prompts.items()]
+        pieces: list[Piece] = []
+        for key, texts in reversed(texts_by_prompt if self._history else []):
+            max_tokens -= sum(map(len, texts))
+            if max_tokens < 0:
+                break
+            pieces += [Piece(key, "", str(number), 0, text[:]) for number, text in enumerate(texts)]
+        return pieces
+
+    def load_history(self, pieces: Items[Piece]) -> None:
+        """Load what `history` has returned into a drafter that has seen nothing yet."""
+        for piece in reversed(pieces) if self._history else ():
+            self._restored.setdefault(piece.prompt, []).insert(0, piece.tokens)
+            self._num_tokens += len(piece.tokens)
+
     def _drop_oldest(self) -> None:
+        while self.nbytes > self._max_bytes and self._restored:
+            self._num_tokens -= sum(map(len, self._restored.pop(next(iter(self._restored)))))
         while self.nbytes > self._max_bytes and self._prompts:
             prompts = self._prompts.values()
             oldest = next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts))
@@ -304,7 +302,7 @@ class TextDrafter:
             if self.exchange is not None:
                 self.exchange.forget(oldest.key)
 
-    def _drop(self, prompt: _Prompt) -> None:
+    def _drop(self, prompt: Prompt) -> None:
         self._indexes.remove(prompt.index)
         self._num_tokens -= prompt.num_tokens
         del self._prompts[prompt.key]

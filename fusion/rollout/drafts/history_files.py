@@ -1,0 +1,59 @@
+"""Keep the history of prompts in a checkpoint: one file for each attention rank that drafts.
+
+    drafts/rank-00003.bin   what the next group of each prompt would have as history, as `pieces.encode`, compressed
+
+The manifest of the checkpoint has size and digest of each file, and is checked before any of them is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusion.rollout.drafts.pieces import Piece, compress, decode, decompress, encode
+from fusion.telemetry.files import sync
+from fusion.telemetry.manifest import FileWriter
+
+MAX_TOKENS = 1 << 24
+"""Of a file: at most 64 MiB. Of more, the history of the prompts used last is kept."""
+
+
+def write_history(folder: Path, rank: int, pieces: Sequence[Piece]) -> None:
+    """Write the file of a rank, which does not exist; returns when it is on disk.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    folder.mkdir(exist_ok=True)
+    file = FileWriter(folder / f"rank-{rank:05d}.bin")
+    try:
+        file.write(compress(encode({}, pieces)))
+        file.close()
+    finally:
+        file.abort()
+    sync(folder)
+
+
+def read_history(folder: Path) -> list[Piece]:
+    """Return the history in all files of a folder; [] if there is none. Of what several have of a prompt, the longest.
+
+    Raises:
+        ValueError: a file is damaged; names it.
+    """
+    found: dict[bytes, list[Piece]] = {}
+    for path in sorted(folder.glob("rank-*.bin")):
+        try:
+            _, pieces = decode(decompress(path.read_bytes()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        own: dict[bytes, list[Piece]] = {}
+        for piece in pieces:
+            own.setdefault(piece.prompt, []).append(piece)
+        for prompt, texts in own.items():
+            if _num_tokens(texts) > _num_tokens(found.get(prompt, [])):
+                found[prompt] = texts
+    return [piece for texts in found.values() for piece in texts]
+
+
+def _num_tokens(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece.tokens) for piece in pieces)

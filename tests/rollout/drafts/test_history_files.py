@@ -1,0 +1,107 @@
+"""History of prompts over a resume: the same drafts afterwards, bounded, and nothing of a damaged file."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.rollout.drafts.history_files import read_history, write_history
+from fusion.rollout.drafts.pieces import Piece
+from fusion.rollout.drafts.suffix_index import HISTORY
+from tests.rollout.drafts.test_drafter import drafter, paths, sequence
+
+
+def said(made, prompt, *texts, group="e0"):
+    """Lets a group say these texts to the prompt."""
+    sequences = [sequence(f"{group}/{i}", prompt, text, group=group) for i, text in enumerate(texts)]
+    paths(made, *sequences)
+    for one in sequences:
+        made.end(one)
+
+
+def resumed(folder, *drafters, **options):
+    for rank, made in enumerate(drafters):
+        write_history(folder, rank, made.history(1000))
+    after = drafter(**options)
+    after.load_history(read_history(folder))
+    return after
+
+
+def test_the_next_epoch_of_a_resumed_run_has_the_history(tmp_path):
+    before = drafter()
+    said(before, [1], [2, 3, 4, 5, 6, 7], [9, 9, 9])
+    said(before, [8], [2, 3, 4, 1, 1])
+    after = resumed(tmp_path, before)
+    for prompt, expected in (([1], [5, 6, 7]), ([8], [1, 1]), ([7], None)):
+        new = sequence(f"e1/{prompt}", prompt, [2, 3, 4], group=f"e1/{prompt}")
+        for made in (before, after):
+            assert paths(made, new) == [expected]
+        if expected:
+            assert after._drafted[id(new)][1].tolist() == [HISTORY] * len(expected)
+
+
+def test_history_that_was_not_used_since_is_kept_over_the_next_resume(tmp_path):
+    before = drafter()
+    said(before, [1], [2, 3, 4, 5])
+    middle = resumed(tmp_path / "1", before)
+    said(middle, [8], [2, 3, 4, 1])
+    after = resumed(tmp_path / "2", middle)
+    for prompt, expected in (([1], [5]), ([8], [1])):
+        assert paths(after, sequence(f"e1/{prompt}", prompt, [2, 3, 4], group=f"e1/{prompt}")) == [expected]
+
+
+def test_of_several_engines_the_most_text_of_a_prompt_is_loaded(tmp_path):
+    one, two = drafter(), drafter()
+    said(one, [1], [2, 3, 4, 5])
+    said(two, [1], [2, 3, 4, 5, 6])
+    said(two, [8], [2, 3, 4, 1])
+    after = resumed(tmp_path, one, two)
+    assert sorted(len(piece.tokens) for piece in after.history(1000)) == [4, 5]
+    assert paths(after, sequence("e1/0", [1], [2, 3, 4], group="e1")) == [[5, 6]]
+
+
+def test_what_was_used_last_is_saved_and_kept_where_there_is_no_room(tmp_path):
+    before = drafter()
+    for prompt in range(10):
+        said(before, [prompt], list(range(100)))
+    said(before, [3], list(range(100)), group="again")
+    assert len(before.history(250)) == 2
+    keys = [piece.prompt for piece in before.history(10_000)]
+    after = drafter(max_bytes=1500)
+    after.load_history(before.history(10_000))
+    paths(after, sequence("new", [99], [1, 2, 3]))
+    assert [piece.prompt for piece in after.history(10_000)][-3:] == keys[:3] and after.nbytes <= 1500 + 4000
+    assert len({piece.prompt for piece in before.history(350)} & {*keys[:3]}) == 3
+
+
+def test_without_drafts_from_history_nothing_is_saved_or_loaded(tmp_path):
+    before = drafter()
+    said(before, [1], [2, 3, 4, 5])
+    after = resumed(tmp_path, before, history=False)
+    assert paths(after, sequence("e1/0", [1], [2, 3, 4], group="e1")) == [None]
+    assert after.history(1000) == [] and after.nbytes < 4000
+
+
+def test_a_checkpoint_without_history_has_none(tmp_path):
+    assert read_history(tmp_path / "drafts") == []
+
+
+@given(st.data())
+def test_a_damaged_file_is_refused_by_name(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("drafts")
+    write_history(folder, 0, [Piece(b"p" * 16, "", "0", 0, array("i", range(50)))])
+    path = folder / "rank-00000.bin"
+    whole = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[bit // 8] ^= 1 << bit % 8
+    for damaged in (bytes(flipped), whole[: bit // 8]):
+        path.write_bytes(damaged)
+        try:
+            pieces = read_history(folder)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:  # bits of the header that zlib ignores
+            assert [list(piece.tokens) for piece in pieces] == [list(range(50))]
