@@ -255,12 +255,12 @@ def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, fl
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as name:
         controller = make_controller(groups, staleness, watch, Path(name))
-        controller.train_step(1, lambda: None)
+        controller.train_step(1, lambda: None, lambda: None)
         steps = max(2, min_groups // groups)
         with collecting_seldom():
             start_s, calls = watch.read_s(), controller.queue.calls  # type: ignore[attr-defined]
             for step in range(2, 2 + steps):
-                controller.train_step(step, controller.close_step)
+                controller.train_step(step, controller.close_step, lambda: None)
             cpu_s, calls = watch.read_s() - start_s, controller.queue.calls - calls  # type: ignore[attr-defined]
         assert controller.admission.ledger.ended["trained"] == groups * (1 + steps), "all groups were trained"
         controller.folder.close()

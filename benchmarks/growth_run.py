@@ -86,11 +86,13 @@ def observe(record: str) -> None:
         calls[" ".join([method_name, *map(str, sent[:2])]) if method_name == "change" else method_name] += 1
         return make_call(self, method_name, *args, **options)
 
-    def recorded_step(self: Controller, step: int, close_last: Callable[[], None]) -> None:
+    def recorded_step(
+        self: Controller, step: int, close_last: Callable[[], None], log_last: Callable[[], None]
+    ) -> None:
         if not pids:
             pids.extend(status["pid"] for status in self.cards.on().ask(Worker.status))
         calls.clear()
-        train_step(self, step, close_last)
+        train_step(self, step, close_last, log_last)
         line = {
             "calls": dict(calls),
             "rss": {"controller": _resident_bytes("self"), "workers": sum(map(_resident_bytes, pids))},

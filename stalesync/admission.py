@@ -260,7 +260,7 @@ class Admission:
         the others have none, stops all: they report their figures in the step that they belong to."""
         stopping = tuple(engine for engine in self.running if engine in self.spec.shared_engines or not self.spec.ahead)
         if stopping:
-            yield Suspend(stopping)
+            yield Suspend(stopping, to_train=True)
         if self.spec.shared_engines:
             yield from self._dispatch()
 

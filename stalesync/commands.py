@@ -41,9 +41,11 @@ class AwaitSamples:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Stop these engines between two of their steps; answered by `observe_stopped` for each."""
+    """Stop these engines between two of their steps; answered by `observe_stopped` for each. ``to_train``: `Score`
+    and `Train` are next, so the cards that train may switch as soon as they have stopped; `SwitchToTrain` follows."""
 
     engines: tuple[int, ...]
+    to_train: bool = False
 
 
 @dataclass(frozen=True)

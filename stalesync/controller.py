@@ -78,17 +78,20 @@ class Controller:
     """Prompt and response tokens of all groups that ended in this step"""
     _last_sample_s: float = 0.0
     """Time at which the last samples arrived or weights were published, whichever is later (`time.perf_counter`)"""
+    _published_s: float = 0.0
+    """Time at which the cards began to switch for the engines"""
     _lost_polled_s: float = 0.0
     """Time at which the queue was last asked for lost samples"""
     _unlogged: Sequence[Sample] | None = None
     """Samples whose groups ended in this step, until `log_samples` records them"""
 
-    def train_step(self, step: int, close_last: Callable[[], None]) -> None:
+    def train_step(self, step: int, close_last: Callable[[], None], log_last: Callable[[], None]) -> None:
         """Runs step number ``step``, from 1.
 
         Args:
             close_last: closes the step before it, unless that is done: called while the cards switch, or before if
                 they have anything else to do first.
+            log_last: logs that step, unless that is done: called while the cards generate.
         """
         start = time.perf_counter()
         self.groups.step = step
@@ -98,9 +101,11 @@ class Controller:
         for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
             if isinstance(command, Publish):
                 self.execute(command, meanwhile=close_last)
-            else:
-                close_last()
-                self.execute(command)
+                continue
+            close_last()
+            if not _only_starts(command):
+                log_last()
+            self.execute(command)
         seconds, metrics = time.perf_counter() - start, self.step_metrics.metrics
         metrics.update(throughput(self._num_tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
@@ -119,11 +124,16 @@ class Controller:
     def execute(self, command: Command, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
         while the cards switch and before their reports are taken."""
+        if self.generation.publishing and not _only_starts(command):
+            self.end_publish()
         start, share = time.perf_counter(), self.desk.share
         match command:
             case Publish(beside=beside):
                 self.view.phase("send weights" if beside else "switch to infer")
                 self.generation.publish(command, share, meanwhile)
+                if self.generation.publishing:  # its seconds are counted at its end
+                    self._published_s = start
+                    return
                 self._last_sample_s = time.perf_counter()
             case AdmitGroups(count):
                 self.groups.admit(self.source.next(count))
@@ -131,7 +141,9 @@ class Controller:
                 self.generation.dispatch(command)
             case AwaitSamples():
                 self.await_samples()
-            case Suspend(engines):
+            case Suspend(engines, to_train):
+                if to_train:
+                    self.generation.begin_switch_to_train(self.admission.ledger.version, share)
                 self.suspend(engines)
             case SwitchToTrain():
                 self.view.phase("switch to train")
@@ -142,6 +154,12 @@ class Controller:
             case Train(groups):
                 self.train(groups)
         self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
+
+    def end_publish(self) -> None:
+        """Waits until the cards have switched for the engines, which may have been started meanwhile."""
+        self.generation.end_publish()
+        self._last_sample_s = time.perf_counter()
+        self.step_metrics.add_seconds("switch", self._last_sample_s - self._published_s)
 
     def observe(self, timeout_s: float) -> bool:
         """Reports generated and scored samples and requests whose chunk has ended to `Admission`; waits at most
@@ -240,6 +258,12 @@ class Controller:
         add_sample_metrics(metrics, samples, self.config.rollout.max_response_length)
         if samples:
             self.folder.log_samples(self.groups.step, samples, _describe)
+
+
+def _only_starts(command: Command) -> bool:
+    """Whether a command may be executed while the cards switch for the engines: it starts those at most, which begin
+    when they have switched."""
+    return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
 
 
 def _describe(sample: Sample) -> dict[str, Any]:

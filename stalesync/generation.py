@@ -4,6 +4,9 @@ publish ─► dispatch ─► engines: `generate` in the background ─► queu
               ▲          │
               ├ chunks ──┤   requests suspended at the end of their chunk, while engines run
               └ suspend ─┘   unfinished requests of engines that stop
+
+A card runs its stages one after the other, in the order in which they are begun. So the next stage is begun behind a
+switch, and a switch behind `generate`, before this process has heard of its end: the card waits for no message.
 """
 
 from __future__ import annotations
@@ -54,19 +57,23 @@ class Generation:
             self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
         self._running: dict[int, RunningStage[StageReport]] = {}
         """Running `generate` stages by engine"""
+        self._publishing: RunningStage[StageReport] | None = None
+        """The switch for the engines, until its reports are taken"""
+        self._returning: RunningStage[StageReport] | None = None
+        """The switch back to the training phase, likewise"""
         self._chunks_polled_s = 0.0
         """Time of the last poll for ended chunks"""
         self._warned_silent_s = 0.0
         """Seconds without a sample at the last warning"""
 
     def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Publishes the weights of a policy version to the engines of ``share``. ``meanwhile``: called while the cards
-        switch, before their reports are taken."""
+        """Publishes the weights of a policy version to the engines of ``share``. If no engine runs, returns while the
+        cards switch: `dispatch` may start engines, and `end_publish` takes the reports. ``meanwhile``: called while the
+        cards switch, before any report is taken."""
         actor = self._spec.deployment.actor
         if not command.beside:
-            switching = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
+            self._publishing = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
             meanwhile()
-            self._take_reports(self._cards.wait(switching))
             return
         beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
         others = [rank for rank in actor if rank not in beside]
@@ -79,12 +86,32 @@ class Generation:
         for running in self._running.values():
             running.reported_until_ns = min(report.until_ns for report in reports)
 
+    @property
+    def publishing(self) -> bool:
+        """Whether cards switch for the engines, and their reports are not taken yet."""
+        return self._publishing is not None
+
+    def end_publish(self) -> None:
+        """Waits until the cards have switched for the engines, and takes their reports."""
+        assert self._publishing is not None, "the cards do not switch"
+        publishing, self._publishing = self._publishing, None
+        self._take_reports(self._cards.wait(publishing))
+
+    def begin_switch_to_train(self, version: int, share: InferenceShare) -> None:
+        """Begins to return the cards that train to the training phase, behind the stages that they run now."""
+        self._returning = self._cards.on(self._spec.deployment.train).begin(Worker.switch, "train", version, share)
+
     def switch_to_train(self, version: int, share: InferenceShare) -> None:
-        """Returns the cards that train to the training phase."""
-        self._take_reports(self._cards.on(self._spec.deployment.train).call(Worker.switch, "train", version, share))
+        """Returns the cards that train to the training phase, if that is not begun yet, and waits for them."""
+        if self._returning is None:
+            self.begin_switch_to_train(version, share)
+        assert self._returning is not None
+        returning, self._returning = self._returning, None
+        self._take_reports(self._cards.wait(returning))
 
     def dispatch(self, command: Dispatch) -> None:
-        """Starts engines with their requests, submits requests to running ones, and frees unused parked KV."""
+        """Starts engines with their requests, submits requests to running ones, and frees unused parked KV. Only the
+        first, while the cards switch for the engines."""
         submitted: dict[int, StageCall[None]] = {}
         for engine, dispatched in command.requests_by_engine.items():
             ranks, requests = self._spec.engines[engine], Requests(map(self._request, dispatched))
@@ -93,6 +120,7 @@ class Generation:
                 self._running[engine] = self._cards.begin_each(calls)
             else:
                 submitted[ranks[0]] = stage_call(Worker.submit, requests)
+        assert not (self.publishing and (submitted or command.forget_by_engine)), "the cards switch"
         self._cards.ask_each(submitted)
         left = {self._spec.engines[engine][0]: ids for engine, ids in command.forget_by_engine.items()}
         self._cards.ask_each({rank: stage_call(Worker.forget, ids) for rank, ids in left.items()})

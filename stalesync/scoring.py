@@ -46,8 +46,8 @@ MAX_STOP_S = 2.0
 POLL_S = 1.0
 """Interval at which the thread that waits for samples checks whether it must end."""
 
-MIN_GROUPS_KEPT = 1024
-"""Number of groups whose samples are remembered before those that have ended are looked for"""
+MIN_SAMPLES_KEPT = 4096
+"""Number of samples that are remembered before those of groups that have ended are looked for"""
 
 
 class ScoringQueue(Protocol):
@@ -122,28 +122,28 @@ class ScoringProgress:
 
 
 class Arrivals:
-    """Tracks which samples have arrived, by group, at least until the group has ended. ``in_progress``: the groups that
-    have not.
+    """Tracks which samples have arrived, at least until their group has ended. ``in_progress``: the groups that have
+    not.
 
-    Cost: amortized O(1) for each sample. Memory follows the number of groups in progress.
+    Cost: amortized O(1) for each sample. Memory follows the number of samples of groups in progress.
     """
 
     def __init__(self, in_progress: Container[str]) -> None:
         self._in_progress = in_progress
-        self._ids: dict[str, set[str]] = {}
-        self._max_groups = MIN_GROUPS_KEPT
+        self._groups: dict[str, str] = {}
+        """Sample → its group"""
+        self._max_samples = MIN_SAMPLES_KEPT
 
-    def new(self, ids: Sequence[str], groups: Sequence[str]) -> list[int]:
+    def new(self, ids: Sequence[str], groups: Sequence[str]) -> Sequence[int]:
         """Returns the positions of those samples of a delivery that arrive for the first time."""
-        positions = []
-        for position, (id, group) in enumerate(zip(ids, groups, strict=True)):
-            arrived = self._ids.setdefault(group, set())
-            if id not in arrived:
-                arrived.add(id)
-                positions.append(position)
-        if len(self._ids) > self._max_groups:
-            self._ids = {group: arrived for group, arrived in self._ids.items() if group in self._in_progress}
-            self._max_groups = max(MIN_GROUPS_KEPT, 2 * len(self._ids))
+        known = self._groups
+        positions: Sequence[int] = range(len(ids))
+        if not known.keys().isdisjoint(ids):
+            positions = [position for position, id in enumerate(ids) if id not in known]
+        known.update(zip(ids, groups, strict=True))
+        if len(known) > self._max_samples:
+            self._groups = {id: group for id, group in known.items() if group in self._in_progress}
+            self._max_samples = max(MIN_SAMPLES_KEPT, 2 * len(self._groups))
         return positions
 
 

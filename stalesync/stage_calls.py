@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -23,6 +24,9 @@ to report."""
 GATHER_CAUSE_S = 15.0
 """Time to wait for the cause where only consequences have been reported: other ranks notice that a host has ended
 before Ray does."""
+
+BESIDE = frozenset({"receive", "save"})
+"""Stages that a card runs beside others; it runs the rest one after the other, in the order in which they are begun."""
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -66,13 +70,15 @@ class RunningStage(Generic[Result]):
     results: dict[int, Result] = field(default_factory=dict)
     reported_until_ns: int = field(default_factory=wall_ns)
     """End of the reported work: the beginning of the stage, until an interim report"""
+    begun_s: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
     """The thread that takes its results; another one may run other stages on other cards."""
 
 
 def gather_failures(first: FailedStage, running: Iterable[RunningStage[Any]]) -> list[FailedStage]:
     """Returns the failures of the stages in progress, among them their root cause if it is reported in time; ``first``
-    was reported first."""
+    was reported first. A stage may have been begun behind one that failed on the same card: only the first counts."""
+    running = list(running)
     pending = {ref: (rank, stage.stage) for stage in running for ref, rank in stage.pending.items()}
     failed = [first, *_failures_of(pending, GATHER_FAILURES_S)]
     if all(map(is_consequence, failed)):
@@ -80,7 +86,26 @@ def gather_failures(first: FailedStage, running: Iterable[RunningStage[Any]]) ->
             failed.append(failure)
             if not is_consequence(failure):
                 break
-    return failed
+    return first_of_each_card(failed, {(rank, stage.stage): stage.begun_s for stage in running for rank in stage.ranks})
+
+
+def first_of_each_card(failed: Sequence[FailedStage], begun_s: Mapping[tuple[int, str], float]) -> list[FailedStage]:
+    """Returns the failures without those of stages that were begun behind another failed one on the same card.
+
+    Args:
+        begun_s: when a stage was begun, by rank and stage.
+    """
+    first: dict[int, float] = {}
+    for one in failed:
+        began_s = begun_s.get((one.failure.rank, one.failure.stage))
+        if began_s is not None and one.failure.stage not in BESIDE:
+            first[one.failure.rank] = min(began_s, first.get(one.failure.rank, began_s))
+    return [
+        one
+        for one in failed
+        if one.failure.stage in BESIDE
+        or begun_s.get((one.failure.rank, one.failure.stage), 0.0) <= first.get(one.failure.rank, math.inf)
+    ]
 
 
 def _failures_of(pending: dict[Any, tuple[int, str]], timeout_s: float) -> Iterator[FailedStage]:

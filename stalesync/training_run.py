@@ -60,8 +60,10 @@ class TrainingRun:
         self.config, self.cards, self.queue, self.source, self.scorer = config, cards, queue, source, scorer
         self.folder, self.view = folder, view
         self.step = 0
-        self._logged = 0
-        """Number of steps whose metrics are logged"""
+        self._closed = self._logged = 0
+        """Number of steps that are closed; whose metrics are logged"""
+        self._metrics: Mapping[str, float] = {}
+        """Metrics of the last step that is closed"""
         self._figures: dict[str, float] = {}
         """Metrics of evaluations, for the next row of the log"""
         self._text_server_note = ""
@@ -120,7 +122,7 @@ class TrainingRun:
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:
-                self.loop.train_step(self.step + 1, close_last=self.close_step)
+                self.loop.train_step(self.step + 1, close_last=self.close_step, log_last=self.log_step)
                 self.step += 1
                 if self.step == last or interval.due(self.step, time.monotonic() - saved_at, self.saver.writing):
                     state, saved_at = self.close_and_cut(), time.monotonic()
@@ -130,33 +132,36 @@ class TrainingRun:
         return self.evaluation.answers()
 
     def close_step(self) -> None:
-        """Closes the last step, unless that is done: acknowledges its samples, and logs its metrics."""
+        """Closes the last step, unless that is done: acknowledges its samples, and takes its metrics."""
+        if self._closed < self.step:
+            self._metrics = self.loop.close_step()
+            self._closed = self.step
+
+    def log_step(self) -> None:
+        """Logs the metrics of the last step, which is closed, unless that is done."""
         if self._logged < self.step:
-            self.log(self.loop.close_step())
+            self.log(self._metrics)
 
     def close_and_cut(self) -> dict[str, Any]:
         """Closes the last step, with a cut; after the last one of the run, with an evaluation before it."""
-        metrics = self.loop.close_step()
-        with self.logging_after_failure(metrics):
+        self.close_step()
+        with self.logging_after_failure():
             if self.step == self.config.run.steps:
                 self._figures |= self.evaluate("after")
             state = self.cut()
-        self.log(metrics)
+        self.log_step()
         return state
 
     @contextmanager
-    def logging_after_failure(self, metrics: Mapping[str, float] | None = None) -> Iterator[None]:
-        """If the block fails, logs the metrics of the last step, unless that is done, and raises the block's error.
-
-        Args:
-            metrics: None: those of the loop, without the queue's, which may have ended.
-        """
+    def logging_after_failure(self) -> Iterator[None]:
+        """If the block fails, logs the metrics of the last step, unless that is done, and raises the block's error. If
+        the step is not closed they are without the queue's, which may have ended."""
         try:
             yield
         except BaseException:
             if self._logged < self.step:
                 with logging_errors("logging the last step's metrics"):
-                    self.log(self.loop.take_metrics({}) if metrics is None else metrics)
+                    self.log(self._metrics if self._closed == self.step else self.loop.take_metrics({}))
             raise
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -231,7 +236,7 @@ class TrainingRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object."""
-        self.step = self._logged = state["step"]
+        self.step = self._closed = self._logged = state["step"]
         self.source.load_state_dict(state["prompts"])
         self.desk.load_state_dict(state["share"])
         self.admission.load_state_dict(state)

@@ -36,7 +36,7 @@ def _run(write, cut):
     ``cut``: of a checkpoint."""
     run = object.__new__(TrainingRun)
     run.config = SimpleNamespace(run=SimpleNamespace(steps=3, save_every="2"))
-    run.step, run._logged, run._figures = 0, 0, {}
+    run.step, run._closed, run._logged, run._figures = 0, 0, 0, {}
     run.evaluation = SimpleNamespace(prompts=[])
     run.view = SimpleNamespace(begin=lambda: None, update=lambda *_: None)
     run.step_metrics = SimpleNamespace(begin_first_step=lambda: None)
@@ -58,14 +58,14 @@ def test_a_row_that_cannot_be_written_does_not_hide_why_the_run_failed(fails, is
         if is_full:
             raise OSError(28, "No space left on device")
 
-    def train_step(step, close_last):
+    def train_step(step, close_last, log_last):
         if fails == "step" and step == 2:
             raise Failed
 
     run = _run(write, cut=lambda: _raise(Failed))
     run.loop.train_step = train_step
     if fails == "cut":
-        run._logged, run.step = 1, 1
+        run._closed, run._logged, run.step = 1, 1, 1
     with pytest.raises(Failed):
         run.run()
     assert rows == [1 if fails == "step" else 2]

@@ -132,7 +132,23 @@ def test_new_weights_are_received_beside_by_engines_that_go_on():
     assert [running.reported_until_ns for running in made._running.values()] == [7, 7]
     del cards.begun[:]
     made.publish(Publish(4), share, lambda: cards.begun.append("meanwhile"))
-    assert cards.begun == [("switch", [0, 1, 2, 3], "infer", 4, share), "meanwhile", ("wait", (0, 1, 2, 3))]
+    assert cards.begun == [("switch", [0, 1, 2, 3], "infer", 4, share), "meanwhile"] and made.publishing
+    made.end_publish()
+    assert cards.begun[2:] == [("wait", (0, 1, 2, 3))] and not made.publishing
+
+
+def test_cards_that_train_switch_behind_the_stages_that_they_run():
+    made, cards = _generation()
+    share = InferenceShare((0, 1), 0.5, 4)
+    del cards.begun[:]
+    made.begin_switch_to_train(3, share)
+    made.suspend((0, 1))
+    made.switch_to_train(3, share)
+    switch = ("switch", [0, 1], "train", 3, share)
+    assert cards.begun == [switch, ("pause", [0, 2]), ("wait", (0, 1)), ("wait", (2, 3)), ("wait", (0, 1))]
+    del cards.begun[:]
+    made.switch_to_train(3, share)
+    assert cards.begun == [switch, ("wait", (0, 1))], "where no engine has run"
 
 
 def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):

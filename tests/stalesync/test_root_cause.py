@@ -16,6 +16,7 @@ from fusion.ep_switch import SwitchError
 from fusion.ep_switch.outcome import SwitchFailure
 from fusion.npu.failures import AbortedOnAllRanks, FailureKind, OutOfMemory, RankFailure
 from stalesync.failures import CardFailed, FailedStage, QueueFailed, root_cause
+from stalesync.stage_calls import first_of_each_card
 
 HCCL = "EI0002: [PID: 4711] The wait execution of the Notify register times out. Remote Rank(0)"
 NCCL = "NCCL communicator was aborted on rank 0. Original reason for failure was: unhandled system error"
@@ -111,3 +112,26 @@ def test_a_queue_that_closed_during_a_control_call_is_named_too():
     failed = FailedStage.of(ray.exceptions.RayTaskError("submit", "trace", closed), rank=1, stage="submit")
     error = failed.error()
     assert isinstance(error, QueueFailed) and "(on rank 1 in stage 'submit')" in str(error)
+
+
+def failed(rank, stage, kind=FailureKind.FAILED):
+    return FailedStage(RankFailure(rank, stage, kind, "ValueError", "no such shape"))
+
+
+def test_of_stages_begun_one_behind_the_other_on_a_card_the_first_that_failed_counts():
+    begun_s = {(rank, stage): at_s for at_s, stage in enumerate(["save", "switch", "generate"]) for rank in range(3)}
+    switch, peer = failed(2, "switch"), failed(0, "switch", FailureKind.PEER_FAILED)
+    behind = [failed(rank, "generate") for rank in (0, 2)]
+    for order in permutations([switch, peer, *behind]):
+        assert {*first_of_each_card(order, begun_s)} == {switch, peer}
+        assert root_cause(first_of_each_card(order, begun_s)) is switch
+    other = failed(1, "generate")
+    assert {*first_of_each_card([*behind, other, switch], begun_s)} == {behind[0], other, switch}
+
+
+def test_a_stage_beside_others_hides_no_failure_and_is_hidden_by_none():
+    begun_s = {(0, "save"): 0.0, (0, "train"): 1.0, (0, "receive"): 2.0}
+    stages = [failed(0, stage) for _, stage in begun_s]
+    assert first_of_each_card(stages, begun_s) == stages
+    unknown = failed(0, "prepare")
+    assert first_of_each_card([unknown], {}) == [unknown]
