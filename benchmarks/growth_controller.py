@@ -80,7 +80,7 @@ class NamedCards:
             (stage,) = {call.stage for call in calls.values()}
             for call in calls.values() if stage == "generate" else ():
                 self.requests.extend(call.args[0])
-            return SimpleNamespace(stage=stage, ranks=tuple(calls), reported_until_ns=0)
+            return SimpleNamespace(stage=stage, ranks=tuple(calls), pending={}, reported_until_ns=0)
 
     def ask_each(self, calls: Mapping[int, Any]) -> list[None]:
         with self.watch.paused():
@@ -219,6 +219,8 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
             max_response_tokens=512,
             max_filtered_groups=10 * groups,
             ahead=staleness > 0,
+            chunks=False,
+            filters=False,
         ),
         StalenessLedger(staleness, groups),
     )

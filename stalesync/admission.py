@@ -41,6 +41,7 @@ Invariants (property-tested in tests/stalesync/test_admission.py), in addition t
 4. A step replaces filtered groups until it has filtered more than `max_filtered_groups`.
 5. No deadlock: when `AwaitSamples` is issued, an engine has a request, or a sample is generated and not scored.
 6. When `Train` is issued, no engine that shares cards with the trainer runs.
+7. No `Dispatch` follows one that is the last before its engines are suspended.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class AdmissionSpec:
 
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
-    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``max_filtered_groups``:
+    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``chunks``: whether requests
+    are suspended at the end of a chunk; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
     number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others.
     """
 
@@ -98,6 +100,8 @@ class AdmissionSpec:
     scores_beside: bool = True
     keeps_kv: bool = False
     num_probes: int = 0
+    chunks: bool = True
+    filters: bool = True
 
     @property
     def max_requests(self) -> int | None:
@@ -236,7 +240,7 @@ class Admission:
         yield Publish(self.ledger.version, beside)
         self.stage = "fill"
         yield from self._admit(share.engines)
-        yield from self._dispatch(share.engines)
+        yield from self._dispatch(share.engines, last=self._dispatches_once)
         self.stage = "generate"
         while not self.ledger.is_enough:
             if not self.ledger.in_flight:
@@ -296,8 +300,14 @@ class Admission:
         room = max_requests * num_engines - held - self.buffer.num("waiting")
         return -(-room // self.spec.group_size)
 
-    def _dispatch(self, engines: Sequence[int] | None = None) -> Iterator[Command]:
-        """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run."""
+    @property
+    def _dispatches_once(self) -> bool:
+        """Whether a step dispatches all that it generates at its start."""
+        return not (self.spec.ahead or self.spec.chunks or self.spec.filters or self.ledger.tokens_per_step is not None)
+
+    def _dispatch(self, engines: Sequence[int] | None = None, last: bool = False) -> Iterator[Command]:
+        """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run.
+        ``last``: of the step."""
         engines = tuple(self.running) if engines is None else engines
         starting = frozenset(engine for engine in engines if engine not in self.running)
         if not starting and not (engines and self.buffer.num("waiting")):
@@ -311,7 +321,7 @@ class Admission:
             self.running.update(engine, self.buffer.num_running_on(engine))
         left_kv = self.buffer.take_left_kv()
         if requests_by_engine:
-            yield Dispatch(requests_by_engine, left_kv if self.spec.keeps_kv else {}, starting)
+            yield Dispatch(requests_by_engine, left_kv if self.spec.keeps_kv else {}, starting, last)
 
     def _beside(self, share: InferenceShare) -> tuple[int, ...]:
         """Returns the engines that can receive new weights while they generate: all that share no card with the

@@ -27,11 +27,13 @@ class DispatchedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Start the engines ``starting``, submit requests to engines, and free KV of requests that left an engine."""
+    """Start the engines ``starting``, submit requests to engines, and free KV of requests that left an engine.
+    ``last``: no other `Dispatch` comes before these engines are suspended, so they may stop when they are idle."""
 
     requests_by_engine: Mapping[int, Sequence[DispatchedRequest]]
     forget_by_engine: Mapping[int, Sequence[str]]
     starting: frozenset[int]
+    last: bool = False
 
 
 @dataclass(frozen=True)

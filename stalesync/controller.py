@@ -142,7 +142,7 @@ class Controller:
             case AwaitSamples():
                 self.await_samples()
             case Suspend(engines, to_train):
-                if to_train:
+                if to_train and not self.generation.returning:
                     self.generation.begin_switch_to_train(self.admission.ledger.version, share)
                 self.suspend(engines)
             case SwitchToTrain():
@@ -184,6 +184,7 @@ class Controller:
         """Waits for samples, and checks the health of the cards."""
         ledger, buffer, size = self.admission.ledger, self.admission.buffer, self.groups.size
         self.view.phase("generate", ledger.num_ready * size, ledger.expected_groups * size)
+        self.generation.begin_return(ledger.version, self.desk.share)
         in_tail = buffer.num("running") <= TAIL * ledger.expected_groups * size
         self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
         if self.observe(POLL_S):

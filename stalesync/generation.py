@@ -61,6 +61,8 @@ class Generation:
         """The switch for the engines, until its reports are taken"""
         self._returning: RunningStage[StageReport] | None = None
         """The switch back to the training phase, likewise"""
+        self._stopping = False
+        """Whether the running engines stop by themselves"""
         self._chunks_polled_s = 0.0
         """Time of the last poll for ended chunks"""
         self._warned_silent_s = 0.0
@@ -97,9 +99,24 @@ class Generation:
         publishing, self._publishing = self._publishing, None
         self._take_reports(self._cards.wait(publishing))
 
+    @property
+    def returning(self) -> bool:
+        """Whether the switch back to the training phase was begun, and its reports are not taken yet."""
+        return self._returning is not None
+
     def begin_switch_to_train(self, version: int, share: InferenceShare) -> None:
         """Begins to return the cards that train to the training phase, behind the stages that they run now."""
         self._returning = self._cards.on(self._spec.deployment.train).begin(Worker.switch, "train", version, share)
+
+    def begin_return(self, version: int, share: InferenceShare) -> None:
+        """Begins to return the cards that train, if they can do so without waiting for each other: behind the stage of
+        an engine that has all of them and stops by itself, or when all engines have stopped."""
+        if self._returning is not None or not self._stopping:
+            return
+        running = list(self._running.values())
+        alone = len(running) == 1 and {*running[0].ranks} >= {*self._spec.deployment.train}
+        if alone or not any(stage.pending for stage in running):
+            self.begin_switch_to_train(version, share)
 
     def switch_to_train(self, version: int, share: InferenceShare) -> None:
         """Returns the cards that train to the training phase, if that is not begun yet, and waits for them."""
@@ -116,10 +133,12 @@ class Generation:
         for engine, dispatched in command.requests_by_engine.items():
             ranks, requests = self._spec.engines[engine], Requests(map(self._request, dispatched))
             if engine in command.starting:
-                calls = {rank: stage_call(Worker.generate, requests if rank == ranks[0] else []) for rank in ranks}
+                mine = {rank: requests if rank == ranks[0] else [] for rank in ranks}
+                calls = {rank: stage_call(Worker.generate, mine[rank], stay=not command.last) for rank in ranks}
                 self._running[engine] = self._cards.begin_each(calls)
             else:
                 submitted[ranks[0]] = stage_call(Worker.submit, requests)
+        self._stopping = command.last
         assert not (self.publishing and (submitted or command.forget_by_engine)), "the cards switch"
         self._cards.ask_each(submitted)
         left = {self._spec.engines[engine][0]: ids for engine, ids in command.forget_by_engine.items()}
@@ -127,7 +146,8 @@ class Generation:
 
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
         """Stops engines between two steps; returns the unfinished requests of each."""
-        self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
+        if not self._stopping:  # a pause would find its engine in a later stage
+            self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}
         for engine in engines:
             reports = self._cards.wait(self._running.pop(engine))

@@ -71,7 +71,8 @@ class TrainingRun:
         stalesync, num_held_out = config.stalesync, config.run.eval_prompts
         ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
         algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
-        self.admission = Admission(admission_spec(config, spec, scores_beside=scorer.concurrent), ledger)
+        facts = admission_spec(config, spec, scores_beside=scorer.concurrent, filters=algorithm.filters)
+        self.admission = Admission(facts, ledger)
         self.groups = Groups(
             size=config.algorithm.group_size,
             admission=self.admission,
@@ -265,7 +266,7 @@ class TrainingRun:
         return lines
 
 
-def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool) -> AdmissionSpec:
+def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool) -> AdmissionSpec:
     """Returns the settings that the decisions of a run depend on."""
     sharing = {*spec.deployment.shared}
     return AdmissionSpec(
@@ -279,4 +280,6 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool) -> 
         scores_beside=scores_beside,
         keeps_kv=spec.rollout.keeps_kv,
         num_probes=spec.rollout.num_probes,
+        chunks=spec.rollout.chunk_tokens is not None,
+        filters=filters,
     )

@@ -19,6 +19,8 @@ class FakeCluster:
         """Running engine → requests that it has"""
         self.generated, self.arriving, self.unscored = {}, [], {}
         """Tokens by request; samples on their way; group → samples that have arrived"""
+        self.stopping = set()
+        """Running engines that get no further request"""
         self.admitted, self.trained, self.filtered, self.failed = [], [], [], []
         self.num_admitted_in_step = self.num_suspended = 0
         self.weights = None
@@ -53,6 +55,7 @@ class FakeCluster:
                 assert any(self.engines.values()) or self.arriving or self.unscored, "nothing to wait for"
                 self.advance()
             case Suspend(engines):
+                self.stopping -= {*engines}
                 for engine in engines:
                     self.admission.observe_stopped(engine, self.stop(engine))
             case SwitchToTrain():
@@ -70,6 +73,8 @@ class FakeCluster:
                 self.admission.observe_trained(groups)
 
     def dispatch(self, command):
+        assert not self.stopping, "engines that got their last requests"
+        self.stopping = {*command.starting} if command.last else set()
         for engine in command.starting:
             assert engine not in self.engines and engine in command.requests_by_engine
             self.engines[engine] = []

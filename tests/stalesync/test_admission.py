@@ -16,6 +16,7 @@ from stalesync.staleness import StalenessLedger
 from tests.stalesync.fake_cluster import FakeCluster, share_of, spec_of
 
 STEPS = 5
+OUTCOMES = [("ok",), ("ok", "ok", "filtered"), ("ok", "failed"), ("filtered", "failed", "ok")]
 
 
 @settings(max_examples=60, deadline=None)
@@ -29,18 +30,20 @@ STEPS = 5
 def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployment, bound, tokens, beside, random):
     batch, size = random.randint(1, 6), random.randint(1, 3)
     filters = random.choice([0, batch, 10 * batch])
+    chunks, outcomes = random.random() < 0.5, random.choice(OUTCOMES)
     spec = spec_of(
         deployment,
         group_size=size,
+        chunks=chunks,
+        filters="filtered" in outcomes or random.random() < 0.5,
         engine_slots=random.randint(1, 3),
         max_filtered_groups=filters,
         ahead=bound > 0,
         scores_beside=beside,
         keeps_kv=random.random() < 0.5,
     )
-    outcomes = random.choice([("ok",), ("ok", "ok", "filtered"), ("ok", "failed"), ("filtered", "failed", "ok")])
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
-    cluster = FakeCluster(spec, ledger, random, outcomes, chunks=random.random() < 0.5)
+    cluster = FakeCluster(spec, ledger, random, outcomes, chunks)
     share = share_of(range(4))
     for step in range(STEPS):
         if random.random() < 0.3:

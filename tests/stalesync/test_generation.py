@@ -23,14 +23,16 @@ class Calls:
     timeout_s = 100.0
 
     def __init__(self):
-        self.begun = []
+        self.begun, self.stays, self.pending = [], {}, ()
+        """Calls; `stay` by rank, and references, of the stages that `begin_each` begins"""
         self.chunks = {}
         """By rank"""
 
     def begin_each(self, calls):
         (stage,) = {call.stage for call in calls.values()}
         self.begun.append((stage, {rank: [one.id for one in call.args[0]] for rank, call in calls.items()}))
-        return RunningStage(stage, tuple(calls), {})
+        self.stays = {rank: call.kwargs.get("stay") for rank, call in calls.items()}
+        return RunningStage(stage, tuple(calls), dict.fromkeys(self.pending, 0))
 
     def ask_each(self, calls):
         if calls:
@@ -149,6 +151,34 @@ def test_cards_that_train_switch_behind_the_stages_that_they_run():
     del cards.begun[:]
     made.switch_to_train(3, share)
     assert cards.begun == [switch, ("wait", (0, 1))], "where no engine has run"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_cards_switch_back_as_soon_as_no_card_would_wait(alone):
+    """Behind an engine that has all cards that train, or when all engines have stopped by themselves."""
+    made, cards = _generation()
+    share = InferenceShare((0, 1), 0.5, 4)
+    switch = ("switch", [0, 1], "train", 3, share)
+    made.suspend((0, 1))
+    assert cards.stays == {2: True, 3: True} and "pause" in dict(cards.begun[2:3])
+    made.begin_return(3, share)
+    assert not made.returning, "they stay until they are paused"
+
+    cards.pending = ("ref",)
+    requests = {0: _requests("a/0")} if alone else {0: _requests("a/0"), 1: _requests("b/0")}
+    made.dispatch(Dispatch(requests, {}, frozenset(requests), last=True))
+    assert not any(cards.stays.values())
+    del cards.begun[:]
+    made.begin_return(3, share)
+    assert cards.begun == ([switch] if alone else [])
+    for running in made._running.values():
+        running.pending.clear()
+    made.begin_return(3, share)
+    assert cards.begun == [switch] and made.returning, "once"
+    del cards.begun[:]
+    made.suspend(tuple(requests))
+    made.switch_to_train(3, share)
+    assert [call[0] for call in cards.begun] == ["wait"] * (len(requests) + 1), "no pause: it would meet a later stage"
 
 
 def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):

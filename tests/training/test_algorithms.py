@@ -98,10 +98,10 @@ def test_advantages_do_not_depend_on_order_or_level_of_rewards(name, drawn, shif
 
 
 def test_only_dapo_filters_groups_that_teach_nothing():
-    assert of("dapo").filter_rule([1.0, 1.0, None]) == "dynamic_sampling"
+    assert of("dapo").filters and of("dapo").filter_rule([1.0, 1.0, None]) == "dynamic_sampling"
     assert of("dapo").filter_rule([1.0, 0.0]) is None and of("dapo").filter_rule([]) is None
     for name in set(ALGORITHMS) - {"dapo"}:
-        assert of(name).filter_rule([1.0, 1.0]) is None
+        assert of(name).filter_rule([1.0, 1.0]) is None and not of(name).filters
 
 
 def test_the_penalty_on_overlong_responses_by_hand():

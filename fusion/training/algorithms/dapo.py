@@ -17,6 +17,7 @@ DYNAMIC_SAMPLING = "dynamic_sampling"
 
 class DAPO(GRPO):
     name = "dapo"
+    filters = True
     overlong_share = 4096 / 20480
     """Section 4.1: a buffer of 4096 tokens for responses of at most 20480."""
 

@@ -42,6 +42,8 @@ class Algorithm:
     name: str
     aggregation: str = "token_mean"
     """Default of `algorithm.loss_aggregation`, one of `config.AGGREGATIONS`."""
+    filters: bool = False
+    """Whether `filter_rule` may exclude a group."""
     overlong_share: float = 0.0
     """Default overlong buffer as a fraction of max_response_length."""
 
@@ -50,7 +52,8 @@ class Algorithm:
         self.correct = make_correction(config)
 
     def filter_rule(self, rewards: Sequence[Reward]) -> str | None:
-        """Return the name of the rule that excludes a group with these unshaped rewards; None: it is trained."""
+        """Return the name of the rule that excludes a group with these unshaped rewards; None: it is trained. A class
+        that overrides this sets `filters`."""
         return None
 
     def advantages(
