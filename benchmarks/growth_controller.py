@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,23 +45,34 @@ from stalesync.update import Updater
 GROUP_SIZE, CARDS, SLOTS, MESSAGE = 8, 64, 256, 64
 """Samples of a group; cards, each an engine; requests that an engine decodes at a time; samples of a message"""
 
+CALIBRATION_BLOCKS = 2000
+
 
 class Stopwatch:
-    """CPU seconds of this process outside of the blocks that are not the controller's."""
+    """CPU seconds of this process outside of the blocks that are not the controller's, and without its own: a reading
+    of the clock takes microseconds, and there are several a group."""
 
     def __init__(self) -> None:
-        self._outside_s = 0.0
+        self._outside_s = self._own_s = 0.0
+        """CPU seconds in blocks; a block's own outside of it"""
+        self._blocks = 0
+        start_s = self.read_s()
+        for _ in range(CALIBRATION_BLOCKS):
+            with self.paused():
+                pass
+        self._own_s = (self.read_s() - start_s) / CALIBRATION_BLOCKS
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         start_s = time.process_time()
+        self._blocks += 1
         try:
             yield
         finally:
             self._outside_s += time.process_time() - start_s
 
     def read_s(self) -> float:
-        return time.process_time() - self._outside_s
+        return time.process_time() - self._outside_s - self._blocks * self._own_s
 
 
 class NamedCards:
@@ -142,6 +153,10 @@ class NamedQueue:
         self.calls += 1
 
     ack = drop = claim
+
+    def ack_with_stats(self, task: str, ids: Sequence[str]) -> dict[str, float]:
+        self.calls += 1
+        return {}
 
     def lost(self, first: int) -> list[Any]:
         return []
@@ -251,6 +266,29 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
     )
 
 
+class Closing:
+    """In place of a run: closes each step once."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller, self._begun, self._closed = controller, 0, 0
+
+    def step(self, step: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Returns the functions that begin to close a step and that end it."""
+
+        def begin() -> None:
+            if self._begun < step:
+                self._begun = step
+                self._controller.begin_close()
+
+        def end() -> None:
+            begin()
+            if self._closed < step:
+                self._closed = step
+                self._controller.end_close()
+
+        return begin, end
+
+
 def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, float]:
     """Return `us_a_group`, CPU microseconds of the controller per group, and `queue_calls` of a step: the mean of the
     steps that train ``min_groups`` groups, at least two, after a first one."""
@@ -258,11 +296,12 @@ def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, fl
     with tempfile.TemporaryDirectory() as name:
         controller = make_controller(groups, staleness, watch, Path(name))
         controller.train_step(1, lambda: None, lambda: None)
+        close = Closing(controller)
         steps = max(2, min_groups // groups)
         with collecting_seldom():
             start_s, calls = watch.read_s(), controller.queue.calls  # type: ignore[attr-defined]
             for step in range(2, 2 + steps):
-                controller.train_step(step, controller.close_step, lambda: None)
+                controller.train_step(step, *close.step(step - 1))
             cpu_s, calls = watch.read_s() - start_s, controller.queue.calls - calls  # type: ignore[attr-defined]
         assert controller.admission.ledger.ended["trained"] == groups * (1 + steps), "all groups were trained"
         controller.folder.close()

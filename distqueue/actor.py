@@ -281,6 +281,12 @@ class QueueActor:
         async with self._call():
             return self.core.stats(time.time())
 
+    async def ack_with_stats(self, task: str, ids: Sequence[str]) -> dict[str, float]:
+        async with self._call():
+            now_s = time.time()
+            self.core.ack(task, ids, now_s)
+            return self.core.stats(now_s)
+
     async def state(self) -> str:
         async with self._call():
             return json.dumps(self.core.state(time.time()) | {"name": self.name, "journal": self.options.journal})

@@ -156,6 +156,10 @@ class DistQueue(SampleQueue):
     def stats(self) -> dict[str, float]:
         return run(self._call("stats"))
 
+    def ack_with_stats(self, task: str, ids: Iterable[str]) -> dict[str, float]:
+        """`ack`, then `stats`, by one call of the actor, which does nothing between them."""
+        return run(self._call("ack_with_stats", task, tuple(ids)))
+
     def state(self) -> dict[str, Any]:
         return json.loads(run(self._call("state")))
 

@@ -15,12 +15,14 @@ step when its training is done (acknowledge its samples, log its metrics) is don
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from distqueue import DistQueue
 from fusion.telemetry import LiveView, RunFolder, throughput
+from stalesync import in_flight
 from stalesync.admission import Admission
 from stalesync.cards import Cards
 from stalesync.commands import (
@@ -44,7 +46,7 @@ from stalesync.sample_metrics import add_sample_metrics, add_staleness_metrics
 from stalesync.samples import Sample
 from stalesync.scoring import Scorer
 from stalesync.step_metrics import StepMetrics
-from stalesync.update import Updater
+from stalesync.update import TRAIN, Updater
 
 TAIL = 0.1
 """Generation's tail (`timing_s/gen_tail`): the time in which at most this fraction of a step's samples is still being
@@ -82,6 +84,10 @@ class Controller:
     """Time at which the cards began to switch for the engines"""
     _lost_polled_s: float = 0.0
     """Time at which the queue was last asked for lost samples"""
+    _closing: Future[dict[str, float]] | None = None
+    """The queue's figures after the last step, while it is being closed"""
+    _figures: dict[str, float] = field(default_factory=dict)
+    """Other figures of that step"""
     _unlogged: Sequence[Sample] | None = None
     """Samples whose groups ended in this step, until `log_samples` records them"""
 
@@ -89,9 +95,9 @@ class Controller:
         """Runs step number ``step``, from 1.
 
         Args:
-            close_last: closes the step before it, unless that is done: called while the cards switch, or before if
-                they have anything else to do first.
-            log_last: logs that step, unless that is done: called while the cards generate.
+            close_last: begins to close the step before it, unless that is done: called while the cards switch.
+            log_last: closes and logs that step, unless that is done: called while the cards generate, or before they
+                do anything else but switch.
         """
         start = time.perf_counter()
         self.groups.step = step
@@ -100,9 +106,8 @@ class Controller:
             self.view.note(reply)
         for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
             if isinstance(command, Publish):
-                self.execute(command, meanwhile=close_last)
+                self.execute(command, meanwhile=log_last if command.beside else close_last)
                 continue
-            close_last()
             if not _only_starts(command):
                 log_last()
             self.execute(command)
@@ -111,15 +116,30 @@ class Controller:
         metrics.add("timing_s/step", seconds)
         self.step_metrics.take(self.scorer.take_reports())
 
-    def close_step(self) -> dict[str, float]:
-        """Acknowledges the samples of the last step to the queue, and returns the metrics of the step."""
-        self.updater.acknowledge()
-        return self.take_metrics(self.queue.stats())
+    def begin_close(self) -> None:
+        """Begins to close the last step: to acknowledge its samples to the queue. Its metrics may be added to until
+        `end_close`."""
+        self._figures = {**self.admission.ledger.metrics(), **self.source.metrics()}
+        self._closing = in_flight.begin(self._acknowledge)
 
-    def take_metrics(self, queue_stats: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics of the last step."""
-        others = {**self.admission.ledger.metrics(), **self.source.metrics(), **queue_stats}
-        return self.step_metrics.close(self.cards.reported_until_ns, others)
+    def end_close(self) -> dict[str, float]:
+        """Returns the metrics of the step that `begin_close` has begun to close."""
+        assert self._closing is not None, "begin_close comes first"
+        figures = {**self._figures, **self._closing.result()}
+        self._figures, self._closing = {}, None
+        return self.step_metrics.close(self.cards.reported_until_ns, figures)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the last step, which failed or is not closed, without the queue's: it may have
+        ended."""
+        figures = self._figures or {**self.admission.ledger.metrics(), **self.source.metrics()}
+        return self.step_metrics.close(self.cards.reported_until_ns, figures)
+
+    def _acknowledge(self) -> dict[str, float]:
+        """Acknowledges the samples of the last step; returns the queue's figures after it. In one call, which reaches
+        the queue before any sample of the next step does."""
+        trained = self.updater.take_trained()
+        return self.queue.ack_with_stats(TRAIN, trained) if trained else self.queue.stats()
 
     def execute(self, command: Command, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
@@ -210,13 +230,14 @@ class Controller:
         groups, self._unlogged = self.groups.take(trained)
         try:
             with self.cards.polling(self.keep_busy):
-                self.updater.train(groups, ledger.version, metrics, meanwhile=self.log_samples)
+                has_lost = self.updater.train(groups, ledger.version, metrics, meanwhile=self.log_samples)
         except BaseException:
             if self._unlogged is not None:  # it failed before the cards began to train
                 with logging_errors("logging the step's samples"):
                     self.log_samples()
             raise
-        self.note_lost(now=True)
+        if has_lost:
+            self.note_lost(now=True)
         lost = self.groups.untrained(groups)
         self.groups.log_trained(trained, lost)
         bound = self.config.stalesync.max_staleness

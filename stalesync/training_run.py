@@ -60,8 +60,8 @@ class TrainingRun:
         self.config, self.cards, self.queue, self.source, self.scorer = config, cards, queue, source, scorer
         self.folder, self.view = folder, view
         self.step = 0
-        self._closed = self._logged = 0
-        """Number of steps that are closed; whose metrics are logged"""
+        self._closing = self._closed = self._logged = 0
+        """Number of steps that are closed, the last one perhaps not wholly; wholly; whose metrics are logged"""
         self._metrics: Mapping[str, float] = {}
         """Metrics of the last step that is closed"""
         self._figures: dict[str, float] = {}
@@ -123,7 +123,7 @@ class TrainingRun:
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:
-                self.loop.train_step(self.step + 1, close_last=self.close_step, log_last=self.log_step)
+                self.loop.train_step(self.step + 1, close_last=self.begin_close, log_last=self.log_step)
                 self.step += 1
                 if self.step == last or interval.due(self.step, time.monotonic() - saved_at, self.saver.writing):
                     state, saved_at = self.close_and_cut(), time.monotonic()
@@ -132,15 +132,23 @@ class TrainingRun:
         self.scorer.check_failed()
         return self.evaluation.answers()
 
+    def begin_close(self) -> None:
+        """Begins to close the last step, unless that is done: to acknowledge its samples."""
+        if self._closing < self.step:
+            self._closing = self.step
+            self.loop.begin_close()
+
     def close_step(self) -> None:
-        """Closes the last step, unless that is done: acknowledges its samples, and takes its metrics."""
+        """Closes the last step, unless that is done: takes its metrics."""
+        self.begin_close()
         if self._closed < self.step:
-            self._metrics = self.loop.close_step()
+            self._metrics = self.loop.end_close()
             self._closed = self.step
 
     def log_step(self) -> None:
-        """Logs the metrics of the last step, which is closed, unless that is done."""
+        """Closes the last step and logs its metrics, unless that is done."""
         if self._logged < self.step:
+            self.close_step()
             self.log(self._metrics)
 
     def close_and_cut(self) -> dict[str, Any]:
@@ -162,7 +170,7 @@ class TrainingRun:
         except BaseException:
             if self._logged < self.step:
                 with logging_errors("logging the last step's metrics"):
-                    self.log(self._metrics if self._closed == self.step else self.loop.take_metrics({}))
+                    self.log(self._metrics if self._closed == self.step else self.loop.take_metrics())
             raise
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -237,7 +245,7 @@ class TrainingRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object."""
-        self.step = self._closed = self._logged = state["step"]
+        self.step = self._closing = self._closed = self._logged = state["step"]
         self.source.load_state_dict(state["prompts"])
         self.desk.load_state_dict(state["share"])
         self.admission.load_state_dict(state)

@@ -4,15 +4,18 @@
                           ▲                 │
                           └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile)
 
-Invariants: the samples of a step are claimed for the task `train` before any column is written for them, so the queue
+Invariants: the samples of a step are claimed for the task `train` before their advantages are written, so the queue
 rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
 acknowledged after its optimizer step. This process reads no payload from the queue.
+
+The cards wait for no answer that they need not know: while the queue answers the claim, the reference runs, and
+training is begun behind the reference where each card trains with what it has written itself.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,9 +24,10 @@ from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
+from stalesync import in_flight
 from stalesync.cards import Cards
 from stalesync.samples import Sample, by_id
-from stalesync.stage_calls import calls_of_replicas, stage_call
+from stalesync.stage_calls import RunningStage, calls_of_replicas, stage_call
 
 log = logging.getLogger(__name__)
 
@@ -67,52 +71,65 @@ class Updater:
         version: int,
         metrics: Metrics,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> bool:
         """Trains policy ``version`` on all scored samples of these groups, in this order; drops samples whose reward
         failed, and leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
 
         Args:
             meanwhile: called once, while the cards train.
 
+        Returns:
+            whether the queue had lost samples.
+
         Raises:
             ValueError: a sample has been trained, is being trained, or has been dropped.
         """
         samples = sorted([sample for members in groups.values() for sample in members], key=by_id)
         with metrics.timer("adv"):
-            kept = self._claim(self._drop_failed(samples))
+            scored = self._drop_failed(samples)
+            claiming = in_flight.begin(self._claim, scored)
+        running: RunningStage[StageReport] | None = None
+        if self.kl_in == "loss" and scored:
+            running = self._begin_reference(self._reference_shares(self._minibatches(groups, scored), scored))
+        with metrics.timer("adv"):
+            kept = claiming.result()
         if kept and self.kl_in == "reward":
-            kept = self._put_advantages(kept, metrics, self._run_reference(self._shares(kept), metrics))
+            kl = self._take_reference(self._begin_reference(self._shares(kept)), metrics)
+            kept = self._put_advantages(kept, metrics, kl)
+        elif kept:
+            self._put_advantages(kept, metrics)
+        if running is not None and not (kept and self._trains_behind_reference):
+            self._take_reference(running, metrics)
+            running = None
         if not kept:
             log.warning("no sample could be scored, nothing is trained in this step")
             meanwhile()
-            return
-        minibatches = [
-            _split_over_replicas([sample for sample in kept if sample.prompt.id in chunk], self.spec.train.dp)
-            for chunk in _split_groups(list(groups), self.spec.algorithm.minibatches)
+            return len(kept) < len(scored)
+        minibatches = self._minibatches(groups, kept)
+        calls = [
+            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version)
+            for dp in range(self.spec.train.dp)
         ]
-        if self.kl_in == "loss":
-            # The advantages are computed while the reference runs, which does not read them.
-            shares = self._reference_shares(minibatches, kept)
-            self._run_reference(shares, metrics, meanwhile=lambda: self._put_advantages(kept, metrics))
-        elif self.kl_in is None:
-            self._put_advantages(kept, metrics)
+        training = self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.train, calls))
+        if running is not None:
+            self._take_reference(running, metrics)
         self.view.phase("train")
         with metrics.timer("train"):
-            calls = [
-                stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version)
-                for dp in range(self.spec.train.dp)
-            ]
-            ranks = self.spec.deployment.train
-            training = self.cards.begin_each(calls_of_replicas(self.spec.train, ranks, calls))
             meanwhile()
-            self.record_reports(self.cards.wait(training))
+            reports = self.cards.wait(training)
+            self.record_reports(reports)
         self._trained = [sample.id for sample in kept]
+        return len(kept) < len(scored) or any(report.has_lost for report in reports)
+
+    def take_trained(self) -> list[str]:
+        """Returns the trained samples that the caller acknowledges to the queue now."""
+        trained, self._trained = self._trained, []
+        return trained
 
     def acknowledge(self) -> None:
         """Acknowledges the samples of the last training to the queue, which frees them."""
-        if self._trained:
-            self.queue.ack(TRAIN, self._trained)
-        self._trained = []
+        if trained := self.take_trained():
+            self.queue.ack(TRAIN, trained)
 
     def _drop_failed(self, samples: Sequence[Sample]) -> list[Sample]:
         """Drops samples whose reward failed from the queue; returns the others."""
@@ -161,24 +178,31 @@ class Updater:
             metrics.spread("critic/advantages", advantages.tolist())
         return samples
 
-    def _run_reference(
-        self, shares: list[list[str]], metrics: Metrics, meanwhile: Callable[[], object] = lambda: None
-    ) -> dict[str, float]:
-        """Computes the reference's log-probabilities; returns each sample's KL by id if it is applied to the reward.
+    @property
+    def _trains_behind_reference(self) -> bool:
+        """Whether every replica trains with what it has written as the reference: no card need wait for others."""
+        return self.spec.reference is None
 
-        Args:
-            shares: sample ids by replica.
-            meanwhile: called while the reference runs.
-        """
+    def _begin_reference(self, shares: list[list[str]]) -> RunningStage[StageReport]:
+        """Begins to compute the reference's log-probabilities. ``shares``: sample ids by replica."""
         self.view.phase("reference")
+        layout, ranks = self.spec.reference or self.spec.train, self.spec.deployment.reference
+        calls = [stage_call(Worker.reference, ids) for ids in shares]
+        return self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
+
+    def _take_reference(self, running: RunningStage[StageReport], metrics: Metrics) -> dict[str, float]:
+        """Waits for the reference; returns each sample's KL by id if it is applied to the reward."""
         with metrics.timer("ref"):
-            layout, ranks = self.spec.reference or self.spec.train, self.spec.deployment.reference
-            calls = [stage_call(Worker.reference, ids) for ids in shares]
-            running = self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
-            meanwhile()
             reports = self.cards.wait(running)
         self.record_reports(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
+
+    def _minibatches(self, groups: Iterable[str], samples: list[Sample]) -> list[list[list[str]]]:
+        """Returns sample ids by minibatch and replica."""
+        return [
+            _split_over_replicas([sample for sample in samples if sample.prompt.id in chunk], self.spec.train.dp)
+            for chunk in _split_groups(list(groups), self.spec.algorithm.minibatches)
+        ]
 
     def _shares(self, samples: list[Sample]) -> list[list[str]]:
         """Returns sample ids by replica of the reference."""

@@ -38,6 +38,8 @@ class StageReport:
     """Samples that the engine has not finished."""
     reference_kl: dict[str, float] = field(default_factory=dict)
     """Log-ratio of behaviour to reference summed over the response, by sample id; with algorithm.kl_in=reward."""
+    has_lost: bool = False
+    """Whether the stage went on without samples that the queue had lost"""
     until_ns: int = 0
     """End of an interim report of a stage that is still running (`wall_ns`)"""
 
@@ -109,6 +111,7 @@ class StageLog:
         scores: Mapping[str, RewardOutcome] | None = None,
         suspended: Sequence[SuspendedSample] = (),
         reference_kl: Mapping[str, float] | None = None,
+        has_lost: bool = False,
     ) -> StageReport:
         """Returns the report of the last stage; empties metrics and spans."""
         return StageReport(
@@ -119,6 +122,7 @@ class StageLog:
             scores=dict(scores or {}),
             suspended=list(suspended),
             reference_kl=dict(reference_kl or {}),
+            has_lost=has_lost,
         )
 
     def interim_report(self) -> StageReport:

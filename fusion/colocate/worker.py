@@ -244,6 +244,9 @@ class Worker:
         Args:
             minibatches: ids of the samples of this card's replica, by minibatch.
             version: the policy version before this call; None: the samples' staleness is not reported.
+
+        Returns:
+            with `has_lost`.
         """
         card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
         self.phases.require("train")
@@ -267,7 +270,7 @@ class Worker:
                     card.log.metrics.update(trainer.optimizer_step(before_update))
             card.log.record_memory("train")
         card.switcher.unload_optimizer()
-        return card.log.report()
+        return card.log.report(has_lost=card.reader.take_lost())
 
     def snapshot(self) -> StageReport:
         """Copies the trainer's state to host memory for `save`. The previous `save` must have finished."""

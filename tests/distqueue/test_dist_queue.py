@@ -134,6 +134,21 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
     queue.close()
 
 
+def test_an_ack_answers_with_the_figures_after_it_by_one_request() -> None:
+    queue = DistQueue.create(["train"])
+    queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.arange(2), torch.arange(3)]}))
+    queue.get("train", ["tokens"], 2)
+    requests = queue.traffic.requests
+    figures = queue.ack_with_stats("train", ["a"])
+    assert queue.traffic.requests == requests + 1 and figures == queue.stats() | {
+        name: value for name, value in figures.items() if name.endswith("age_s")
+    }
+    assert figures["distqueue/rows"] == 1 == figures["distqueue/ended/done"]
+    with pytest.raises(ValueError, match="sample 'never'"):
+        queue.ack_with_stats("train", ["never"])
+    queue.close()
+
+
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="lease_s=0"):
         DistQueue.create(["train"], lease_s=0)

@@ -36,14 +36,16 @@ def _run(write, cut):
     ``cut``: of a checkpoint."""
     run = object.__new__(TrainingRun)
     run.config = SimpleNamespace(run=SimpleNamespace(steps=3, save_every="2"))
-    run.step, run._closed, run._logged, run._figures = 0, 0, 0, {}
+    run.step, run._closing, run._closed, run._logged, run._figures = 0, 0, 0, 0, {}
     run.evaluation = SimpleNamespace(prompts=[])
     run.view = SimpleNamespace(begin=lambda: None, update=lambda *_: None)
     run.step_metrics = SimpleNamespace(begin_first_step=lambda: None)
     run.pace = SimpleNamespace(count=lambda metrics: None)
     run.saver = SimpleNamespace(metrics=dict, writing=False)
     run.folder = SimpleNamespace(log=lambda step, figures: write(step))
-    run.loop = SimpleNamespace(train_step=lambda *_, **__: None, close_step=dict, take_metrics=dict)
+    run.loop = SimpleNamespace(
+        train_step=lambda *_, **__: None, begin_close=lambda: None, end_close=dict, take_metrics=dict
+    )
     run.cut = cut
     return run
 
@@ -65,7 +67,7 @@ def test_a_row_that_cannot_be_written_does_not_hide_why_the_run_failed(fails, is
     run = _run(write, cut=lambda: _raise(Failed))
     run.loop.train_step = train_step
     if fails == "cut":
-        run._closed, run._logged, run.step = 1, 1, 1
+        run._closing, run._closed, run._logged, run.step = 1, 1, 1, 1
     with pytest.raises(Failed):
         run.run()
     assert rows == [1 if fails == "step" else 2]

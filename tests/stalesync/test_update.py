@@ -1,5 +1,6 @@
 """The update step against a real queue, with cards that only read: nothing is trained twice, lost, or read back."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +47,7 @@ class TrainingCards:
     """Reads what it is told to train, as a card does, and counts how often each sample was trained."""
 
     def __init__(self, queue, dies=False):
-        self._queue, self._dies, self.trained = queue, dies, []
+        self._queue, self._dies, self.trained, self.has_lost = queue, dies, [], False
 
     def begin_each(self, calls):
         for call in calls.values():
@@ -56,7 +57,7 @@ class TrainingCards:
     def wait(self, running):
         if self._dies:
             raise Killed(Worker.train.__name__)
-        return []
+        return [SimpleNamespace(has_lost=False), SimpleNamespace(has_lost=self.has_lost)]
 
     def _train(self, minibatches):
         for ids in minibatches:
@@ -127,6 +128,43 @@ def test_further_work_is_done_once_while_the_cards_train_also_if_nothing_is_trai
     assert order == (["meanwhile", "wait"] if trained else ["meanwhile"])
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("refused", [False, True])
+def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, refused):
+    order = []
+
+    class Ordered(TrainingCards):
+        def begin_each(self, calls):
+            ((stage, ids),) = {(call.stage, str(call.args[0])) for call in calls.values()}
+            order.append(f"begin {stage}")
+            if stage == Worker.train.__name__:
+                super().begin_each(calls)
+            return stage
+
+        def wait(self, running):
+            order.append(f"wait {running or 'train'}")
+            return [SimpleNamespace(has_lost=False, reference_kl={})]
+
+    groups = _scored(lost=["g1/0"])
+    queue = _queue(groups)
+    if refused:
+        queue.claim("train", ["g2/1"])
+    cards = Ordered(queue)
+    updater = _updater(queue, cards)
+    updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
+    updater.spec.reference = Parallel(1) if apart else None
+    updater.spec.deployment = SimpleNamespace(train=(0,), reference=(0,))
+    if refused:
+        with pytest.raises(ValueError, match="sample 'g2/1'"):
+            updater.train(groups, 0, Metrics())
+        assert order == ["begin reference"] and not cards.trained
+        return
+    assert not updater.train(groups, 0, Metrics(), lambda: order.append("meanwhile"))
+    first = ["wait reference", "begin train"] if apart else ["begin train", "wait reference"]
+    assert order == ["begin reference", *first, "meanwhile", "wait train"]
+    assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
+
+
 def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
     groups = _scored(lost=["g0/0", "g1/0"])
     groups["g2"][0].outcome = RewardOutcome(None, "timeout")
@@ -191,6 +229,7 @@ class CarefulCards(TrainingCards):
             try:
                 self._queue.read(ids or ["other"], ["response"])
             except SamplesLost as error:
+                self.has_lost = True
                 ids = [id for id in ids if id not in error.ids]
             left += [ids] if ids else []
         super()._train(left)
@@ -205,7 +244,9 @@ def test_what_is_lost_is_not_trained_and_the_rest_is(when):
         queue.lose(lost, "damaged")
     queue.loses_at = when, lost
     cards = CarefulCards(queue)
-    _train(_updater(queue, cards), groups)
+    updater = _updater(queue, cards)
+    assert updater.train(groups, 0, Metrics())
+    updater.acknowledge()
     assert sorted(cards.trained) == ["g0/0", "g1/0", "g1/1"]
     figures = queue.stats()
     assert figures["distqueue/ended/done"] == 3 and figures["distqueue/ended/lost:damaged"] == 3

@@ -29,6 +29,7 @@ class StageReader:
         self.spec, self._meshes, self._queue, self._timeline = spec, meshes, ReadAhead(queue), timeline
         self.readers: dict[str, GroupReader] = {}
         """Group readers by stage, created at its first batch"""
+        self._has_lost = False
 
     def __call__(
         self,
@@ -53,9 +54,14 @@ class StageReader:
                     return self.readers[stage].read(ids)
                 except SamplesLost as error:  # on every rank of the replica
                     log.error("stage %r continues without %d samples: %s", stage, len(error.ids), error)
-                    lost = {*error.ids}
+                    lost, self._has_lost = {*error.ids}, True
                     ids = [id for id in ids if id not in lost]
         return empty_samples(columns)
+
+    def take_lost(self) -> bool:
+        """Returns whether the queue has lost samples that were read since the last call."""
+        has_lost, self._has_lost = self._has_lost, False
+        return has_lost
 
     def _begin(self, stage: str, ids: Sequence[str]) -> None:
         """Begins to read samples that the next call for the stage reads; on the rank that asks the queue."""
