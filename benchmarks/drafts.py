@@ -8,9 +8,12 @@
 server: microseconds to index a token and to draft 8, inside C++, and bytes a token. text: tokens that a forward pass
 yields for the long-answer task over two epochs, 16 responses a prompt, temperature 1: without drafts, from siblings
 side by side, behind a probe, four at a time, from history, and from both. Drafts change nothing that is sampled, so the
-responses are generated once and every order is replayed on them. real: tokens a second of a 52M-parameter model with
-drafts and without, in turns, at 1 to 32 running sequences; eight earlier responses to each prompt are known, which
-differ from it in a tenth of their tokens.
+responses are generated once and every order is replayed on them. engines: the same responses on 1, 2 and 4 engines,
+with the exchange of text and without: siblings of a group divided over the engines, which together decode four of them
+at a time; history of a group that another engine had in the last epoch; both. Bytes sent and received a token, CPU
+microseconds of an engine a step, and of the store a token. real: tokens a second of a 52M-parameter model with drafts
+and without, in turns, at 1 to 32 running sequences; eight earlier responses to each prompt are known, which differ from
+it in a tenth of their tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PARTS = ("server", "text", "real")
+PARTS = ("server", "text", "engines", "real")
 
 TARGETS = {
     "server.insert_us": ("at most", 1.0),
@@ -55,10 +58,12 @@ def main() -> None:
 
     import torch  # only now: --help must not wait for torch
 
-    from benchmarks import drafts_sides
+    from benchmarks import drafts_engines, drafts_sides
 
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {name: getattr(drafts_sides, name)(args) for name in names}
+    figures: dict[str, Any] = {
+        name: getattr(drafts_engines if name == "engines" else drafts_sides, name)(args) for name in names
+    }
     lines = checked(figures)
     print("\n".join(lines))
     if args.json:

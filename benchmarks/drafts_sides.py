@@ -85,7 +85,7 @@ def _cpu_us(work: Callable[[], Any]) -> float:
 
 def text(args: argparse.Namespace) -> Figures:
     """Replay the responses of two epochs in several orders."""
-    groups = list(_groups_of_file(args.texts, args.tokenizer) if args.texts else _generated(args))
+    groups = texts_of_two_epochs(args)
     together = [list(range(GROUP))]
     one_first = [[0], list(range(1, GROUP))]
     four = [list(range(i, i + 4)) for i in range(0, GROUP, 4)]
@@ -112,6 +112,16 @@ def text(args: argparse.Namespace) -> Figures:
         shares = f"{figures[name]['accepted']:4.0%} of drafted tokens, a draft for {figures[name]['hit_rate']:4.0%}"
         print(f"text, {name:10} {tokens / forwards:5.2f} tokens a forward, {shares}")
     return figures
+
+
+def texts_of_two_epochs(args: argparse.Namespace) -> list[tuple[list[Tokens], list[Tokens]]]:
+    """Return for every prompt what a group says in the second epoch, and in the first; generated once."""
+    if not _groups:
+        _groups.extend(_groups_of_file(args.texts, args.tokenizer) if args.texts else _generated(args))
+    return _groups
+
+
+_groups: list[tuple[list[Tokens], list[Tokens]]] = []
 
 
 def _replay(
