@@ -124,7 +124,7 @@ class Cluster:
             return
         self.steps += 1
         start_s = time.thread_time()
-        if news := drafter.news(0):
+        if news := drafter.news():
             drafter.read(news)
         self.news_s += time.thread_time() - start_s
         if drafter.exchange._thread is not None:

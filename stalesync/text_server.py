@@ -19,8 +19,8 @@ from fusion.rollout.drafts.text_store import TextStore
 class TextServer:
     """`TextStore` as an actor; the arguments are the store's."""
 
-    def __init__(self, max_bytes: int, max_groups: int) -> None:
-        self._store = TextStore(max_bytes, max_groups)
+    def __init__(self, max_bytes: int, max_groups: int, max_age: int | None) -> None:
+        self._store = TextStore(max_bytes, max_groups, max_age)
 
     def answer(self, message: bytes) -> bytes:
         """Answers a message of a `TextExchange`.
@@ -41,7 +41,7 @@ def text_server(spec: WorkerSpec) -> Iterator[Any]:
         return
     max_groups = 1 if rollout.drafts == "siblings" else 2
     remote: Any = ray.remote
-    server = remote(num_cpus=0)(TextServer).remote(rollout.draft_mib << 20, max_groups)
+    server = remote(num_cpus=0)(TextServer).remote(rollout.draft_mib << 20, max_groups, rollout.draft_max_age)
     try:
         yield server
     finally:

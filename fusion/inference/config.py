@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from fusion.inference.request import SamplingParams
@@ -75,6 +76,9 @@ class RolloutConfig:
     draft_mib: int = 1024
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
+    draft_max_age: int | None = None
+    """Training steps after which the text of a prompt is dropped if no request has used it; null: only where draft_mib
+    is exceeded. Useful where data.rows is null, as then no prompt comes again."""
     probe: int | None = None
     """Number of requests of a group that an engine begins before the others, so that these have whole responses to
     draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
@@ -102,6 +106,7 @@ class RolloutConfig:
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("drafts", DRAFTS)
         check.integer("draft_tree", "draft_mib", at_least=1)
+        check.integer("draft_max_age", at_least=1, null=True)
         check.integer("probe", at_least=0, null=True)
         self._check_unused(check)
         check.integer("block_size", at_least=BLOCK_MULTIPLE)
@@ -122,10 +127,10 @@ class RolloutConfig:
 
     def _check_unused(self, check: Checks) -> None:
         """Refuses options of drafts where there are none to which they apply."""
-        for name in ("draft_tree", "draft_mib", "draft_exchange"):
+        for name in ("draft_tree", "draft_mib", "draft_max_age", "draft_exchange"):
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
-            check.that(name, not unused, f"{str(default).lower()} (the default) with rollout.drafts=none")
+            check.that(name, not unused, f"{json.dumps(default)} (the default) with rollout.drafts=none")
         unused = bool(self.probe) and not self.drafts_siblings
         check.that("probe", not unused, f"0 or null with rollout.drafts={self.drafts}: no sibling is drafted from")
 

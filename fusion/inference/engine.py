@@ -182,6 +182,8 @@ class EmbeddedEngine:
         # With rollout.suspended_kv=keep running requests continue on their KV, which no other request can use.
         if version == self.scheduler.version:
             return
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.adopt(version)
         if self.config.keeps_kv:
             self.scheduler.change_version(version)
         else:
@@ -306,7 +308,7 @@ class EmbeddedEngine:
 
     def _take_orders(self) -> list[Output]:
         drafter = self.scheduler.drafter
-        news = drafter.news(self.policy_version) if drafter is not None and self._reports else b""
+        news = drafter.news() if drafter is not None and self._reports else b""
         orders = self.control.exchange(self._counters(len(news)))
         if drafter is not None and (news := self.control.spread(news)):
             drafter.read(news)

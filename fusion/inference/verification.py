@@ -58,9 +58,12 @@ class Drafter(Protocol):
             max_tokens: of all drafts together.
         """
 
-    def news(self, version: int) -> bytes:
+    def adopt(self, version: int) -> None:
+        """Record that the engine's policy is of another version from now on."""
+
+    def news(self) -> bytes:
         """Return what has arrived for the drafters of all ranks with this schedule, to be read by each at this step;
-        b"": nothing. Called at every step, on the first of these ranks. ``version``: of the policy."""
+        b"": nothing. Called at every step, on the first of these ranks."""
 
     def read(self, news: bytes) -> None:
         """Read what `news` has returned on the first rank of the schedule, at the same step on every rank."""

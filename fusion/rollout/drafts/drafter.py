@@ -43,13 +43,16 @@ MAX_PROMPT = 1024
 class DraftTotals:
     """Totals since construction. ``asked``: sequences for which a draft was looked up; ``found``: for which there was
     one; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up; ``read``: tokens of
-    other engines that were added to an index, ``unread``: that were not, as nothing here could use them."""
+    other engines that were added to an index, ``unread``: that were not, as nothing here could use them; ``dropped``,
+    ``expired``: prompts whose text found no room, or was not used for too long."""
 
     asked: int = 0
     found: int = 0
     seconds: float = 0.0
     read: int = 0
     unread: int = 0
+    dropped: int = 0
+    expired: int = 0
     drafted: list[int] = field(default_factory=lambda: [0, 0])
     accepted: list[int] = field(default_factory=lambda: [0, 0])
 
@@ -62,6 +65,7 @@ class TextDrafter:
         max_children: tokens of a draft behind one; 1: drafts are single paths.
         max_depth: tokens of a path.
         max_bytes: of all text, indexed.
+        max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
         clock: seconds, for the totals only.
     """
 
@@ -74,6 +78,7 @@ class TextDrafter:
         max_children: int = 1,
         max_depth: int = 16,
         max_bytes: int = 1 << 30,
+        max_age: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexes, self._siblings, self._history = indexes, siblings, history
@@ -86,7 +91,10 @@ class TextDrafter:
         self._live: dict[str, Prompt | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
         self._restored: dict[bytes, list[array[int]]] = {}
-        """History that was loaded, of prompts that have had no request since; those used longest ago first"""
+        """History that was loaded, of prompts that have had no request since, those used longest ago first"""
+        self._restored_version: int | None = None
+        """The first policy since then"""
+        self._version, self._max_age = 0, max_age
         self._num_tokens = 0
         """Of the texts and histories of all prompts"""
         self._drafted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -103,6 +111,7 @@ class TextDrafter:
             history=config.drafts_history,
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,
+            max_age=config.draft_max_age,
         )
 
     @property
@@ -150,10 +159,25 @@ class TextDrafter:
     def observe_step(self, cost: StepCost) -> None:
         self.budget.observe_step(cost)
 
-    def news(self, version: int) -> bytes:
+    def adopt(self, version: int) -> None:
+        self._version = version
+        if self._restored_version is None:
+            self._restored_version = version
+        if self._max_age is None:
+            return
+        oldest = version - self._max_age
+        expired = [one for one in self._prompts.values() if one.version < oldest and not one.live]
+        for prompt in expired:
+            self._forget(prompt)
+        self.totals.expired += len(expired)
+        for key in [*self._restored] if self._restored_version < oldest else ():
+            self._drop_restored(key)
+            self.totals.expired += 1
+
+    def news(self) -> bytes:
         if self.exchange is None:
             return b""
-        return self.exchange.news((key for key, prompt in self._prompts.items() if prompt.live), version)
+        return self.exchange.news((key for key, prompt in self._prompts.items() if prompt.live), self._version)
 
     def read(self, news: bytes) -> None:
         _, pieces = decode(news)
@@ -214,6 +238,7 @@ class TextDrafter:
         if not goes_on:
             self._open(prompt, prompt.texts, request.id)
         prompt.live.add(request.id)
+        prompt.version = self._version
         self._live[request.id] = prompt
         self._prompts.move_to_end(key)
 
@@ -222,8 +247,7 @@ class TextDrafter:
         history: list[array[int]] = []
         begun: dict[str, array[int]] = {}
         if last is None:
-            history = self._restored.pop(key, [])
-            self._num_tokens -= sum(map(len, history))
+            history = self._drop_restored(key)
         else:
             begun = last.past.get(request.group, {})
             if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
@@ -233,7 +257,7 @@ class TextDrafter:
                 self.exchange.end_group(key)
         index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH)
         self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
-        prompt = self._prompts[key] = Prompt(key, index, history)
+        prompt = self._prompts[key] = Prompt(key, self._version, index, history)
         prompt.join(request.group)
         self._num_tokens += prompt.num_tokens
         for name, text in begun.items():
@@ -286,21 +310,33 @@ class TextDrafter:
 
     def load_history(self, pieces: Items[Piece]) -> None:
         """Load what `history` has returned into a drafter that has seen nothing yet."""
+        self._restored_version = None
         for piece in reversed(pieces) if self._history else ():
             self._restored.setdefault(piece.prompt, []).insert(0, piece.tokens)
             self._num_tokens += len(piece.tokens)
 
     def _drop_oldest(self) -> None:
         while self.nbytes > self._max_bytes and self._restored:
-            self._num_tokens -= sum(map(len, self._restored.pop(next(iter(self._restored)))))
+            self._drop_restored(next(iter(self._restored)))
+            self.totals.dropped += 1
         while self.nbytes > self._max_bytes and self._prompts:
             prompts = self._prompts.values()
             oldest = next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts))
             for request in oldest.live:
                 self._live[request] = None
-            self._drop(oldest)
-            if self.exchange is not None:
-                self.exchange.forget(oldest.key)
+            self._forget(oldest)
+            self.totals.dropped += 1
+
+    def _drop_restored(self, key: bytes) -> list[array[int]]:
+        texts = self._restored.pop(key, [])
+        self._num_tokens -= sum(map(len, texts))
+        return texts
+
+    def _forget(self, prompt: Prompt) -> None:
+        """Drops a prompt; what other engines have is asked for again if a request of it comes."""
+        self._drop(prompt)
+        if self.exchange is not None:
+            self.exchange.forget(prompt.key)
 
     def _drop(self, prompt: Prompt) -> None:
         self._indexes.remove(prompt.index)

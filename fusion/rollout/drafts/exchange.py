@@ -34,7 +34,7 @@ HANGING_S = 30.0
 """A store that has not answered for so long is reported, once."""
 
 MAX_STEP_TOKENS = 4096
-"""Tokens of others that one step reads: about 3 ms (`benchmarks/drafts.py --only server`)"""
+"""Tokens of others that one step reads: about 1 ms"""
 
 
 def answer(store: TextStore, request: bytes) -> bytes:

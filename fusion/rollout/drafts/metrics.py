@@ -23,8 +23,9 @@ class DraftReport:
 
     def add_to(self, metrics: Metrics) -> None:
         """Adds `rollout/draft_hit_rate` (sequences with a draft, of those for which one was looked up),
-        `rollout/draft_acceptance_{siblings,history}` (share of drafted tokens that were kept), `timing_s/draft` and
-        `rollout/draft_mib_max`; and those of the exchange with other engines, if there is one."""
+        `rollout/draft_acceptance_{siblings,history}` (share of drafted tokens that were kept), `timing_s/draft`,
+        `rollout/draft_mib_max`, `rollout/draft_dropped_max` and `rollout/draft_expired_max` (prompts since the run
+        began); and those of the exchange with other engines, if there is one."""
         now, before = self._drafter.totals, self._before
         self._before = replace(now, drafted=list(now.drafted), accepted=list(now.accepted))
         if asked := now.asked - before.asked:
@@ -35,6 +36,8 @@ class DraftReport:
                 metrics.add(f"rollout/draft_acceptance_{name}", accepted / drafted, drafted)
         metrics.add("timing_s/draft", now.seconds - before.seconds)
         metrics.add("rollout/draft_mib_max", self._drafter.nbytes / MIB)
+        metrics.add("rollout/draft_dropped_max", now.dropped)
+        metrics.add("rollout/draft_expired_max", now.expired)
         if self._drafter.exchange is not None:
             metrics.add("rollout/draft_read_tokens", now.read - before.read, rule="sum")
             self._add_exchanged(self._drafter.exchange.totals, metrics)

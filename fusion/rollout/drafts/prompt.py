@@ -14,6 +14,8 @@ class Prompt:
     other groups on other engines."""
 
     key: bytes
+    version: int
+    """Policy when a request began"""
     index: int
     history: list[array[int]]
     groups: set[str] = field(default_factory=set)

@@ -117,9 +117,26 @@ def test_prompts_without_running_requests_are_dropped_first_when_memory_is_short
         one = sequence(f"r{i}", [1, i], list(range(1000)), group=f"g{i}")
         paths(made, running, one)
         made.end(one)
-    assert made.nbytes <= 300_000 + 120_000
+    assert made.nbytes <= 300_000 + 120_000 and made.totals.dropped > 20
     running.tokens += [5, 6, 7]
     assert paths(made, running)[0][:2] == [8, 9], "what runs is kept"
+
+
+def test_text_that_is_not_used_for_too_long_is_dropped_and_counted():
+    made = drafter(max_age=2)
+    for i in range(3):
+        made.adopt(i)
+        one = sequence(f"r{i}", [i], [2, 3, 4, 5], group=f"e0-{i}")
+        paths(made, one)
+        if i:
+            made.end(one)
+    assert made.totals.expired == 0
+    made.adopt(3)
+    assert made.totals.expired == 0, "the first one runs, the second was used 2 versions ago"
+    made.adopt(4)
+    assert (made.totals.expired, made.totals.dropped) == (1, 0)
+    for i, expected in ((0, [5]), (1, None), (2, [5])):
+        assert paths(made, sequence(f"new{i}", [i], [2, 3, 4], group=f"e1-{i}")) == [expected]
 
 
 def test_more_running_text_than_there_is_room_for_is_not_read_again_in_every_step():

@@ -35,9 +35,9 @@ class Run:
     def ask(self, message):
         return answer(self.store, message)
 
-    def step(self, made, version=0):
+    def step(self, made):
         """One step of an engine, to which what it sends is answered at once."""
-        news = made.news(version)
+        news = made.news()
         if news:
             made.read(news)
         if made.exchange._thread is not None:
@@ -236,14 +236,14 @@ def test_a_store_that_hangs_is_not_waited_for_and_reported_once(caplog):
         seq.tokens += [5]
         paths(made, seq)
         clock.now_s += 1
-        assert made.news(0) == b""
+        assert made.news() == b""
     assert caplog.text.count("has not answered") == 1 and made.exchange.totals.failures == 0
     release.set()
     wait_for(lambda: not made.exchange._thread.is_alive(), 10)
     run = Run(1, store=store)
     run.drafters[0].exchange._writer = 1
-    made.news(0)
-    made.news(0)
+    made.news()
+    made.news()
     wait_for(lambda: not made.exchange._thread.is_alive(), 10)
     other = sequence("g/0", [1], [2, 3, 4], group="g")
     paths(run.drafters[0], other)

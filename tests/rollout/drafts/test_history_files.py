@@ -105,3 +105,14 @@ def test_a_damaged_file_is_refused_by_name(tmp_path_factory, data):
             assert str(path) in str(error)
         else:  # bits of the header that zlib ignores
             assert [list(piece.tokens) for piece in pieces] == [list(range(50))]
+
+
+def test_the_age_of_loaded_history_counts_from_the_resume(tmp_path):
+    before = drafter()
+    said(before, [1], [2, 3, 4, 5])
+    for version, expected in ((102, [5]), (103, None)):
+        after = resumed(tmp_path / str(version), before, max_age=2)
+        for adopted in range(100, version + 1):
+            after.adopt(adopted)
+        assert paths(after, sequence("e1/0", [1], [2, 3, 4], group="e1")) == [expected]
+        assert after.totals.expired == (expected is None)
