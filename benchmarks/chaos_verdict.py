@@ -17,7 +17,7 @@ from benchmarks.chaos_plan import Kill
 
 STATUS = {"SIGTERM": 143, "SIGINT": 130}
 """Exit status of a run that ends by a signal, as a shell reports it …"""
-UNHANDLED = {"SIGTERM": (143, -15), "SIGINT": (130, -2, 1)}
+UNHANDLED = {"SIGTERM": (-15,), "SIGINT": (-2, 1)}
 """… and of one that has not begun to handle it: the interpreter is still starting"""
 REPORTED = {"SIGTERM": "stopped by SIGTERM", "SIGINT": "stopped by Ctrl-C"}
 
@@ -111,6 +111,8 @@ class Ended:
     def _unnamed_signal(self) -> str:
         signal = self.kill.signal
         if not self.launched:
+            if self.status == STATUS[signal]:
+                return "" if REPORTED[signal] in self.err else f"the standard error does not say {REPORTED[signal]!r}"
             return "" if self.status in UNHANDLED[signal] else f"exit status {self.status}"
         if self.status != STATUS[signal]:
             return f"exit status {self.status}, not {STATUS[signal]}"

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import ray
-
 from distqueue.errors import StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
 from fusion.npu.failures import FailureKind, RankFailure
@@ -138,6 +136,8 @@ class FailedStage:
     @classmethod
     def of(cls, error: Exception, *, rank: int, stage: str) -> FailedStage:
         """Converts the exception that Ray raises for a stage of a worker."""
+        import ray  # here: Ray's guard starts without it
+
         if isinstance(error, ray.exceptions.RayActorError):
             unavailable = isinstance(error, ray.exceptions.ActorUnavailableError)
             failure = replace(RankFailure.of(error, rank=rank, stage=stage), kind=FailureKind.DIED)

@@ -28,7 +28,7 @@ from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
 from stalesync.run_log import Progress, RunLog
-from stalesync.stopping import acknowledging, describe_stop, holding, ignore_stops, stoppable
+from stalesync.stopping import acknowledging, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -122,12 +122,12 @@ def _run(
         report_end = Report(str(folder.path), spec.world)
         roots: list[Path | str] = [memory(), *([config.queue.spill] if config.queue.spill else [])]
 
-        def report_stop(stop: KeyboardInterrupt) -> None:
+        def show_report(outcome: str) -> None:
             view.__exit__(None, None, None)
-            RunReport.from_folder(folder.path, outcome=describe_stop(stop)).show()
+            RunReport.from_folder(folder.path, outcome=outcome).show()
             sys.stdout.flush()
 
-        check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, report_stop))
+        check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, show_report))
         progress.stage = "compare the hosts"
         models = {"model.path": config.model.path, "reward.model": config.reward.model}
         check_hosts(folder.path, models, config.cluster.stage_timeout_s)

@@ -11,16 +11,14 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from stalesync.process_log import stderr_to
-from stalesync.ray_guard import GIVING_UP, LEAVING, STARTED, Guard, Report, guarded, marking
-from stalesync.stopping import held_too_long, keeping_handlers, leave, raise_in_main
-
-if TYPE_CHECKING:
-    from stalesync.failures import RunFailed
+from stalesync.ray_end import Ender, ShowReport
+from stalesync.ray_guard import LEAVING, STARTED, Report, guarded, marking
+from stalesync.stopping import keeping_handlers
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def ray_cluster(
     log: Path | None = None,
     queue_roots: Sequence[Path | str] = (),
     report: Report | None = None,
-    report_stop: Callable[[KeyboardInterrupt], None] = lambda stop: None,
+    show_report: ShowReport = lambda outcome: None,
 ) -> Iterator[Callable[[], None]]:
     """Joins the cluster at ``address``, or starts Ray on this machine (None); at the block's end leaves the cluster, or
     stops Ray, also if this process is killed. Does nothing where Ray is initialised already. Yields a health check of
@@ -44,8 +42,8 @@ def ray_cluster(
             to end without an exception: called from another thread, while Ray starts or when the block does not end,
             or by the guard, where Ray's C++ ends this process. None: the error is raised when Ray gives up itself,
             which takes a minute.
-        report_stop: called from another thread before this process ends at once by a signal, for whose handling the
-            start of Ray takes too long.
+        show_report: called with the outcome from another thread before this process ends at once: after ``report``, or
+            by a signal, for whose handling the start of Ray takes too long.
 
     Raises:
         RunFailed: Ray did not start, or the cluster cannot be joined, needs no token, or refuses that of this process.
@@ -66,58 +64,27 @@ def ray_cluster(
                 _initialise(address, address=address)
             yield lambda: None
         return
-    with guarded(queue_roots, report) as guard, _shutting_down():
+    with guarded(queue_roots, report) as guard, ExitStack() as watched, _shutting_down():
+        ender = None if report is None else Ender(guard, report, show_report)
         try:
-            watching = nullcontext() if report is None else _watching_start(report, report_stop, guard)
+            watching = nullcontext() if ender is None else ender.watching_start()
             with keeping_handlers(), watching, stderr_to(log), marking(guard.mark):
                 _start()
             guard.send(STARTED)
-            with closing(RayProcesses(complete=True)) as processes:
-                watched = (
-                    nullcontext() if report is None else watching_end(processes, raise_in_main, _end_by(report, guard))
-                )
-                with watched:
-                    yield processes.check
+            processes = watched.enter_context(closing(RayProcesses(complete=True)))
+            if ender is not None:
+                watched.enter_context(watching_end(processes, ender.interrupt, ender.give_up))
+            try:
+                yield processes.check
+            finally:
+                if ender is not None:
+                    ender.shuts_down = True
+                if processes.ended() is None:
+                    watched.close()  # the shutdown ends them
+                else:  # the shutdown may wait for long
+                    guard.ends_itself = False
         finally:
             guard.send(LEAVING)
-
-
-@contextmanager
-def _watching_start(report: Report, report_stop: Callable[[KeyboardInterrupt], None], guard: Guard) -> Iterator[None]:
-    """Ends this process at once, from another thread, when a process of Ray has ended inside the block, or when a
-    signal has waited too long for its end: the main thread waits in Ray, which would end the process without a
-    report. The guards of Ray and of the rewards end theirs."""
-    from stalesync.ray_processes import watching_start
-
-    stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
-
-    def check_stop() -> None:
-        if (stop := held_too_long()) is not None:
-            guard.send(GIVING_UP)
-            os.dup2(stderr, 2)
-            try:
-                report_stop(stop)
-            finally:
-                leave(stop)
-
-    try:
-        with watching_start(_end_by(report, guard, stderr), poll=check_stop):
-            yield
-    finally:
-        os.close(stderr)
-
-
-def _end_by(report: Report, guard: Guard, stderr: int = 2) -> Callable[[RunFailed], NoReturn]:
-    """Returns a function that reports an error and ends this process at once."""
-
-    def end(error: RunFailed) -> NoReturn:
-        guard.send(GIVING_UP)
-        try:
-            report(error, stderr)
-        finally:
-            os._exit(1)
-
-    return end
 
 
 @contextmanager

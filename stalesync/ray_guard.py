@@ -27,12 +27,11 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distqueue.payload.sweep import sweep
-from stalesync.ray_processes import WATCH_S, RayProcesses, started_by
+from stalesync.ray_processes import WATCH_S, RayProcesses, exits, started_by
 
 if TYPE_CHECKING:
     from stalesync.failures import RunFailed
@@ -94,16 +93,18 @@ class Report(NamedTuple):
 
 @dataclass
 class Guard:
-    """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads; ``started``:
-    whether Ray has started."""
+    """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads.
+
+    ``ends_itself``: whether what is left of Ray may end by itself: it has started, and none of its processes has ended.
+    """
 
     mark: str
     pipe: int
-    started: bool = False
+    ends_itself: bool = False
 
     def send(self, news: bytes) -> None:
         """Sends one of these messages."""
-        self.started = self.started or news == STARTED
+        self.ends_itself = news == STARTED or (self.ends_itself and news == LEAVING)
         with suppress(BrokenPipeError):  # somebody has killed the guard
             os.write(self.pipe, news)
 
@@ -138,7 +139,7 @@ def guarded(roots: Sequence[Path | str] = (), report: Report | None = None) -> I
     try:
         yield seen
     finally:
-        end_session(mark, named, grace_s=GRACE_S if seen.started else 0.0)
+        end_session(mark, named, grace_s=GRACE_S if seen.ends_itself else 0.0)
         guard.kill()  # unless that was interrupted: then it does the same when this process has ended
         guard.wait()
         guard.stdin.close()
@@ -249,9 +250,9 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[str | None, 
                     return None if news else ended, not starting and news != GIVING_UP
                 starting = False
             elif ready:
+                if exits(controller):  # its first thread has ended, and with it Ray's processes; others hold its files
+                    return None, not starting
                 ended, ended_s = processes.ended(), time.monotonic()
-                import_module("stalesync.run_log")  # which takes seconds, to report it in time
-                continue  # the controller may have reported it meanwhile
             if starting and ended and time.monotonic() - ended_s > FROZEN_S:
                 return ended, False
     return ended, not starting

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stalesync.failures import RayEnded
 
+PF_EXITING = 0x4
+"""The flag that the kernel sets when a thread begins to end"""
+
 NAMES = ("gcs_server", "raylet")
 """Ray cannot do without these."""
 
@@ -173,6 +176,15 @@ def watching_start(
         with lock:
             inside = False
         thread.join()
+
+
+def exits(pid: int) -> bool:
+    """Whether a process's first thread ends or has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX" or bool(int(fields[5]) & PF_EXITING)
 
 
 def children_of(parent: int) -> dict[int, str]:

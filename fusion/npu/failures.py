@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 MIB = 1 << 20
 
@@ -161,6 +161,9 @@ def failures_in(
 
 def kind_of(error: BaseException) -> FailureKind:
     """Classify an exception by its type, and a plain RuntimeError by where it was raised."""
+    import torch  # here: who only reads failures, such as Ray's guard, starts without it
+    import torch.distributed as dist
+
     if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
         return FailureKind.OUT_OF_MEMORY
     if isinstance(error, (CollectiveFailed, dist.DistError, ConnectionError)):
@@ -176,6 +179,8 @@ def wait_for(work: dist.Work) -> None:
     Raises:
         CollectiveFailed: another rank has ended or left the collective.
     """
+    import torch
+
     try:
         work.wait()
     except torch.OutOfMemoryError:

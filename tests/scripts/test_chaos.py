@@ -90,6 +90,7 @@ DIED = "error: rank 1 died in stage 'train' (killed, out of host memory, or cras
         _ended("controller", 143, out="stopped by SIGTERM", signal="SIGTERM"),
         _ended("controller", 130, out="stopped by Ctrl-C", signal="SIGINT"),
         replace(_ended("controller", -15, signal="SIGTERM"), launched=False),
+        replace(_ended("controller", 143, "stopped by SIGTERM", signal="SIGTERM"), launched=False),
         _ended("worker", 1, DIED, rank=1),
         _ended("worker", 1, DIED),
         _ended("queue", 1, "error: the queue has failed: its actor has ended"),
@@ -117,6 +118,10 @@ def test_an_end_that_is_named(ended):
         (_ended("raylet", -9, "error: Ray's process raylet has ended (killed)"), "exit status -9, not 1"),
         (_ended("controller", -15, "*** SIGTERM received", signal="SIGTERM"), "exit status -15, not 143"),
         (_ended("controller", 143, signal="SIGTERM"), "the report does not say 'stopped by SIGTERM'"),
+        (
+            replace(_ended("controller", 143, signal="SIGTERM"), launched=False),
+            "the standard error does not say 'stopped by SIGTERM'",
+        ),
         (_ended("controller", 0, signal="SIGINT"), "SIGINT was ignored"),
         (_ended("disk", 1, "error: rank 1 died in stage 'save'", signal=""), "disk is not named"),
         (_ended("shard", 1, "error: the queue has failed: x", ends=False), "it ended, exit status 1"),

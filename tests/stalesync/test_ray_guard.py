@@ -192,3 +192,10 @@ def test_what_is_left_of_a_ray_that_has_not_started_is_killed_at_once():
         end_session("mark-of-a-start", [], grace_s=0.0)
         assert within(time.monotonic() - start_s, 2) and not running(agent)
         assert raylet.wait() == -9
+
+
+def test_the_guard_reports_without_torch_and_ray_which_take_seconds_to_import():
+    modules = "stalesync.ray_guard, stalesync.run_log, stalesync.failures"
+    check = f"import sys, {modules}; print(*{{'torch', 'ray', 'transformers'}} & sys.modules.keys())"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert (loaded.stdout.strip(), loaded.stderr) == ("", "")

@@ -1,0 +1,32 @@
+"""A signal ends a run at any moment of its start: within seconds, with a message, and nothing is left."""
+
+import signal
+import time
+
+import pytest
+
+from tests.machine import communicate, within
+from tests.stalesync.runs import assert_gone, begin, descendants, wait_until
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "moment_s",
+    [
+        0.3,  # while Ray starts
+        *(pytest.param(moment_s, marks=pytest.mark.extended) for moment_s in (0.0, 0.6, 1.2, 2.0, 3.0)),
+    ],
+)
+def test_a_signal_ends_a_run_that_starts(base, tmp_path, moment_s, number):
+    run = begin(base, tmp_path)
+    wait_until(run, 60, (tmp_path / "run" / "config.yaml").exists)
+    time.sleep(moment_s)
+    below, start_s = descendants(run.pid), time.monotonic()
+    run.send_signal(number)
+    out, err = communicate(run, 60)
+    assert within(time.monotonic() - start_s, 12)
+    message = "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {number.name}"
+    assert (run.returncode, message in out, message in err, "Traceback" in err) == (128 + number, True, True, False), (
+        err
+    )
+    assert_gone(below)
