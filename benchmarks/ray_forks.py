@@ -27,6 +27,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -106,10 +107,15 @@ class _Server:
             import_module(name)
         self._selector.register(self._parent, selectors.EVENT_READ, (self._end, 0))
         self._selector.register(self._listener, selectors.EVENT_READ, (self._accept, 0))
-        while True:
-            for key, _ in self._selector.select():
-                act, pid = key.data
-                act(pid, key.fd)
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if self._selector.get_map().get(key.fd) == key:  # not the end of a client whose fork has ended
+                        act, pid = key.data
+                        act(pid, key.fd)
+        except BaseException:
+            traceback.print_exc()
+            self._end(0, 0)  # no fork outlives it
 
     def _end(self, _: int, parent: int) -> NoReturn:
         for pid in self._clients:
@@ -118,10 +124,11 @@ class _Server:
 
     def _accept(self, _: int, listener: int) -> None:
         client, _address = self._listener.accept()
-        head, ancillary, *_rest = client.recvmsg(4, socket.CMSG_SPACE(3 * 4))
-        streams, request = array.array("i", ancillary[0][2]), b""
-        while len(request) < int.from_bytes(head, "little"):
-            request += client.recv(1 << 16)
+        try:
+            request, streams = _receive(client)
+        except EOFError:
+            client.close()
+            return
         if not (pid := os.fork()):
             client.close()
             self._become(*json.loads(request), streams)
@@ -138,7 +145,8 @@ class _Server:
         client = self._clients.pop(pid)
         if client in self._selector.get_map():
             self._selector.unregister(client)
-            client.send(str(status % 256).encode(), socket.MSG_NOSIGNAL)
+            with suppress(OSError):  # it was killed meanwhile
+                client.send(str(status % 256).encode(), socket.MSG_NOSIGNAL)
         client.close()
 
     def _abandoned(self, pid: int, client: int) -> None:
@@ -165,6 +173,26 @@ class _Server:
             traceback.print_exc()
         finally:
             end_process(status)
+
+
+def _receive(client: socket.socket) -> tuple[bytes, Sequence[int]]:
+    """Returns a request and the streams that came with it. EOFError: the client was killed before it sent them."""
+    streams, request = array.array("i"), b""
+    try:
+        head, ancillary, *_rest = client.recvmsg(4, socket.CMSG_SPACE(3 * 4))
+        for _, _, data in ancillary:
+            streams.frombytes(data)
+        while len(head) == 4 and len(request) < int.from_bytes(head, "little"):
+            if not (part := client.recv(1 << 16)):
+                raise EOFError
+            request += part
+    except (OSError, EOFError):
+        head = b""
+    if len(head) == 4 and len(streams) == 3:
+        return request, streams
+    for stream in streams:
+        os.close(stream)
+    raise EOFError
 
 
 def _script_of(arguments: list[str]) -> list[str]:

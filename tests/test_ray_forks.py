@@ -2,12 +2,16 @@
 
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import ray
 
+from benchmarks.ray_forks import CLIENT
 from tests.machine import wait_for
 from tests.warm import use_ray
 
@@ -41,3 +45,31 @@ def test_a_worker_ends_with_its_actor():
     _, pid = ray.get(process.imported.remote("torch"))
     ray.kill(process)
     wait_for(lambda: _gone(pid), 20)
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from benchmarks.ray_forks import _start
+pipe = _start(Path(sys.argv[1]), ())
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_of_forks_survives_clients_that_are_killed(tmp_path):
+    script, path = tmp_path / "default_worker.py", str(tmp_path / "server")
+    script.write_text("import sys, time\ntime.sleep(float(sys.argv[1]))\nsys.exit(7)\n")
+    client = [sys.executable, "-c", CLIENT, path, str(script)]
+    command = [sys.executable, "-c", SERVER, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        server.stdout.readline()
+        for sent in (b"", b"\0\0", (100).to_bytes(4, "little") + b"[[]"):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(path)
+                connection.sendall(sent)
+        for delay_s in [0.0, 0.05] * 4:  # killed before, while and after its fork ends
+            with subprocess.Popen([*client, str(delay_s)]) as killed:
+                time.sleep(0.05 + delay_s)
+                killed.kill()
+        assert subprocess.run([*client, "0"]).returncode == 7

@@ -1,0 +1,58 @@
+"""A run whose main thread waits in Ray ends at once from another thread, with its message and its report."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.machine import communicate
+
+START = """
+import os, signal, sys, time
+from stalesync import stopping
+from stalesync.failures import RayEnded
+from stalesync.ray_end import Ender
+from stalesync.ray_guard import GIVING_UP, Guard
+from stalesync.stopping import keeping_handlers, stoppable
+
+def report(error, stderr):
+    os.write(stderr, f"error: {error}".encode())
+
+def show_report(outcome):
+    print(outcome, os.read(told, 1) == GIVING_UP, flush=True)
+
+told, pipe = os.pipe()
+ender = Ender(Guard("mark", pipe, ends_itself=True), report, show_report)
+"""
+
+GIVE_UP = """
+ender.give_up(RayEnded("gcs_server"))
+"""
+
+HOLD = """
+stopping.HOLD_S = 0.1
+with stoppable(), keeping_handlers(), ender.watching_start():
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+    time.sleep(600)
+"""
+
+
+def _run(script, *arguments):
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", START + script, *arguments], **pipes, text=True) as process:
+        out, err = communicate(process, 60)
+    return process.returncode, out, err
+
+
+def test_the_end_of_a_process_of_ray_ends_the_run_with_its_report():
+    status, out, err = _run(GIVE_UP)
+    assert (status, out) == (1, "failed True\n") and err.startswith("error: Ray's process gcs_server has ended")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "outcome"),
+    [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
+)
+def test_a_signal_ends_a_run_whose_ray_takes_too_long_to_start(number, status, outcome):
+    assert _run(HOLD, number.name) == (status, f"{outcome} True\n", f"{outcome}\n")
