@@ -177,7 +177,7 @@ class TextDrafter:
     def news(self) -> bytes:
         if self.exchange is None:
             return b""
-        return self.exchange.news((key for key, prompt in self._prompts.items() if prompt.live), self._version)
+        return self.exchange.news({prompt.key for prompt in self._live.values() if prompt}, self._version)
 
     def read(self, news: bytes) -> None:
         _, pieces = decode(news)

@@ -10,11 +10,12 @@ for. If it has ended or fails, the engine drafts from its own text from then on:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from fusion.rollout.drafts.text_store import TextStore
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.2
-"""Seconds between two messages of an engine, at least"""
+"""Seconds between two messages of an engine; a quarter of it before one that asks for a prompt for the first time"""
 
 MESSAGES_PER_S = 400
 """Of all engines together, at most: the store is one process"""
@@ -96,7 +97,7 @@ class TextExchange:
     ) -> None:
         self._call, self._writer, self._clock = call, writer, clock
         self._interval_s = max(INTERVAL_S, num_writers / MESSAGES_PER_S)
-        self._due_s = clock()
+        self._sent_s = -math.inf
         self.totals = ExchangeTotals()
         self._client: TextClient | None = TextClient()
         """None: the store has ended or failed"""
@@ -121,7 +122,7 @@ class TextExchange:
         if self._client is not None:
             self._client.forget(prompt)
 
-    def news(self, running: Iterable[bytes], version: int) -> bytes:
+    def news(self, running: Collection[bytes], version: int) -> bytes:
         """Return pieces of others that this step reads, encoded; b"": none. Takes over a reply that has arrived, and
         sends the next message if it is due.
 
@@ -132,14 +133,18 @@ class TextExchange:
         began_s = self._clock()
         if self._thread is not None:
             self._take_reply(began_s)
-        elif self._client is not None and began_s >= self._due_s:
+        elif self._client is not None and self._is_due(self._client, running, began_s):
             self._send(self._client, running, version)
         news = self._next_pieces()
         self.totals.seconds += self._clock() - began_s
         return encode({}, news) if news else b""
 
-    def _send(self, client: TextClient, running: Iterable[bytes], version: int) -> None:
-        self._due_s = self._clock() + self._interval_s
+    def _is_due(self, client: TextClient, running: Collection[bytes], now_s: float) -> bool:
+        waited_s = now_s - self._sent_s
+        return waited_s >= self._interval_s or (waited_s >= self._interval_s / 4 and client.is_new(running))
+
+    def _send(self, client: TextClient, running: Collection[bytes], version: int) -> None:
+        self._sent_s = self._clock()
         message = client.take(running)
         if not message:
             return
@@ -162,7 +167,7 @@ class TextExchange:
     def _take_reply(self, now_s: float) -> None:
         assert self._thread is not None
         if self._thread.is_alive():
-            if now_s - self._due_s > HANGING_S and not self._reported_hang:
+            if now_s - self._sent_s > HANGING_S and not self._reported_hang:
                 self._reported_hang = True
                 log.warning("drafts: the store of the engines' text has not answered for %.0f s", HANGING_S)
             return

@@ -83,6 +83,10 @@ class TextClient:
         self._cursors.pop(prompt, None)
         self._asked.discard(prompt)
 
+    def is_new(self, prompts: Iterable[bytes]) -> bool:
+        """Whether one of these prompts has never been asked for."""
+        return not self._cursors.keys() >= {*prompts}
+
     def take(self, running: Iterable[bytes]) -> Message:
         """Return the next message. ``running``: the prompts with running requests."""
         assert not self._sent, "one message is under way at a time"

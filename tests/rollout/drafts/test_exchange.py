@@ -251,6 +251,21 @@ def test_a_store_that_hangs_is_not_waited_for_and_reported_once(caplog):
     assert paths(run.drafters[0], other)[0][:2] == [5, 5]
 
 
+def test_a_prompt_that_is_new_is_asked_for_soon():
+    run = Run()
+    one, two = run.drafters
+    run.exchange()
+    sent = []
+    for step in range(60):
+        if step == 30:
+            paths(two, sequence("g/1", [1], [2, 3, 4], group="g"))
+        run.clock.now_s += 0.01
+        before = two.exchange.totals.messages
+        run.step(two)
+        sent += [step] * (two.exchange.totals.messages > before)
+    assert sent[0] == 31 and len(sent) == 2 and abs(sent[1] - 31 - 100 * exchange.INTERVAL_S) <= 1, sent
+
+
 def test_messages_are_rarer_where_there_are_many_engines():
     few, many = (TextExchange(bytes, 0, count) for count in (2, 4000))
     assert few._interval_s == exchange.INTERVAL_S and many._interval_s == 10
