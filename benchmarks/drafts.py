@@ -12,8 +12,8 @@ responses are generated once and every order is replayed on them. engines: the s
 with the exchange of text and without: siblings of a group divided over the engines, which together decode four of them
 at a time; history of a group that another engine had in the last epoch; both. Bytes sent and received a token, CPU
 microseconds of an engine a step, and of the store a token. real: tokens a second of a 52M-parameter model with drafts
-and without, in turns, at 1 to 32 running sequences; eight earlier responses to each prompt are known, which differ from
-it in a tenth of their tokens.
+(both budgets) and without, in turns, at 1 to 32 running sequences; eight earlier responses to each prompt are known,
+which differ from it in a tenth of their tokens.
 """
 
 from __future__ import annotations

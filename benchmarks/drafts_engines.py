@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.drafts_sides import DEPTH, GROUP, SHARES, Figures, Tokens, _accepted, texts_of_two_epochs
 from fusion.inference import Request, SamplingParams, sequence
+from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange, answer
 from fusion.rollout.drafts.suffix_index import make_indexes
@@ -26,17 +27,19 @@ TOGETHER = 4
 Group = tuple[list[Tokens], list[Tokens]]
 
 
-class AllTokens:
+class AllTokens(DraftBudget):
     """A budget that verifies whatever is drafted, as `text` does."""
 
-    class acceptance:
-        observe = staticmethod(lambda shares, accepted: None)
-        by_share = staticmethod(lambda: SHARES)
+    def __init__(self) -> None:
+        super().__init__()
+        self.acceptance.by_share = lambda: SHARES  # type: ignore[method-assign]
 
     def skips(self, num_sequences: int) -> bool:
         return False
 
-    def choose(self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, max_tokens: int) -> np.ndarray:
+    def choose(
+        self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, max_tokens: int = 1 << 30
+    ) -> np.ndarray:
         return np.ones(len(owners), bool)
 
 
@@ -100,8 +103,9 @@ class Cluster:
 
         self.engines = []
         for number in range(count):
-            drafter = TextDrafter(make_indexes(), siblings=siblings, history=history, max_depth=DEPTH)
-            drafter.budget = AllTokens()  # type: ignore[assignment]
+            drafter = TextDrafter(
+                make_indexes(), siblings=siblings, history=history, max_depth=DEPTH, budget=AllTokens()
+            )
             if shares:
                 drafter.exchange = TextExchange(ask, number, count, clock=lambda: self.now_s)
             self.engines.append(Engine(drafter))

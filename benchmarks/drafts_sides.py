@@ -22,8 +22,10 @@ from benchmarks.engine_sides import PlainCpu
 from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams, sequence
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import MIN_MATCH, TextDrafter
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
+from fusion.rollout.drafts.window import WindowBudget
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP, DEPTH, EARLIER = 16, 8, 8
@@ -220,17 +222,20 @@ def real(args: argparse.Namespace) -> Figures:
     model = _model()
     figures: Figures = {}
     for live in (1, 2, 4, 8, 32):
-        sides: dict[str, list[float]] = {"drafts": [], "plain": []}
+        sides: dict[str, list[float]] = {"drafts": [], "plain": [], "window": []}
         accepted: list[float] = []
         for round_ in range(args.rounds):
             for side in in_rotation(list(sides), round_):
-                rate, per_forward = _decode(model, live, drafts=side == "drafts", seed=round_)
+                budget = {"drafts": DraftBudget, "window": WindowBudget}.get(side)
+                rate, per_forward = _decode(model, live, budget and budget(), seed=round_)
                 sides[side].append(rate)
                 if side == "drafts":
                     accepted.append(per_forward)
         ratio = statistics.median(sides["drafts"]) / statistics.median(sides["plain"])
-        figures[str(live)] = {"ratio": ratio, "accepted": statistics.median(accepted)}
-        print(f"real, {live:3} live: {ratio:.2f} x, {figures[str(live)]['accepted']:.2f} tokens a forward")
+        window = statistics.median(sides["window"]) / statistics.median(sides["plain"])
+        figures[str(live)] = {"ratio": ratio, "accepted": statistics.median(accepted), "window_ratio": window}
+        per_forward = f"{figures[str(live)]['accepted']:.2f} tokens a forward"
+        print(f"real, {live:3} live: {ratio:.2f} x, {per_forward}; {window:.2f} x with rollout.draft_budget=window")
     return figures
 
 
@@ -259,14 +264,14 @@ def _model() -> Transformer:
     return model
 
 
-def _decode(model: Transformer, live: int, drafts: bool, seed: int) -> tuple[float, float]:
-    """Return tokens a CPU second of ``live`` sequences, and tokens of a sequence a forward pass. With drafts, `EARLIER`
-    responses to each prompt are known, which differ in a tenth of the tokens."""
+def _decode(model: Transformer, live: int, budget: DraftBudget | WindowBudget | None, seed: int) -> tuple[float, float]:
+    """Return tokens a CPU second of ``live`` sequences, and tokens of a sequence a forward pass. With a budget there
+    are drafts, and `EARLIER` responses to each prompt are known, which differ in a tenth of the tokens."""
     prompts = [tuple(random.Random(i).randrange(2, 4096) for _ in range(256)) for i in range(live)]
     params = SamplingParams(max_tokens=128, stop_token_ids=())
     requests = [Request(f"r{seed}-{i}", prompt, params, f"g{seed}-{i}") for i, prompt in enumerate(prompts)]
-    known = _said(model, requests) if drafts else {}
-    drafter = TextDrafter(make_indexes(), history=True) if drafts else None
+    known = _said(model, requests) if budget else {}
+    drafter = TextDrafter(make_indexes(), history=True, budget=budget) if budget else None
     config = RolloutConfig(max_length=512, max_seqs=live, max_batch_tokens=8192)
     engine = EmbeddedEngine(model, model.mesh, HostMemory(), config=config, drafter=drafter)
     engine.allocate_kv()

@@ -11,6 +11,7 @@ from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep")
 DRAFTS = ("none", "siblings", "history", "both")
+DRAFT_BUDGETS = ("measured", "window")
 
 BLOCK_MULTIPLE = 16
 """A block is a multiple of the widest vector, so that no score is computed in the remainder of a loop."""
@@ -73,6 +74,11 @@ class RolloutConfig:
     pay."""
     draft_tree: int = 1
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
+    draft_budget: str = "measured"
+    """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
+    by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
+    and 2 more after each draft that was right to its end, up to 32 (HistoSpec: RhymeRL, arXiv 2508.18588); it depends
+    on no clock, and drafts also where that does not pay."""
     draft_mib: int = 1024
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
@@ -105,6 +111,7 @@ class RolloutConfig:
         )
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("drafts", DRAFTS)
+        check.one_of("draft_budget", DRAFT_BUDGETS)
         check.integer("draft_tree", "draft_mib", at_least=1)
         check.integer("draft_max_age", at_least=1, null=True)
         check.integer("probe", at_least=0, null=True)
@@ -127,7 +134,7 @@ class RolloutConfig:
 
     def _check_unused(self, check: Checks) -> None:
         """Refuses options of drafts where there are none to which they apply."""
-        for name in ("draft_tree", "draft_mib", "draft_max_age", "draft_exchange"):
+        for name in ("draft_tree", "draft_budget", "draft_mib", "draft_max_age", "draft_exchange"):
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
             check.that(name, not unused, f"{json.dumps(default)} (the default) with rollout.drafts=none")

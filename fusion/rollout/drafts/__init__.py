@@ -5,7 +5,8 @@
     plain          … in Python, where there is no compiler
     drafter        reads what an engine generates, and drafts for its sequences
     prompt         the text of one prompt
-    budget         how many drafted tokens a step verifies
+    budget         how many drafted tokens a step verifies, by measured costs
+    window         … by how much of the last draft was right
     text_store     what all engines of a run have generated, by prompt
     text_client    what an engine sends to the store, and asks for
     exchange       sends it beside the steps, and takes over the replies

@@ -44,6 +44,9 @@ MIN_STEPS = 8
 MAX_VARIANCE = 1e6
 """Bound of the variance of a coefficient that the steps of a run tell nothing about"""
 
+MAX_DEPTH = 16
+"""Tokens of a path of a draft"""
+
 ACCEPTANCE_BINS = 16
 PRIOR = 4.0
 """Drafted tokens that the share itself counts as"""
@@ -112,6 +115,16 @@ class DraftBudget:
         """Size → steps since drafts were verified"""
         self._explored: dict[int, int] = defaultdict(int)
         """Size → steps that were verified only to measure"""
+
+    def max_depth(self, request: str) -> int:
+        """Return how many tokens behind a sequence may be drafted."""
+        return MAX_DEPTH
+
+    def observe_draft(self, request: str, drafted: int, kept: int) -> None:
+        """Single drafts do not matter here."""
+
+    def end(self, request: str) -> None:
+        """Requests do not matter here."""
 
     def observe_step(self, step: StepCost) -> None:
         """Record a step that only decoded."""

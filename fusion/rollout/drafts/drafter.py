@@ -31,6 +31,7 @@ from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.pieces import Piece, decode
 from fusion.rollout.drafts.prompt import Prompt
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes, make_indexes
+from fusion.rollout.drafts.window import WindowBudget
 
 MIN_MATCH = 3
 """Tokens of a sequence that must occur elsewhere for a draft (RhymeRL, arXiv 2508.18588: 7 down to 3)"""
@@ -63,7 +64,8 @@ class TextDrafter:
     Args:
         siblings: draft from the responses of the same group; ``history``: from those of the prompt's last group.
         max_children: tokens of a draft behind one; 1: drafts are single paths.
-        max_depth: tokens of a path.
+        max_depth: tokens of a path, at most; None: as the budget says.
+        budget: how much of the drafts is verified; None: `DraftBudget`.
         max_bytes: of all text, indexed.
         max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
         clock: seconds, for the totals only.
@@ -76,14 +78,16 @@ class TextDrafter:
         siblings: bool = True,
         history: bool = True,
         max_children: int = 1,
-        max_depth: int = 16,
+        max_depth: int | None = None,
         max_bytes: int = 1 << 30,
         max_age: int | None = None,
+        budget: DraftBudget | WindowBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexes, self._siblings, self._history = indexes, siblings, history
         self._max_children, self._max_depth, self._max_bytes = max_children, max_depth, max_bytes
-        self.budget, self.totals, self._clock = DraftBudget(), DraftTotals(), clock
+        self.budget: DraftBudget | WindowBudget = budget or DraftBudget()
+        self.totals, self._clock = DraftTotals(), clock
         self.exchange: TextExchange | None = None
         """With other engines, on the first rank of those with one schedule"""
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
@@ -112,6 +116,7 @@ class TextDrafter:
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,
             max_age=config.draft_max_age,
+            budget=WindowBudget() if config.draft_budget == "window" else DraftBudget(),
         )
 
     @property
@@ -133,7 +138,8 @@ class TextDrafter:
         places = [place for _, place in read]
         if not places or self.budget.skips(len(sequences)):
             return drafts
-        depths = [min(max_depth[i], self._max_depth) for i, _ in read]
+        limit = 1 << 30 if self._max_depth is None else self._max_depth
+        depths = [min(max_depth[i], limit, self.budget.max_depth(sequences[i].request.id)) for i, _ in read]
         nodes = [depth * self._max_children for depth in depths]
         acceptance = self.budget.acceptance.by_share()
         found = self._indexes.draft(places, depths, nodes, acceptance, self._max_children)
@@ -152,6 +158,7 @@ class TextDrafter:
         is_kept[list(kept)] = True
         accepted, was_tried = is_kept[rows], is_kept[np.array(one.parents)[rows]]
         self.budget.acceptance.observe(shares[was_tried], accepted[was_tried])
+        self.budget.observe_draft(one.seq.request.id, max(one.depths), len(kept) - 1)
         for source in (SIBLING, HISTORY):
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
@@ -191,6 +198,7 @@ class TextDrafter:
         if seq.request.id not in self._live and len(seq.tokens) == seq.first_token + len(seq.request.response):
             return  # it never ran
         self._read([seq])
+        self.budget.end(seq.request.id)
         prompt = self._live.pop(seq.request.id)
         if prompt is not None:
             prompt.live.discard(seq.request.id)

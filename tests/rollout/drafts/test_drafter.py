@@ -4,21 +4,24 @@ memory."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fusion.inference import Request, SamplingParams
 from fusion.inference.sequence import Sequence
+from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
+from fusion.rollout.drafts.window import WindowBudget
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
 
 PARAMS = SamplingParams(max_tokens=400, stop_token_ids=())
 
 
-class AllTokens:
+class AllTokens(DraftBudget):
     """A budget that takes every drafted token."""
 
     def skips(self, num_sequences):
@@ -27,11 +30,11 @@ class AllTokens:
     def choose(self, owners, probabilities, num_sequences, max_tokens):
         return np.ones(len(owners), bool)
 
-    def observe_step(self, step): ...
-
-    class acceptance:
-        observe = staticmethod(lambda shares, accepted: None)
-        by_share = staticmethod(lambda: np.linspace(0.05, 0.95, 16))
+    def __init__(self):
+        super().__init__()
+        self.acceptance = SimpleNamespace(
+            observe=lambda shares, accepted: None, by_share=lambda: np.linspace(0.05, 0.95, 16)
+        )
 
 
 def drafter(**options) -> TextDrafter:
@@ -63,6 +66,21 @@ def test_an_engine_samples_the_same_with_drafts(children, brokenly):
     assert 0 < drafted.scheduler.accepted_tokens < drafted.scheduler.drafted_tokens
     assert drafted.scheduler.drafted_tokens == sum(made.totals.drafted)
     assert drafted.scheduler.accepted_tokens == sum(made.totals.accepted)
+
+
+def test_a_window_samples_the_same_and_depends_on_no_clock():
+    wanted = requests(count=12, max_tokens=60, temperature=0.6)
+    plain = by_id(generate(engine(batch_invariant=True), wanted))
+    totals = []
+    for seconds in (1e-6, 1.0):
+        drafted = engine(batch_invariant=True)
+        drafted.scheduler.drafter = made = TextDrafter(make_indexes(), budget=WindowBudget())
+        observe = made.observe_step
+        made.observe_step = lambda cost, observe=observe, seconds=seconds: observe(cost._replace(seconds=seconds))
+        assert by_id(generate(drafted, wanted)) == plain
+        totals.append((made.totals.drafted, made.totals.accepted))
+        assert not made.budget._windows, "requests that have ended are forgotten"
+    assert totals[0] == totals[1] and sum(totals[0][0]) > sum(totals[0][1]) > 0
 
 
 def test_a_sequence_follows_its_siblings_and_itself():
