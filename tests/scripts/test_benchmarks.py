@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
 from benchmarks.growth_run import calls_of_a_step, growth_of_rss
 from benchmarks.rotation import in_rotation
@@ -47,6 +48,22 @@ def test_a_ratio_is_that_of_medians_and_absent_where_a_round_did_not_get_there()
     assert summary(runs)["step_ratio"] == 1.5 and summary(runs)["reached_ratio"] == 3.0
     runs["trl"][0] = Figures(3.0, None, 9, 0.4)
     assert summary(runs)["trl_reached_s"] is None and "reached_ratio" not in summary(runs)
+
+
+def test_a_step_in_which_a_card_was_late_on_any_side_is_left_out_on_all():
+    def row(step_s, tail_s, overrun_s=0.0):
+        seconds = {"timing_s/step": step_s, "timing_s/gen_tail": tail_s, "pace/overrun_s/decode": overrun_s}
+        return seconds | {"pace/modelled_s/decode": 100.0, "rollout/tokens_per_forward_mean": 1.0}
+
+    rows = {side: [row(10.0, 2.0) for _ in range(EPOCHS["second"].stop)] for side in SIDES}
+    rows["probe"] = [row(5.0, 1.0) for _ in rows["none"]]
+    rows["drafts"][1] = row(99.0, 9.0, overrun_s=4.0)
+    rows["probe"][3] = row(99.0, 9.0, overrun_s=4.0)
+    found = compared(rows)
+    assert found["steps"] == 3 and found["ratio"] == 2.0 and found["tail_cut"] == 0.5
+    assert found["first"]["none"]["step_s"] == 10.0 * LongAnswers().speed
+    rows["probe"][4] = row(99.0, 9.0, overrun_s=4.0)
+    assert "second" not in compared(rows)
 
 
 def test_a_growing_file_is_read_by_whole_lines(tmp_path):
