@@ -1,6 +1,6 @@
 """Measure drafts: how many tokens a forward pass yields, and whether that pays.
 
-    python benchmarks/drafts.py --json drafts.json                (about 20 minutes on two cores)
+    python benchmarks/drafts.py --json drafts.json                (about 25 minutes on two cores)
     python benchmarks/drafts.py --only server,text                or real, paced
     python benchmarks/drafts.py --only text --texts FILE.jsonl --tokenizer FOLDER
                                                                   rows {"group": …, "response": …}

@@ -70,8 +70,10 @@ def paced(args: argparse.Namespace) -> dict[str, Any]:
     figures = compared(rows_by_side) | {"workload": LongAnswers().pace}
     for epoch in ("first", "second"):
         if epoch in figures:
-            ratio, cut = figures[epoch]["ratio"], figures[epoch]["tail_cut"]
-            print(f"paced, {epoch} epoch: {ratio:.2f} times as fast, tail {cut:.0%} shorter")
+            steps, tails = (
+                ", ".join(f"{figures[epoch][side][key]:.0f}" for side in SIDES) for key in ("step_s", "tail_s")
+            )
+            print(f"paced, {epoch} epoch, seconds of {', '.join(SIDES)}: a step {steps}; its tail {tails}")
     return figures
 
 
