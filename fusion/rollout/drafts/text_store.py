@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from fusion.rollout.drafts.pieces import Piece
 
-TEXT_BYTES = 500
-"""About what a text takes besides its tokens"""
+TEXT_BYTES, MARK_BYTES = 500, 150
+"""About what a text takes besides its tokens, and each of its marks"""
 
 MAX_MARKS = 32
 """Of a text, of which about every second one is dropped then: readers may get up to half of the text once more"""
@@ -49,7 +49,19 @@ class _Text:
 
     @property
     def nbytes(self) -> int:
-        return TEXT_BYTES + len(self.tokens) * self.tokens.itemsize
+        return TEXT_BYTES + MARK_BYTES * len(self.marks) + len(self.tokens) * self.tokens.itemsize
+
+    def cut(self, length: int) -> None:
+        """Drop what is behind ``length`` tokens."""
+        del self.tokens[length:]
+        self.marks = [mark for mark in self.marks if mark.length <= length]
+
+    def extend(self, tokens: array[int], number: int, writer: int) -> None:
+        """Append tokens, by ``writer`` as update ``number``."""
+        self.tokens.extend(tokens)
+        self.marks.append(Mark(number, len(self.tokens), writer))
+        if len(self.marks) > MAX_MARKS:
+            self.marks = _thinned(self.marks)
 
 
 @dataclass
@@ -141,18 +153,15 @@ class TextStore:
             return have
         self._use(piece.prompt)
         text = text or self._begin(piece)
+        self.nbytes -= text.nbytes
         known = text.tokens[piece.start : piece.end]
         if known != piece.tokens[: len(known)]:  # generated again, with other tokens
-            self._cut(text, piece.start)
+            text.cut(piece.start)
             known = known[:0]
-        new = piece.tokens[len(known) :]
-        if new:
-            text.tokens.extend(new)
-            text.marks.append(Mark(self._number, len(text.tokens), writer))
-            self.nbytes += len(new) * text.tokens.itemsize
+        if new := piece.tokens[len(known) :]:
+            text.extend(new, self._number, writer)
             self.totals.received_tokens += len(new)
-            if len(text.marks) > MAX_MARKS:
-                text.marks = _thinned(text.marks)
+        self.nbytes += text.nbytes
         return None
 
     def _begin(self, piece: Piece) -> _Text:
@@ -165,11 +174,6 @@ class TextStore:
         text = groups[piece.group][piece.request] = _Text()
         self.nbytes += text.nbytes
         return text
-
-    def _cut(self, text: _Text, length: int) -> None:
-        self.nbytes -= (len(text.tokens) - length) * text.tokens.itemsize
-        del text.tokens[length:]
-        text.marks = [mark for mark in text.marks if mark.length <= length]
 
     def _written_since(self, key: bytes, cursor: int, reader: int) -> Iterator[Piece]:
         prompt = self._prompts.get(key)

@@ -148,7 +148,7 @@ def test_the_store_is_bounded_and_counts_its_bytes(pieces, max_bytes):
 
 
 def test_what_was_used_longest_ago_is_dropped_first():
-    store = TextStore(3 * 600)
+    store = TextStore(3 * 750)
     keys = [bytes([i]) * 16 for i in range(4)]
     for key in keys[:3]:
         store.exchange(0, 0, {}, [piece("r", 0, *range(20), prompt=key)])
