@@ -49,7 +49,7 @@ class Engine:
             text = self.texts.setdefault((one.prompt, one.request), array("i"))
             assert one.start <= len(text), "pieces join what was there"
             if text[one.start : one.end] != one.tokens[: len(text) - one.start]:
-                del text[one.start :]
+                text = self.texts[one.prompt, one.request] = text[: one.start]
             text.extend(one.tokens[len(text) - one.start :])
         return None
 
@@ -215,3 +215,16 @@ def test_a_damaged_packet_is_refused():
     for damaged in (packed[:-1], packed[:5] + b"x" + packed[6:], b""):
         with pytest.raises(ValueError, match="message between drafters"):
             decode(decompress(damaged))
+
+
+def test_a_prompt_that_is_dropped_while_it_is_asked_for_is_asked_for_from_the_beginning():
+    store, client = TextStore(1 << 20), TextClient()
+    store.exchange(0, 0, {}, [piece("r", 0, 1, 2)])
+    for dropped in (True, False):
+        message = client.take([PROMPTS[0]])
+        assert message.cursors == {PROMPTS[0]: 0}
+        if dropped:
+            client.forget(PROMPTS[0])
+        client.observe(store.exchange(1, 0, message.cursors, message.pieces).cursors, {})
+        assert client.is_new([PROMPTS[0]]) == dropped
+    assert client.take([PROMPTS[0]]).cursors[PROMPTS[0]] > 0
