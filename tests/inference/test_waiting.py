@@ -1,5 +1,7 @@
 """Waiting requests are admitted by priority and in order of arrival, preempted ones first; none is held back."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +10,7 @@ from fusion.inference.blocks import BlockManager
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
 from fusion.inference.waiting import WaitingLine
+from tests.inference.engines import by_id, engine, generate, requests
 
 SIZE = 4
 
@@ -65,6 +68,15 @@ def test_an_engine_that_has_capacity_lets_no_request_wait_for_another(lengths, m
         if not todo and not scheduler.unfinished:
             break
     assert sorted(output.request_id for output in ended) == sorted(f"r{i}" for i in range(len(lengths)))
+
+
+def test_the_order_of_requests_changes_no_token_or_logprob():
+    wanted = requests(count=9, max_tokens=30)
+    plain = by_id(generate(engine(batch_invariant=True), wanted))
+    probed = [replace(one, priority=int(number % 3 > 0)) for number, one in enumerate(wanted)]
+    ended = generate(engine(batch_invariant=True, max_seqs=2), probed)
+    assert by_id(ended) == plain
+    assert {output.request_id for output in ended[:2]} <= {"r0", "r3", "r6"}, "the first of each group"
 
 
 def test_probes_run_ahead_of_their_siblings():

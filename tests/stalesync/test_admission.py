@@ -41,6 +41,7 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         ahead=bound > 0,
         scores_beside=beside,
         keeps_kv=random.random() < 0.5,
+        num_probes=random.randint(0, 2),
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
     cluster = FakeCluster(spec, ledger, random, outcomes, chunks)
