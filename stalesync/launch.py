@@ -28,7 +28,7 @@ from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
 from stalesync.run_log import Progress, RunLog
-from stalesync.stopping import acknowledging, holding, ignore_stops, stoppable
+from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ def _run(
             print("reading the newest checkpoint to compare it with its manifest", flush=True)
         checkpoint, damaged = savepoint.newest(folder.path) if folder.resumed else (None, [])
         steps_done = 0 if checkpoint is None else savepoint.read(checkpoint)["step"]
-        view = stack.enter_context(LiveView(config.run.steps, title=folder.name, steps_done=steps_done))
+        with blocking_signals():  # in the view's thread: the main thread is to receive them
+            view = stack.enter_context(LiveView(config.run.steps, title=folder.name, steps_done=steps_done))
         for line in damaged:
             view.note(line)
         view.phase("start Ray and the workers")

@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +59,25 @@ def ray_cluster(
         return
     if address is not None:
         with _shutting_down():
-            with keeping_handlers(), stderr_to(log):
+            joining = Ender(None, None, show_report).watching_start()
+            with keeping_handlers(), joining, stderr_to(log):
                 _check_admitted(address)
                 _initialise(address, address=address)
             yield lambda: None
         return
     with guarded(queue_roots, report) as guard, ExitStack() as watched, _shutting_down():
-        ender = None if report is None else Ender(guard, report, show_report)
+        ender = Ender(guard, report, show_report)
         try:
-            watching = nullcontext() if ender is None else ender.watching_start()
-            with keeping_handlers(), watching, stderr_to(log), marking(guard.mark):
+            with keeping_handlers(), ender.watching_start(), stderr_to(log), marking(guard.mark):
                 _start()
             guard.send(STARTED)
             processes = watched.enter_context(closing(RayProcesses(complete=True)))
-            if ender is not None:
+            if report is not None:
                 watched.enter_context(watching_end(processes, ender.interrupt, ender.give_up))
             try:
                 yield processes.check
             finally:
-                if ender is not None:
-                    ender.shuts_down = True
+                ender.shuts_down = True
                 if processes.ended() is None:
                     watched.close()  # the shutdown ends them
                 else:  # the shutdown may wait for long

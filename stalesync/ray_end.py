@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from stalesync.ray_guard import GIVING_UP, Guard, Report
-from stalesync.ray_processes import watching_start
+from stalesync.ray_processes import NAMES, watching_start
 from stalesync.stopping import describe_stop, held_too_long, leave, raise_in_main
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ ShowReport = Callable[[str], None]
 
 
 class Ender:
-    """Called by the threads that watch Ray. ``report`` records an error; ``show_report`` is called after that."""
+    """Called by the threads that watch Ray. ``guard``: of a Ray that was started here; ``report`` records an error;
+    ``show_report`` is called after that."""
 
-    def __init__(self, guard: Guard, report: Report, show_report: ShowReport) -> None:
+    def __init__(self, guard: Guard | None, report: Report | None, show_report: ShowReport) -> None:
         self._guard, self._report, self._show_report = guard, report, show_report
         self._stderr = 2
         self.shuts_down = False
@@ -38,6 +39,7 @@ class Ender:
 
     def give_up(self, error: RunFailed) -> NoReturn:
         """Reports the error and ends this process."""
+        assert self._guard is not None and self._report is not None
         self._guard.send(GIVING_UP)
         try:
             self._report(error, self._stderr)
@@ -47,11 +49,11 @@ class Ender:
 
     @contextmanager
     def watching_start(self) -> Iterator[None]:
-        """Ends this process when a process of Ray has ended inside the block, or when a signal has waited too long for
-        the block's end."""
+        """Ends this process when a signal has waited too long for the end of the block, which starts Ray or joins a
+        cluster, or if an error can be reported, when a process of Ray has ended inside it."""
         self._stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
         try:
-            with watching_start(self.give_up, poll=self._check_stop):
+            with watching_start(self.give_up, NAMES if self._report else (), poll=self._check_stop):
                 yield
         finally:
             os.close(self._stderr)
@@ -59,7 +61,8 @@ class Ender:
 
     def _check_stop(self) -> None:
         if (stop := held_too_long()) is not None:
-            self._guard.send(GIVING_UP)
+            if self._guard is not None:
+                self._guard.send(GIVING_UP)
             os.dup2(self._stderr, 2)
             try:
                 self._show_report(describe_stop(stop))

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distqueue.payload.sweep import sweep
-from stalesync.ray_processes import WATCH_S, RayProcesses, exits, started_by
+from stalesync.ray_processes import WATCH_S, RayProcesses, exits, pending_stop, started_by
+from stalesync.stopping import HOLD_S, describe_stop, exception_of
 
 if TYPE_CHECKING:
     from stalesync.failures import RunFailed
@@ -57,6 +58,9 @@ MAX_S = 15.0
 
 FROZEN_S = 3.0
 """A controller that starts Ray reports the end of one of its processes within this time, or cannot"""
+
+FROZEN_STOP_S = HOLD_S + 2.0
+"""… and ends by a signal within this time, or cannot"""
 
 STARTED, LEAVING, GIVING_UP = b"s", b"l", b"g"
 """What the controller writes to the guard: Ray has started; from now on it reports by itself why it ends; it ends at
@@ -218,7 +222,10 @@ def main(controller: int, mark: str, roots: list[str], before: list[int], report
     if report is not None:
         ended, ends_itself = ended_before(controller, before)
         grace_s = GRACE_S if ends_itself else 0.0
-        if ended:
+        if isinstance(ended, KeyboardInterrupt):
+            os.write(2, f"{describe_stop(ended)}\n".encode())
+            os.kill(controller, signal.SIGKILL)
+        elif ended:
             from stalesync.failures import RayEnded
 
             Report(*report)(RayEnded(ended), 2)
@@ -230,15 +237,16 @@ def main(controller: int, mark: str, roots: list[str], before: list[int], report
     end_session(mark, roots, QUIET_S, grace_s)
 
 
-def ended_before(controller: int, before: Collection[int]) -> tuple[str | None, bool]:
+def ended_before(controller: int, before: Collection[int]) -> tuple[str | KeyboardInterrupt | None, bool]:
     """Waits until the controller has ended or leaves its Ray. Returns the name of a process of Ray that ended before
     the controller did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the
-    first, or reports by itself), and whether what is left of Ray may end by itself.
+    first, or reports by itself; a signal: the controller starts Ray and has not been able to end by it for
+    `FROZEN_STOP_S`), and whether what is left of Ray may end by itself.
 
     Args:
         before: children of the controller that are none of this Ray's.
     """
-    ended, ended_s, starting = None, 0.0, True
+    ended, ended_s, starting, stopped_s = None, 0.0, True, float("inf")
     with closing(RayProcesses(parent=controller, before=before)) as processes:
         while os.getppid() == controller:
             if starting:
@@ -255,6 +263,10 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[str | None, 
                 ended, ended_s = processes.ended(), time.monotonic()
             if starting and ended and time.monotonic() - ended_s > FROZEN_S:
                 return ended, False
+            number = pending_stop(controller) if starting else 0
+            stopped_s = min(stopped_s, time.monotonic()) if number else float("inf")
+            if time.monotonic() - stopped_s > FROZEN_STOP_S:
+                return exception_of(number), False
     return ended, not starting
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stalesync.stopping import SIGNALS
+
 if TYPE_CHECKING:
     from stalesync.failures import RayEnded
 
@@ -185,6 +187,16 @@ def exits(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state in "ZX" or bool(int(fields[5]) & PF_EXITING)
+
+
+def pending_stop(pid: int) -> int:
+    """Returns the number of the signal with which someone asks a process to end, and that all its threads block; 0."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    pending = int(next((line.split()[1] for line in lines if line.startswith("ShdPnd:")), "0"), 16)
+    return next((int(number) for number in SIGNALS if pending >> (number - 1) & 1), 0)
 
 
 def children_of(parent: int) -> dict[int, str]:

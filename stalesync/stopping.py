@@ -157,8 +157,8 @@ def holding() -> Iterator[None]:
 def held_too_long() -> KeyboardInterrupt | None:
     """Returns the signal that has waited for `HOLD_S` for the end of `holding` or `keeping_handlers`. Called by a
     thread that was started inside the block, again and again."""
-    if _stops.held is None and (pending := signal.sigpending() & {*STOP_SIGNALS}):
-        _stops.held_s, _stops.held = time.monotonic(), Stopped(min(pending))
+    if _stops.held is None and (pending := signal.sigpending() & {*SIGNALS}):
+        _stops.held_s, _stops.held = time.monotonic(), exception_of(min(pending))
     return _stops.held if _stops.held and time.monotonic() - _stops.held_s > HOLD_S else None
 
 
@@ -185,7 +185,7 @@ def keeping_handlers() -> Iterator[None]:
     of the block; one that another thread receives is passed to the former handler."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     in_main = threading.current_thread() is threading.main_thread()
-    with holding() if in_main else nullcontext(), _waiting() if in_main else nullcontext():
+    with holding() if in_main else nullcontext(), blocking_signals() if in_main else nullcontext():
         try:
             yield
         except SystemExit as end:
@@ -201,10 +201,10 @@ def keeping_handlers() -> Iterator[None]:
 
 
 @contextmanager
-def _waiting() -> Iterator[None]:
-    """Blocks STOP_SIGNALS in this thread and those it starts, but not in processes that it forks."""
+def blocking_signals() -> Iterator[None]:
+    """Blocks signals in this thread and for good in those it starts, but not in processes that it forks."""
     global _forked_mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _forked_mask = before
     try:
         yield
@@ -236,7 +236,7 @@ def _install() -> dict[signal.Signals, Any]:
 
 def _handle(number: int, _: object) -> None:
     """Handles a signal, in the main thread."""
-    stop = KeyboardInterrupt() if number == signal.SIGINT else Stopped(number)
+    stop = exception_of(number)
     match _stops.phase:
         case "leave":
             leave(stop)
@@ -248,6 +248,11 @@ def _handle(number: int, _: object) -> None:
         case "stopping":
             if time.monotonic() - _stops.first_s > FORCE_S:
                 leave(_stops.first or stop)
+
+
+def exception_of(number: int) -> KeyboardInterrupt:
+    """Returns what is raised for a signal."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Stopped(number)
 
 
 def _raise(stop: KeyboardInterrupt) -> NoReturn:

@@ -199,3 +199,28 @@ def test_the_guard_reports_without_torch_and_ray_which_take_seconds_to_import():
     check = f"import sys, {modules}; print(*{{'torch', 'ray', 'transformers'}} & sys.modules.keys())"
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert (loaded.stdout.strip(), loaded.stderr) == ("", "")
+
+
+FROZEN = """
+import ctypes, signal, subprocess, sys
+from stalesync.ray_guard import Report, guarded, marking
+from stalesync.stopping import keeping_handlers, stoppable
+
+with stoppable(), guarded([], Report(sys.argv[1], 1)) as guard:
+    with keeping_handlers(), marking(guard.mark):
+        raylet = subprocess.Popen(["sleep", "600"])
+        print(raylet.pid, flush=True)
+        ctypes.PyDLL(None).sleep(600)  # holds the interpreter, as Ray does while it connects
+"""
+
+
+@pytest.mark.parametrize(("number", "message"), [(2, "stopped by Ctrl-C"), (15, "stopped by SIGTERM")])
+def test_a_controller_that_is_frozen_in_the_start_of_ray_is_ended_by_a_signal(tmp_path, number, message):
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    controller = subprocess.Popen([sys.executable, "-c", FROZEN, str(tmp_path)], **pipes, text=True)
+    raylet = int(controller.stdout.readline())
+    time.sleep(0.2)
+    controller.send_signal(number)
+    _, err = communicate(controller, 60)
+    assert (controller.returncode, err) == (-9, f"{message}\n")
+    wait_for(lambda: not running(raylet), 30)
