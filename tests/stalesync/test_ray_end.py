@@ -56,3 +56,23 @@ def test_the_end_of_a_process_of_ray_ends_the_run_with_its_report():
 )
 def test_a_signal_ends_a_run_whose_ray_takes_too_long_to_start(number, status, outcome):
     assert _run(HOLD, number.name) == (status, f"{outcome} True\n", f"{outcome}\n")
+
+
+JOIN = """
+import os, threading
+from stalesync.ray_cluster import ray_cluster
+from stalesync.stopping import stoppable
+import ray
+
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": 64 * "x"}
+with stoppable():
+    threading.Timer(0.5, os.kill, [os.getpid(), 15]).start()
+    with ray_cluster("127.0.0.1:9", show_report=lambda outcome: print(outcome, flush=True)):
+        pass
+"""
+
+
+def test_a_signal_ends_a_run_that_waits_for_a_cluster_to_answer():
+    process = subprocess.run([sys.executable, "-c", JOIN], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (143, "stopped by SIGTERM\n"), process.stderr
+    assert process.stderr.endswith("stopped by SIGTERM\n")
