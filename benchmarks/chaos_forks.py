@@ -146,8 +146,6 @@ def _become(request: dict[str, Any]) -> NoReturn:
 
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         enter(request["namespace"])
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -155,6 +153,8 @@ def _become(request: dict[str, Any]) -> NoReturn:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
         sys.executable = request["program"]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         status = run_script(request["command"])
     except BaseException:
         traceback.print_exc()

@@ -65,6 +65,8 @@ class _Stops:
     held: KeyboardInterrupt | None = None
     """Arrived in `holding`, not raised yet"""
     held_s: float = 0.0
+    told: int = -1
+    """In `holding`, a pipe in which the interpreter writes the number of a signal when a thread receives it"""
     first: KeyboardInterrupt | None = None
     """Was raised"""
     first_s: float = 0.0
@@ -144,11 +146,16 @@ def holding() -> Iterator[None]:
     if (phase := _stops.phase) != "raise":
         yield
         return
-    _stops.phase = "hold"
+    told, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    _stops.phase, _stops.told = "hold", told
     try:
         yield
     finally:
-        _stops.phase = phase
+        signal.set_wakeup_fd(before)
+        _stops.phase, _stops.told = phase, -1
+        for fd in (told, tells):
+            os.close(fd)
         stop, _stops.held = _stops.held, None
         if stop is not None:
             _raise(stop)
@@ -157,9 +164,17 @@ def holding() -> Iterator[None]:
 def held_too_long() -> KeyboardInterrupt | None:
     """Returns the signal that has waited for `HOLD_S` for the end of `holding` or `keeping_handlers`. Called by a
     thread that was started inside the block, again and again."""
-    if _stops.held is None and (pending := signal.sigpending() & {*SIGNALS}):
-        _stops.held_s, _stops.held = time.monotonic(), exception_of(min(pending))
+    if _stops.held is None and (arrived := (signal.sigpending() | _told()) & {*SIGNALS}):
+        _stops.held_s, _stops.held = time.monotonic(), exception_of(min(arrived))
     return _stops.held if _stops.held and time.monotonic() - _stops.held_s > HOLD_S else None
+
+
+def _told() -> set[int]:
+    """Returns the numbers of signals that any thread has received, also where the main thread waits in C."""
+    try:
+        return {*os.read(_stops.told, 64)} if _stops.told >= 0 else set()
+    except BlockingIOError:
+        return set()
 
 
 def raise_in_main(failure: BaseException) -> None:
