@@ -127,6 +127,8 @@ class Cards:
         self.health_checks: list[Callable[[], None]] = [*health_checks]
         """Called while waiting; an exception of one ends the run."""
         self._running: list[RunningStage[Any]] = []
+        self._sending = threading.Lock()
+        """Held while the calls of a stage are sent: stages of two threads reach all cards in the same order"""
         self._poll: Callable[[], None] | None = None
         self._polling_thread = 0
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
@@ -175,9 +177,10 @@ class Cards:
     def begin_each(self, calls: Mapping[int, StageCall[Result]]) -> RunningStage[Result]:
         """Starts what `call_each` runs, and returns at once; `wait` waits for it."""
         (stage,) = {call.stage for call in calls.values()}
-        rank_by_ref = dict(zip(self._send(calls), calls, strict=True))
-        running: RunningStage[Result] = RunningStage(stage, tuple(calls), rank_by_ref)
-        self._running.append(running)
+        with self._sending:
+            rank_by_ref = dict(zip(self._send(calls), calls, strict=True))
+            running: RunningStage[Result] = RunningStage(stage, tuple(calls), rank_by_ref)
+            self._running.append(running)
         return running
 
     def wait(self, running: RunningStage[Result]) -> list[Result]:
@@ -306,9 +309,10 @@ class Cards:
         """Raises the root cause among the failures of the stages in progress; ``first`` was reported first, in the
         stage ``running``."""
         cause = root_cause(gather_failures(first, (running, *list(self._running))))
+        stage = cause.failure.stage
         if is_consequence(cause) and (hanging := self.find_unresponsive()):
-            message = f"stage {running.stage!r}{describe_hanging(hanging, self.hosts)}. {self._error(cause)}"
-            raise CardFailed(message, failure=late_rank(hanging[0], running.stage, message), trace=cause.trace)
+            message = f"stage {stage!r}{describe_hanging(hanging, self.hosts)}. {self._error(cause)}"
+            raise CardFailed(message, failure=late_rank(hanging[0], stage, message), trace=cause.trace)
         raise self._error(cause) from None
 
     def _error(self, cause: FailedStage) -> RunFailed:

@@ -262,9 +262,11 @@ class Controller:
         while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
             self.groups.note(*self.scorer.poll(POLL_S))
             self.note_lost()
+            self.cards.check()
         self.score()
         while self.scorer.num_unscored:
             self.groups.note(*self.scorer.poll(POLL_S))
+            self.cards.check()
         self.scorer.wait_acknowledged()
         self.updater.acknowledge()
 

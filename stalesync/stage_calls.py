@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import ray
 
@@ -25,7 +24,7 @@ GATHER_CAUSE_S = 15.0
 """Time to wait for the cause where only consequences have been reported: other ranks notice that a host has ended
 before Ray does."""
 
-BESIDE = frozenset({"receive", "save"})
+BESIDE = frozenset({"receive", "save", "save_drafts"})
 """Stages that a card runs beside others; it runs the rest one after the other, in the order in which they are begun."""
 
 Params = ParamSpec("Params")
@@ -72,43 +71,43 @@ class RunningStage(Generic[Result]):
     """End of the reported work: the beginning of the stage, until an interim report"""
     begun_s: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
-    """The thread that takes its results; another one may run other stages on other cards."""
+    """The thread that takes its results"""
 
 
-def gather_failures(first: FailedStage, running: Iterable[RunningStage[Any]]) -> list[FailedStage]:
+class Reported(NamedTuple):
+    """A failure, and the stage in which a card has reported it."""
+
+    failed: FailedStage
+    stage: RunningStage[Any]
+
+
+def gather_failures(first: FailedStage, running: Sequence[RunningStage[Any]]) -> list[FailedStage]:
     """Returns the failures of the stages in progress, among them their root cause if it is reported in time; ``first``
-    was reported first. A stage may have been begun behind one that failed on the same card: only the first counts."""
-    running = list(running)
-    pending = {ref: (rank, stage.stage) for stage in running for ref, rank in stage.pending.items()}
-    failed = [first, *_failures_of(pending, GATHER_FAILURES_S)]
-    if all(map(is_consequence, failed)):
+    was reported first, in ``running[0]``. A stage may have been begun behind one that failed on the same card: only the
+    first counts."""
+    pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
+    reported = [Reported(first, running[0]), *_failures_of(pending, GATHER_FAILURES_S)]
+    if all(map(is_consequence, first_of_each_card(reported))):
         for failure in _failures_of(pending, GATHER_CAUSE_S):
-            failed.append(failure)
-            if not is_consequence(failure):
+            reported.append(failure)
+            if not all(map(is_consequence, first_of_each_card(reported))):
                 break
-    return first_of_each_card(failed, {(rank, stage.stage): stage.begun_s for stage in running for rank in stage.ranks})
+    return first_of_each_card(reported)
 
 
-def first_of_each_card(failed: Sequence[FailedStage], begun_s: Mapping[tuple[int, str], float]) -> list[FailedStage]:
-    """Returns the failures without those of stages that were begun behind another failed one on the same card.
-
-    Args:
-        begun_s: when a stage was begun, by rank and stage.
-    """
-    first: dict[int, float] = {}
-    for one in failed:
-        began_s = begun_s.get((one.failure.rank, one.failure.stage))
-        if began_s is not None and one.failure.stage not in BESIDE:
-            first[one.failure.rank] = min(began_s, first.get(one.failure.rank, began_s))
+def first_of_each_card(reported: Sequence[Reported]) -> list[FailedStage]:
+    """Returns the failures without those of stages that were begun behind another failed one on the same card."""
+    first_s: dict[int, float] = {}
+    for failed, stage in reported:
+        if stage.stage not in BESIDE:
+            rank = failed.failure.rank
+            first_s[rank] = min(stage.begun_s, first_s.get(rank, stage.begun_s))
     return [
-        one
-        for one in failed
-        if one.failure.stage in BESIDE
-        or begun_s.get((one.failure.rank, one.failure.stage), 0.0) <= first.get(one.failure.rank, math.inf)
+        failed for failed, stage in reported if stage.stage in BESIDE or stage.begun_s == first_s[failed.failure.rank]
     ]
 
 
-def _failures_of(pending: dict[Any, tuple[int, str]], timeout_s: float) -> Iterator[FailedStage]:
+def _failures_of(pending: dict[Any, tuple[int, RunningStage[Any]]], timeout_s: float) -> Iterator[Reported]:
     """Yields failures as they are reported within ``timeout_s``. ``pending``: Ray's reference → rank, stage; what has
     been reported is removed."""
     deadline = time.monotonic() + timeout_s
@@ -119,7 +118,7 @@ def _failures_of(pending: dict[Any, tuple[int, str]], timeout_s: float) -> Itera
             try:
                 ray.get(ref)
             except Exception as error:
-                yield FailedStage.of(error, rank=rank, stage=stage)
+                yield Reported(FailedStage.of(error, rank=rank, stage=stage.stage), stage)
 
 
 def describe_hanging(ranks: Sequence[int], hosts: Sequence[Host] = ()) -> str:

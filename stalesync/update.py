@@ -15,6 +15,7 @@ training is begun behind the reference where each card trains with what it has w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -91,8 +92,7 @@ class Updater:
         running: RunningStage[StageReport] | None = None
         if self.kl_in == "loss" and scored:
             running = self._begin_reference(self._reference_shares(self._minibatches(groups, scored), scored))
-        with metrics.timer("adv"):
-            kept = claiming.result()
+        kept = claiming.result()
         if kept and self.kl_in == "reward":
             kl = self._take_reference(self._begin_reference(self._shares(kept)), metrics)
             kept = self._put_advantages(kept, metrics, kl)
@@ -192,8 +192,8 @@ class Updater:
 
     def _take_reference(self, running: RunningStage[StageReport], metrics: Metrics) -> dict[str, float]:
         """Waits for the reference; returns each sample's KL by id if it is applied to the reward."""
-        with metrics.timer("ref"):
-            reports = self.cards.wait(running)
+        reports = self.cards.wait(running)
+        metrics.add("timing_s/ref", time.monotonic() - running.begun_s)
         self.record_reports(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from distqueue import QueueClosed
 from fusion.colocate.failures import StageFailed, ships_failures
+from fusion.colocate.phases import PhaseError
 from fusion.ep_switch import SwitchError
 from fusion.ep_switch.outcome import SwitchFailure
-from fusion.npu.failures import AbortedOnAllRanks, FailureKind, OutOfMemory, RankFailure
+from fusion.npu.failures import AbortedOnAllRanks, CollectiveFailed, FailureKind, OutOfMemory, RankFailure
+from stalesync.card import STAGES, Card
 from stalesync.failures import CardFailed, FailedStage, QueueFailed, root_cause
-from stalesync.stage_calls import first_of_each_card
+from stalesync.stage_calls import BESIDE, Reported, RunningStage, first_of_each_card, gather_failures
 
 HCCL = "EI0002: [PID: 4711] The wait execution of the Notify register times out. Remote Rank(0)"
 NCCL = "NCCL communicator was aborted on rank 0. Original reason for failure was: unhandled system error"
@@ -118,20 +120,50 @@ def failed(rank, stage, kind=FailureKind.FAILED):
     return FailedStage(RankFailure(rank, stage, kind, "ValueError", "no such shape"))
 
 
+def begun(*stages):
+    """Stages that were begun one after the other on three cards."""
+    return [RunningStage(stage, (0, 1, 2), {}, begun_s=float(at_s)) for at_s, stage in enumerate(stages)]
+
+
 def test_of_stages_begun_one_behind_the_other_on_a_card_the_first_that_failed_counts():
-    begun_s = {(rank, stage): at_s for at_s, stage in enumerate(["save", "switch", "generate"]) for rank in range(3)}
+    to_infer, generate, to_train = begun("switch", "generate", "switch")
     switch, peer = failed(2, "switch"), failed(0, "switch", FailureKind.PEER_FAILED)
-    behind = [failed(rank, "generate") for rank in (0, 2)]
-    for order in permutations([switch, peer, *behind]):
-        assert {*first_of_each_card(order, begun_s)} == {switch, peer}
-        assert root_cause(first_of_each_card(order, begun_s)) is switch
-    other = failed(1, "generate")
-    assert {*first_of_each_card([*behind, other, switch], begun_s)} == {behind[0], other, switch}
+    behind = [Reported(failed(rank, stage.stage), stage) for stage in (generate, to_train) for rank in (0, 2)]
+    for order in permutations([Reported(switch, to_infer), Reported(peer, to_infer), *behind]):
+        assert {*first_of_each_card(order)} == {switch, peer}
+        assert root_cause(first_of_each_card(order)) is switch
+    other = Reported(failed(1, "generate"), generate)
+    found = first_of_each_card([*behind, other, Reported(switch, to_infer)])
+    assert {*found} == {behind[0].failed, other.failed, switch}
 
 
 def test_a_stage_beside_others_hides_no_failure_and_is_hidden_by_none():
-    begun_s = {(0, "save"): 0.0, (0, "train"): 1.0, (0, "receive"): 2.0}
-    stages = [failed(0, stage) for _, stage in begun_s]
-    assert first_of_each_card(stages, begun_s) == stages
-    unknown = failed(0, "prepare")
-    assert first_of_each_card([unknown], {}) == [unknown]
+    reported = [Reported(failed(0, one.stage), one) for one in begun("save", "save_drafts", "train", "receive")]
+    assert first_of_each_card(reported) == [one.failed for one in reported]
+
+
+def test_stages_run_beside_others_in_the_concurrency_groups_of_a_card():
+    groups = {name: getattr(getattr(Card, name), "__ray_concurrency_group__", "") for name in STAGES}
+    assert {name for name, group in groups.items() if group} == BESIDE
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_host_that_is_lost_is_waited_for_although_stages_behind_the_one_it_ran_have_failed(late, monkeypatch):
+    """The other cards notice first, and refuse their next stage at once."""
+    monkeypatch.setattr("stalesync.stage_calls.GATHER_FAILURES_S", 0.1)
+    switch, generate = begun("switch", "generate")
+    generate.pending = {"behind 0": 0, "behind 1": 1}
+    switch.pending = {"peer 1": 1, "lost": 2}
+    due = [["behind 0", "behind 1", "peer 1"], *[[]] * (4 if late else 0), ["lost"]]
+    monkeypatch.setattr("stalesync.stage_calls.ray.wait", lambda refs, timeout: (due.pop(0) if due else [], None))
+    clock = iter(range(99))
+    monkeypatch.setattr("stalesync.stage_calls.time.monotonic", lambda: next(clock) / 20)
+
+    def get(ref):
+        errors = {"lost": ray.exceptions.RayActorError(), "peer 1": CollectiveFailed("connection closed by peer")}
+        raise errors.get(ref, PhaseError("cannot generate in phase broken"))
+
+    monkeypatch.setattr("stalesync.stage_calls.ray.get", get)
+    first = FailedStage(RankFailure(0, "switch", FailureKind.PEER_LOST, "RuntimeError", "connection closed by peer"))
+    cause = root_cause(gather_failures(first, [switch, generate]))
+    assert (cause.failure.rank, cause.failure.stage, cause.failure.kind) == (2, "switch", FailureKind.DIED)

@@ -15,6 +15,7 @@ from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.prompts import Prompt
 from stalesync.samples import Sample
+from stalesync.stage_calls import RunningStage
 from stalesync.update import Updater
 
 GROUPS, GROUP = 3, 2
@@ -139,10 +140,10 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
             order.append(f"begin {stage}")
             if stage == Worker.train.__name__:
                 super().begin_each(calls)
-            return stage
+            return RunningStage(stage, (0,), {})
 
         def wait(self, running):
-            order.append(f"wait {running or 'train'}")
+            order.append(f"wait {running.stage}")
             return [SimpleNamespace(has_lost=False, reference_kl={})]
 
     groups = _scored(lost=["g1/0"])
