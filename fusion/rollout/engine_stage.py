@@ -65,7 +65,7 @@ class EngineStage:
         drafter: TextDrafter | None = None,
     ):
         self.engine = engine
-        self._drafts = None if drafter is None else DraftReport(drafter)
+        self._drafter, self._drafts = drafter, None if drafter is None else DraftReport(drafter)
         self._queue, self._detokenize = queue, detokenize
         self._partials = PartialSamples(queue, caches=engine.num_ranks == 1, routing=routing, detokenize=detokenize)
         self._reported: dict[str, float] = {}
@@ -88,6 +88,8 @@ class EngineStage:
         with timeline.strip() as mark:
             pending = self._step_until_paused(stay, mark)
             suspended = engine.suspend()
+            if self._drafter is not None:
+                self._drafter.flush()
             self._put(pending, suspended)
             mark("put")
         self.count(metrics)

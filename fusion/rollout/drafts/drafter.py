@@ -186,6 +186,11 @@ class TextDrafter:
             return b""
         return self.exchange.news({prompt.key for prompt in self._live.values() if prompt}, self._version)
 
+    def flush(self) -> None:
+        """Sends the text that other engines do not know yet: this one stops."""
+        if self.exchange is not None:
+            self.exchange.flush(self._version)
+
     def read(self, news: bytes) -> None:
         _, pieces = decode(news)
         for piece in pieces:

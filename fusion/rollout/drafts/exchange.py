@@ -139,6 +139,13 @@ class TextExchange:
         self.totals.seconds += self._clock() - began_s
         return encode({}, news) if news else b""
 
+    def flush(self, version: int) -> None:
+        """Send what others do not know yet, unless a message is under way: the engine makes no step for some time."""
+        if self._thread is not None:
+            self._take_reply(self._clock())
+        if self._thread is None and self._client is not None:
+            self._send(self._client, (), version)
+
     def _is_due(self, client: TextClient, running: Collection[bytes], now_s: float) -> bool:
         waited_s = now_s - self._sent_s
         return waited_s >= self._interval_s or (waited_s >= self._interval_s / 4 and client.is_new(running))

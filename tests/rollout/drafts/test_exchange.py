@@ -266,6 +266,32 @@ def test_a_prompt_that_is_new_is_asked_for_soon():
     assert sent[0] == 31 and len(sent) == 2 and abs(sent[1] - 31 - 100 * exchange.INTERVAL_S) <= 1, sent
 
 
+def test_an_engine_that_stops_sends_what_others_do_not_know_yet():
+    run = Run()
+    one, two = run.drafters
+    first = sequence("g/0", [1], [2, 3, 4], group="g")
+    paths(one, first)
+    run.exchange()
+    first.tokens += [5, 6, 7]
+    paths(one, first)
+    one.end(first)
+    sent = one.exchange.totals.sent_tokens
+    run.step(one)
+    assert one.exchange.totals.sent_tokens == sent, "its next message is not due"
+    one.flush()
+    one.exchange._thread.join()
+    second = sequence("g/1", [1], [2, 3, 4], group="g")
+    paths(two, second)
+    run.clock.now_s += 1
+    for _ in range(2):
+        run.step(two)
+    assert paths(two, second) == [[5, 6, 7]]
+    one.flush()
+    one.flush()
+    assert one.exchange.totals.sent_tokens == sent + 3, "nothing is sent twice"
+    drafter().flush()
+
+
 def test_messages_are_rarer_where_there_are_many_engines():
     few, many = (TextExchange(bytes, 0, count) for count in (2, 4000))
     assert few._interval_s == exchange.INTERVAL_S and many._interval_s == 10
