@@ -32,6 +32,10 @@ def start_daemon(path):
 if os.environ.get("DAEMON_AT_IMPORT"):
     start_daemon(os.environ["DAEMON_AT_IMPORT"])
 
+def last_file():
+    # One that the pool's process has handed on has the number that it had there, however high.
+    return max(map(int, os.listdir("/proc/self/fd")))
+
 def reward(prompt, response, answer, path="", **fields):
     if response.startswith("daemon"):
         start_daemon(path)
@@ -66,9 +70,9 @@ def reward(prompt, response, answer, path="", **fields):
     if response == "kill the group":
         os.kill(0, signal.SIGKILL)
     if response == "close all files":
-        os.closerange(3, 256)
+        os.closerange(3, 1 + last_file())
     if response == "write to all files":
-        for fd in range(3, 256):
+        for fd in range(3, 1 + last_file()):
             try:
                 os.write(fd, b"junk" * 16)
             except OSError:
