@@ -13,7 +13,7 @@ from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_
 from tests.stalesync.test_ports import check_ports
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0", "rollout.max_response_length=32", "data.rows=8"]
-TWO += ["rollout.forced_median=32", "rollout.batch_invariant=true", "rollout.chunk_tokens=8", "training.lr=1e-3"]
+TWO += ["rollout.forced_median=32", "rollout.batch_invariant=true", "rollout.chunk_tokens=16", "training.lr=1e-3"]
 DRAFTS = ["rollout.drafts=both", "rollout.draft_tree=2"]
 
 
