@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
@@ -31,10 +31,13 @@ from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
 
+if TYPE_CHECKING:
+    from stalesync.training_run import TrainingRun
+
 log = logging.getLogger(__name__)
 
 IMPORTED_LATE = """ray distqueue.client stalesync.cards stalesync.host_check stalesync.reward_sources stalesync.scoring
-stalesync.training_run""".split()
+stalesync.text_server stalesync.training_run""".split()
 """What a run needs. Imported before it has a folder, when a signal can still end the process at once: an exception that
 a signal raises in an import may be lost, or leave half of a module"""
 
@@ -158,20 +161,25 @@ def _run(
             view=view,
         )
         progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
-        if checkpoint is None:
-            folder.rewind(0)
-        else:
-            run.restore(checkpoint)
-            view.note(f"resuming from {checkpoint}, step {run.step}")
-            if (saved_in := savepoint.layout_of(checkpoint)) != spec.train:
-                view.note(f"it was saved by {saved_in.world} cards in {saved_in}: masters and moments are resharded")
-            progress.stage = "train"
+        _resume(run, checkpoint, spec)
+        progress.stage = "train"
         # Also here, because nothing below can be relied on to end when Ray has failed.
         stack.enter_context(logs.recording(progress, report, world=spec.world))
         with naming_queue(check_ray):
             report["answers"] = run.run()
         report["notes"] = damaged + run.notes()
         report["next_steps"] = next_steps(config, folder)
+
+
+def _resume(run: TrainingRun, checkpoint: Path | None, spec: WorkerSpec) -> None:
+    """Restores the run from a checkpoint; None: empties what its folder has of an earlier start."""
+    if checkpoint is None:
+        run.folder.rewind(0)
+        return
+    run.restore(checkpoint)
+    run.view.note(f"resuming from {checkpoint}, step {run.step}")
+    if (saved_in := savepoint.layout_of(checkpoint)) != spec.train:
+        run.view.note(f"it was saved by {saved_in.world} cards in {saved_in}: masters and moments are resharded")
 
 
 @contextmanager
