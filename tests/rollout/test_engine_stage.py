@@ -4,9 +4,12 @@ from distqueue import LocalQueue
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout import SuspendedSample, engine_stage
+from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.suffix_index import make_indexes
 from fusion.telemetry import Metrics, Timeline
 from tests.helpers import run_ranks
-from tests.inference.engines import checkpoint
+from tests.inference.conftest import card_is_left as card_is_left
+from tests.inference.engines import checkpoint, engine
 
 
 def run_stage(rank, device, folder):
@@ -39,6 +42,24 @@ def test_the_first_card_reports_what_all_cards_suspended():
     assert {one.earlier for one in first} == first_held | second_held and len(first) == 4, "and the first reported all"
     assert second == later == []
     assert set(first) == {SuspendedSample(f"c{k}", 3, f"c{k}~3", (0, 0), one.kv_rank) for k, one in _by_number(first)}
+
+
+def test_a_stage_sends_all_its_text_to_other_engines_when_it_ends():
+    sent = []
+
+    class Flushed(TextDrafter):
+        def flush(self):
+            texts = [text for prompt in self._prompts.values() for text in prompt.texts.items()]
+            sent.append({request: len(text) for request, text in texts})
+
+    drafter = Flushed(make_indexes())
+    made = engine(max_length=64)
+    made.scheduler.drafter = drafter
+    stage = engine_stage.EngineStage(made, LocalQueue(["train"]), drafter=drafter)
+    params = SamplingParams(max_tokens=9, stop_token_ids=())
+    requests = [Request(f"g/{k}", (3, 4), params, group="g") for k in range(2)]
+    stage.run(requests, stay=False, metrics=Metrics(), timeline=Timeline("card"))
+    assert sent == [{"g/0": 9, "g/1": 9}]
 
 
 def _by_number(samples):
