@@ -12,6 +12,7 @@ setup(
     package_data={
         "": ["*.pyi"],
         "fusion.npu.emulator": ["*.cpp", "*.h"],
+        "fusion.npu.fused": ["*.cpp", "*.h"],
         "fusion.rollout.drafts": ["*.cpp"],
         "fusion.costmodel.hardware": ["*.yaml"],
     },

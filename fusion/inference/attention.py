@@ -1,8 +1,9 @@
 """Compute attention over the paged KV cache; the engine passes it to the model as `attend`.
 
-Paged rows (`attend_rows`): every (row, block) pair is one small matrix product, so sequences of different lengths need
-no padding except in their last block. The softmax is combined from blocks as in FlashAttention (Dao et al., 2022):
-first the row's maximum over all blocks, then sums over the blocks.
+Paged rows, where there is a fused operator: one call for all of them (`PagedRows`). Else (`attend_rows`) every (row,
+block) pair is one small matrix product, so sequences of different lengths need no padding except in their last block.
+The softmax is combined from blocks as in FlashAttention (Dao et al., 2022): first the row's maximum over all blocks,
+then sums over the blocks.
 
 With `rollout.batch_invariant` every token is a paged row and no stretch of the pool is read in place: pairs are
 independent and summed in the order of the row's blocks, so a row's result is bitwise independent of the batch. Without
@@ -14,8 +15,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fusion.inference.batch import Batch, LongChunk, RowSlice
+from fusion.inference.batch import Batch, LongChunk
 from fusion.inference.kv_cache import KVCache, score_dtype
+from fusion.inference.paged_rows import PagedRows, RowSlice
+from fusion.npu.fused import operators_for
 from fusion.npu.ops import varlen_causal_attention
 
 
@@ -27,14 +30,11 @@ class PagedAttention:
 
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
-        channels = q_NHC.shape[-1]
-        written = [k_NKC, v_NKC]
-        if batch.repeated is not None:
-            written = [k_NKC, k_NKC.index_select(0, batch.repeated), v_NKC, v_NKC.index_select(0, batch.repeated)]
-        pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat(written).view(-1, channels))
-
+        _store(pool, batch, k_NKC, v_NKC)
         out = [
-            attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=self.cache.workspace)
+            _attend_paged(q_NHC[part.start : part.stop], pool, part)
+            if isinstance(part, PagedRows)
+            else attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=self.cache.workspace)
             for part in batch.rows
         ]
         start, stop, lengths = batch.packed
@@ -46,6 +46,24 @@ class PagedAttention:
         if not out:
             return q_NHC
         return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _store(pool: torch.Tensor, batch: Batch, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> None:
+    """Write keys and values to the batch's slots of the pool."""
+    if (operators := operators_for(pool)) is not None:
+        operators.store_kv(pool, batch.slots, k_NKC, v_NKC, batch.repeated)
+        return
+    written = [k_NKC, v_NKC]
+    if batch.repeated is not None:
+        written = [k_NKC, k_NKC.index_select(0, batch.repeated), v_NKC, v_NKC.index_select(0, batch.repeated)]
+    channels = k_NKC.shape[-1]
+    pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat(written).view(-1, channels))
+
+
+def _attend_paged(q_RHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+    operators = operators_for(q_RHC)
+    assert operators is not None, "only a fused operator reads blocks by a table"
+    return operators.paged_attention(q_RHC, pool, rows.table, rows.first, rows.lengths)
 
 
 def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor) -> torch.Tensor:

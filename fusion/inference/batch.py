@@ -9,7 +9,7 @@ Rows of a batch, in this order:
     drafts             the rows of one path each                   ┘
 
 With ``invariant`` every token is a paged row, those of drafts behind the decodes: the only form whose result does not
-depend on the rest of the batch.
+depend on the rest of the batch. With a fused operator for paged rows, those of drafts are paged rows too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
+from fusion.inference.paged_rows import PagedRows, RowSlice, pieces_of, plan_paged_rows, reads_by_table
 from fusion.inference.sequence import Blocks, Sequence, Step
 from fusion.inference.verification import Verification
 from fusion.npu import Device
@@ -39,36 +40,8 @@ class PathRows(NamedTuple):
 Piece = tuple[Sequence | PathRows, int]
 """A sequence or path, and how many tokens of it the step computes."""
 
-STRETCH_WASTE = 1.5
-"""Maximum ratio of all blocks of a stretch of the pool to the required ones for which the stretch is read in place
-instead of gathering the blocks."""
-
-STRETCH_TOKENS = 1 << 17
-"""Maximum tokens of KV that the rows of one slice read; bounds the memory of its scores."""
-
 SHORT_CHUNK_TOKENS = 16
 """Chunks up to this length are computed as paged rows: one call for all of them instead of one for each."""
-
-
-@dataclass(frozen=True)
-class RowSlice:
-    """Consecutive paged rows and the P blocks they attend over: a stretch of the pool read in place, then gathered
-    blocks.
-
-    ``stretch``: first block and end; its unneeded blocks are assigned to row 0 with nothing to read. ``pieces``: the
-    gathered blocks' rows of a pool, all keys before all values; without a stretch row after row. ``owner`` [P]: the row
-    in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the longest
-    row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for unneeded blocks.
-    """
-
-    start: int
-    stop: int
-    stretch: tuple[int, int]
-    pieces: torch.Tensor
-    owner: torch.Tensor
-    bias: torch.Tensor
-    width: int
-    place: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -100,7 +73,7 @@ class Batch:
     blocks: np.ndarray
     offsets: np.ndarray
     written: np.ndarray
-    rows: tuple[RowSlice, ...]
+    rows: tuple[RowSlice | PagedRows, ...]
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
     sampled: torch.Tensor | None
@@ -111,7 +84,8 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     block_size, kv_heads = cache.block_size, cache.kv_heads
     short, whole, long = _sort_chunks(step, invariant)
     paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
-    before, behind = (paths, []) if invariant else ([], paths)
+    paged_paths = invariant or reads_by_table(cache)
+    before, behind = (paths, []) if paged_paths else ([], paths)
     pieces = [(seq, 1) for seq in step.decodes] + before + short + whole + long + behind
     table, first_of_piece = _block_table(pieces)
     starts = np.fromiter((rows.computed for rows, _ in pieces), np.int64, len(pieces))
@@ -124,7 +98,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
         first = np.repeat(first_of_piece, counts)
         ids = np.fromiter(chain.from_iterable(_new_tokens(*piece) for piece in pieces), np.int64, len(positions))
-    first_path = len(step.decodes) if invariant else len(pieces) - len(paths)
+    first_path = len(step.decodes) if paged_paths else len(pieces) - len(paths)
     first_row = int(ends[first_path - 1]) if first_path else 0  # of the drafts, whose rows lie one behind the other
     repeated, paths_of_repeated = _repeated_rows(step.verified, first_row, first_path)
     written = np.concatenate([np.arange(len(positions)), repeated])
@@ -135,16 +109,13 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
 
     row_count = len(step.decodes) + sum(count for _, count in before + short)
     packed_stop = row_count + sum(count for _, count in whole)
-    rows = list(_slice_rows(positions[:row_count], first[:row_count], table, cache=cache, invariant=invariant))
-    arrays = [ids, positions, slots.ravel(), repeated]
-    arrays += [np.concatenate([positions[:0], *(part.valid for part in rows)])]
-    arrays += chain.from_iterable(part.arrays for part in rows)
-    arrays += [_pieces(_blocks_of(*piece, cache), cache) for piece in long + behind]
+    paged = plan_paged_rows(positions[:row_count], first[:row_count], table, cache=cache, invariant=invariant)
+    arrays = [ids, positions, slots.ravel(), repeated, *paged.arrays]
+    arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
     arrays += [] if only_decodes else [_sampled_rows(step, pieces, ends, first_row=first_row)]
     tensors = _to_card(arrays, cache.device)
-    ids_N, positions_N, slots_2NK, repeated_M, valid = (next(tensors) for _ in range(5))
-    # The masks of all slices are gathered at once.
-    biases = cache.masks.index_select(0, valid).split([len(part.valid) for part in rows]) if rows else ()
+    ids_N, positions_N, slots_2NK, repeated_M = (next(tensors) for _ in range(4))
+    rows = paged.take(tensors)
     return Batch(
         ids=ids_N,
         positions=positions_N,
@@ -153,7 +124,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
         blocks=block,
         offsets=offset,
         written=written,
-        rows=tuple(_row_slice(part, bias, tensors) for part, bias in zip(rows, biases, strict=True)),
+        rows=rows,
         packed=(row_count, packed_stop, [count for _, count in whole]),
         long=tuple(_long_chunks(long + behind, packed_stop, positions_N, pieces=tensors)),
         sampled=None if only_decodes else next(tensors),
@@ -213,107 +184,6 @@ def _block_table(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.fromiter((len(seq.blocks) for seq, _ in pieces), np.int64, len(pieces))
     table = np.frombuffer(b"".join([seq.blocks for seq, _ in pieces]), np.int64)  # arrays, joined as bytes
     return table, np.cumsum(lengths) - lengths
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """(row, block) pairs, row after row: ``index`` counts a row's blocks, ``valid`` tokens of the block are read."""
-
-    blocks: np.ndarray
-    owner: np.ndarray
-    index: np.ndarray
-    valid: np.ndarray
-
-
-@dataclass(frozen=True)
-class _SlicePlan:
-    """A `RowSlice` whose arrays are still on the host; ``valid``: tokens of each block that are read."""
-
-    start: int
-    stop: int
-    stretch: tuple[int, int]
-    width: int
-    pieces: np.ndarray
-    owner: np.ndarray
-    valid: np.ndarray
-    place: np.ndarray
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """All but ``valid``."""
-        return self.pieces, self.owner, self.place
-
-
-def _row_slice(plan: _SlicePlan, bias: torch.Tensor, tensors: Iterator[torch.Tensor]) -> RowSlice:
-    """Takes the plan's ``arrays`` from the card's tensors."""
-    pieces, owner, place = (next(tensors) for _ in plan.arrays)
-    return RowSlice(
-        plan.start, plan.stop, plan.stretch, pieces=pieces, owner=owner, bias=bias, width=plan.width, place=place
-    )
-
-
-def _slice_rows(
-    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
-) -> Iterator[_SlicePlan]:
-    """Plans one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
-    holds."""
-    counts = positions // cache.block_size + 1
-    ends = np.cumsum(counts)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    index = np.arange(len(owner)) - (ends - counts)[owner]
-    valid = np.minimum(positions[owner] + 1 - index * cache.block_size, cache.block_size)
-    pairs = _Pairs(table[first[owner] + index], owner, index, valid=valid)
-    limit = cache.workspace.shape[0] // 2
-    if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.block_size:
-        low, high, order = _stretch(pairs.blocks)
-        wanted = int(np.count_nonzero(order[: high - low] >= 0))
-        if high - low <= STRETCH_WASTE * wanted and len(order) - (high - low) <= limit:
-            yield _plan_slice(0, len(counts), (low, high), order=order, pairs=pairs, counts=counts, cache=cache)
-            return
-    start = 0
-    while start < len(counts):
-        before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
-        in_order = slice(before, int(ends[stop - 1]))
-        yield _plan_slice(start, stop, (0, 0), order=in_order, pairs=pairs, counts=counts, cache=cache)
-        start = stop
-
-
-def _stretch(blocks: np.ndarray) -> tuple[int, int, np.ndarray]:
-    """The stretch of the pool that holds all blocks, and for each block of it a pair that reads it (-1: none), then the
-    pairs that are left over because several rows read one block."""
-    low, high = int(blocks.min()), int(blocks.max()) + 1
-    reader = np.full(high - low, -1)
-    reader[blocks - low] = np.arange(len(blocks))
-    left_over = np.flatnonzero(reader[blocks - low] != np.arange(len(blocks)))
-    return low, high, np.concatenate([reader, left_over])
-
-
-def _plan_slice(
-    start: int,
-    stop: int,
-    stretch: tuple[int, int],
-    *,
-    order: np.ndarray | slice,
-    pairs: _Pairs,
-    counts: np.ndarray,
-    cache: KVCache,
-) -> _SlicePlan:
-    """Rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
-    width = int(counts[start:stop].max())
-    owner = pairs.owner[order] - start
-    place = owner * width + pairs.index[order]
-    valid = pairs.valid[order]
-    gathered = order
-    if isinstance(order, np.ndarray):
-        gathered, unwanted = order[stretch[1] - stretch[0] :], order < 0
-        owner[unwanted], valid[unwanted], place[unwanted] = 0, 0, (stop - start) * width
-    pieces = _pieces(pairs.blocks[gathered], cache)
-    return _SlicePlan(start, stop, stretch, width=width, pieces=pieces, owner=owner, valid=valid, place=place)
-
-
-def _pieces(blocks: np.ndarray, cache: KVCache) -> np.ndarray:
-    return np.concatenate([blocks, blocks + cache.blocks])
 
 
 def _blocks_of(rows: Sequence | PathRows, count: int, cache: KVCache) -> np.ndarray:

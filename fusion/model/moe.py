@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
@@ -24,7 +23,8 @@ from fusion.model.config import ModelConfig
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.replay import Forced, Routed
-from fusion.npu.ops import grouped_kernel, grouped_linear
+from fusion.npu.fused import operators_for
+from fusion.npu.ops import grouped_kernel, grouped_linear, swiglu
 
 
 class Expert(nn.Module):
@@ -50,13 +50,21 @@ class MoE(nn.Module):
         # Looked up once: nn.Module's attribute access takes measurable time in a decode step.
         self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
         self._down: list[Any] = [expert.down for expert in self.experts.values()]
+        self._cut = not all(isinstance(matrix, nn.Parameter) for matrix in (*self._gate_up, *self._down))
 
     def forward(
         self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None, *, record: bool = True
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
         weighted by the probabilities that this router gives them (with gradient), normalised like its own choice."""
-        probs_nE = project(x_nD, self.router, row_multiple).softmax(-1, dtype=torch.float32)
+        logits_nE = project(x_nD, self.router, row_multiple)
+        operators = operators_for(x_nD) if forced is None else None
+        if operators is not None:
+            top_k, normalise = self.config.top_k, self.config.norm_topk_prob
+            weight_nk, expert_nk, order, counts_E, stats = operators.route(logits_nE, top_k, normalise)
+            y = self._experts(operators.dispatch(x_nD, order, top_k), counts_E, row_multiple, on_card=True)
+            return operators.combine(y, order, weight_nk), Routed(stats, expert_nk) if record else None
+        probs_nE = logits_nE.softmax(-1, dtype=torch.float32)
         weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
         num_mismatched = None
         if forced is not None:
@@ -113,8 +121,10 @@ class MoE(nn.Module):
         return gathered.view(mesh.parallel.etp * ranks, -1)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
-        gate, up = _grouped(x, self._gate_up, counts, row_multiple=row_multiple).chunk(2, dim=-1)
-        return _grouped(F.silu(gate) * up, self._down, counts, row_multiple=row_multiple)
+        if isinstance(counts, torch.Tensor) and not self._cut and (operators := operators_for(x)) is not None:
+            return operators.experts(x, counts, self._gate_up, self._down, row_multiple)
+        gate_up = _grouped(x, self._gate_up, counts, row_multiple=row_multiple)
+        return _grouped(swiglu(gate_up), self._down, counts, row_multiple=row_multiple)
 
 
 def _grouped(

@@ -31,7 +31,7 @@ from fusion.model.replay import Forced, Replay, Routed
 from fusion.model.table import local_params
 from fusion.model.weights import Buckets
 from fusion.npu import Device
-from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, varlen_causal_attention
+from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, norm_rope, rms_norm, swiglu, varlen_causal_attention
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, counted from the first of this rank's stage, q_NHC, k_NKC, v_NKC) → out_NHC; position encoding and q/k norm
@@ -228,10 +228,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         x_ND = gather_rows(x, rows, self.mesh)
         qkv = project(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        # Queries and keys together: the time of a decode step grows with its number of operations.
-        norm = torch.cat([self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)])
-        q, k = apply_rope(rms_norm(qk, norm, self.eps), *rope).split([self.heads, self.kv_heads], dim=1)
+        q, k, v = norm_rope(qkv, self.q_norm, self.k_norm, rope, self.kv_heads, self.eps)
         attended = attend(self.index, q, k, v).flatten(1)
         return reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
 
@@ -244,21 +241,8 @@ class MLP(nn.Module):
         self.down = parameter("down", weights)
 
     def forward(self, x: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
-        gate, up = project(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple).chunk(2, dim=-1)
-        return reduce_scatter_rows(project(F.silu(gate) * up, self.down, row_multiple), self.mesh)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the last dimension by its root mean square, in float32 for any dtype of x, as transformers does."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
-    x32 = x.to(torch.float32)
-    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def apply_rope(x_NHC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x_NHC.chunk(2, dim=-1)
-    return x_NHC * cos + torch.cat([second, first], dim=-1) * sin
+        gate_up = project(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple)
+        return reduce_scatter_rows(project(swiglu(gate_up), self.down, row_multiple), self.mesh)
 
 
 def _below(prefix: str, weights: Weights) -> Weights:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fusion.npu.fused import operators_for
+
 BATCH_INVARIANT_ROWS = 16
 """Row counts are rounded up to this multiple where results must not depend on the batch: below it (and, in fp64,
 between its multiples) a BLAS selects kernels by row count that add in a different order."""
@@ -26,6 +28,56 @@ def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -
     if padding == 0:
         return F.linear(x_ND, weight_OD)
     return F.linear(F.pad(x_ND, (0, 0, 0, padding)), weight_OD)[:rows]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension by its root mean square, in float32 for any dtype of x, as transformers does."""
+    if (operators := operators_for(x)) is not None:
+        return operators.rms_norm(x, weight, eps)
+    return _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    x32 = x.to(torch.float32)
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def norm_rope(
+    qkv_NhC: torch.Tensor,
+    q_norm_C: torch.Tensor,
+    k_norm_C: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split the heads into queries [N, H, C], keys and values [N, K, C]; normalise queries and keys, then rotate them
+    by their positions.
+
+    Args:
+        rope: cosines and sines [N, 1, C]; the sines of the first half with the sign of the rotation.
+    """
+    heads = qkv_NhC.shape[1] - 2 * kv_heads
+    if (operators := operators_for(qkv_NhC)) is not None:
+        q, k = operators.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
+        return q, k, qkv_NhC[:, heads + kv_heads :]
+    qk, v = qkv_NhC.split([heads + kv_heads, kv_heads], dim=1)
+    # Queries and keys together: the time of a decode step grows with its number of operations.
+    norm = torch.cat([q_norm_C.expand(heads, -1), k_norm_C.expand(kv_heads, -1)])
+    cos, sin = rope
+    normed = _rms_norm(qk, norm, eps)
+    first, second = normed.chunk(2, dim=-1)
+    q, k = (normed * cos + torch.cat([second, first], dim=-1) * sin).split([heads, kv_heads], dim=1)
+    return q, k, v
+
+
+def swiglu(gate_up_NI: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up [N, I] of [N, 2 * I]."""
+    if (operators := operators_for(gate_up_NI)) is not None:
+        return operators.swiglu(gate_up_NI)
+    gate, up = gate_up_NI.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _grouped(x_ND: torch.Tensor, counts: list[int], row_multiple: int, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,3 +12,10 @@ def card_is_left():
     engines.model.cache_clear()
     engines.card.cache_clear()
     gc.collect()
+
+
+@pytest.fixture(params=["fused", "composed"])
+def operators(request, monkeypatch):
+    """Runs a test with the fused operators, then with the functions that stand in for them where there are none."""
+    if request.param == "composed":
+        monkeypatch.setattr("fusion.npu.fused._operators", lambda device_type: None)

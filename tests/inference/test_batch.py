@@ -34,7 +34,7 @@ def requests(lengths):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_step_sends_its_arrays_to_the_card_at_once(monkeypatch, invariant):
+def test_a_step_sends_its_arrays_to_the_card_at_once(monkeypatch, invariant, operators):
     copies, kinds, build = [], set(), batch.build_batch
 
     def counted(step, cache, invariant):

@@ -24,7 +24,7 @@ def test_greedy_equals_transformers_in_float64(experts):
         assert got[request.id] == want[0, len(request.prompt) :].tolist()
 
 
-def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart():
+def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart(operators):
     hf = tiny_hf()
     wanted = requests(9, temperature=0)
     got = tokens(generate(engine(), wanted))
@@ -41,7 +41,7 @@ def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_trainers_forward_pass(temperature):
+def test_logprobs_are_those_of_a_trainers_forward_pass(temperature, operators):
     wanted = requests(12, temperature=temperature)
     outputs = generate(engine(max_batch_tokens=64), wanted)
     for output in outputs:
@@ -63,7 +63,7 @@ def test_logprobs_are_those_of_a_trainers_forward_pass(temperature):
     ],
     ids=str,
 )
-def test_no_schedule_changes_what_is_sampled(rollout):
+def test_no_schedule_changes_what_is_sampled(rollout, operators):
     wanted = requests(12)
     assert tokens(generate(engine(**rollout), wanted)) == tokens(generate(engine(), wanted))
 
@@ -79,7 +79,7 @@ def test_no_history_changes_what_is_sampled(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype):
+def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype, operators):
     wanted = requests(9, max_tokens=30)
     want = by_id(generate(engine(dtype, batch_invariant=True), wanted))
     for seed in range(3):

@@ -74,7 +74,7 @@ def truth_of(made) -> dict[str, list[int]]:
     ids=["plain", "greedy", "top_p", "top_k", "min_p"],
 )
 @pytest.mark.parametrize("children", [1, 3], ids=["line", "tree"])
-def test_tokens_and_logprobs_are_those_without_drafts_to_the_bit(params, children):
+def test_tokens_and_logprobs_are_those_without_drafts_to_the_bit(params, children, operators):
     wanted = requests(count=9, max_tokens=40, **params)
     plain = by_id(generate(engine(batch_invariant=True), wanted))
     drafted = engine(batch_invariant=True)
@@ -86,7 +86,7 @@ def test_tokens_and_logprobs_are_those_without_drafts_to_the_bit(params, childre
     assert scheduler.blocks.available == scheduler.blocks.count, "no block is lost"
 
 
-def test_tokens_are_those_without_drafts_where_the_batch_decides_how_a_row_is_computed():
+def test_tokens_are_those_without_drafts_where_the_batch_decides_how_a_row_is_computed(operators):
     wanted = requests(count=12, max_tokens=60)
     plain = by_id(generate(engine(), wanted))
     drafted = engine()
@@ -98,7 +98,7 @@ def test_tokens_are_those_without_drafts_where_the_batch_decides_how_a_row_is_co
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chunks_aborts_new_weights_and_little_memory_change_no_token(seed):
+def test_chunks_aborts_new_weights_and_little_memory_change_no_token(seed, operators):
     wanted = requests(count=9, max_tokens=30)
     plain = by_id(generate(engine(batch_invariant=True), wanted))
     drafted = engine(batch_invariant=True, max_kv_tokens=(512, 256, 192)[seed], max_batch_tokens=64)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,13 @@ def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_
 
 def _watches(guard):
     """Whether the guard watches a process."""
-    return any("pidfd" in os.readlink(fd) for fd in Path(f"/proc/{guard}/fd").iterdir() if fd.is_symlink())
+
+    def target(fd):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            return os.readlink(fd)
+        return ""
+
+    return any("pidfd" in target(fd) for fd in Path(f"/proc/{guard}/fd").iterdir())
 
 
 def _guards(controller):
