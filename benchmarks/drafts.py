@@ -7,7 +7,8 @@
 
 server: microseconds to index a token and to draft 8, inside C++, and bytes a token. text: tokens that a forward pass
 yields for the long-answer task over two epochs, 16 responses a prompt, temperature 1: without drafts, from siblings
-side by side, behind a probe, four at a time, from history, and from both. Drafts change nothing that is sampled, so the
+side by side, behind a probe, four at a time, from history (also where a response that has earned a reward counts four
+times), and from both. Drafts change nothing that is sampled, so the
 responses are generated once and every order is replayed on them. engines: the same responses on 1, 2 and 4 engines,
 with the exchange of text and without: siblings of a group divided over the engines, which together decode four of them
 at a time; history of a group that another engine had in the last epoch; both. Bytes sent and received a token, CPU

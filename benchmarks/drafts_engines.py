@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.drafts_sides import DEPTH, GROUP, SHARES, Figures, Tokens, _accepted, texts_of_two_epochs
+from benchmarks.drafts_sides import DEPTH, GROUP, SHARES, Figures, Said, Tokens, _accepted, texts_of_two_epochs
 from fusion.inference import Request, SamplingParams, sequence
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
@@ -23,8 +23,6 @@ STEP_S = 0.02
 
 TOGETHER = 4
 """Responses of a group that all engines together decode at a time"""
-
-Group = tuple[list[Tokens], list[Tokens]]
 
 
 class AllTokens(DraftBudget):
@@ -152,17 +150,17 @@ def engines(args: argparse.Namespace) -> Figures:
     return figures
 
 
-def _measure(groups: Sequence[Group], count: int, shares: bool, name: str) -> dict[str, Any]:
+def _measure(groups: Sequence[Said], count: int, shares: bool, name: str) -> dict[str, Any]:
     cluster = Cluster(count, shares, siblings=name != "history", history=name != "siblings")
     if name != "siblings":  # the first epoch: each group on one engine
-        for number, (_, first) in enumerate(groups):
-            waiting = [(f"0-{number}/{i}", text) for i, text in enumerate(first)]
+        for number, said in enumerate(groups):
+            waiting = [(f"0-{number}/{i}", text) for i, text in enumerate(said.history)]
             cluster.engines[number % count].waiting[number] = waiting
         cluster.run(0, GROUP)
         for engine in cluster.engines:
             engine.forwards = engine.tokens = 0
-    for number, (second, _) in enumerate(groups):
-        for i, text in enumerate(second):
+    for number, said in enumerate(groups):
+        for i, text in enumerate(said.texts):
             # history: the whole group on the next engine; else divided
             engine = cluster.engines[(number + 1 if name == "history" else i) % count]
             engine.waiting.setdefault(number, []).append((f"1-{number}/{i}", text))

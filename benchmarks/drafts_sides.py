@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,8 @@ from fusion.rollout.drafts.window import WindowBudget
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP, DEPTH, EARLIER = 16, 8, 8
+RIGHT_WEIGHT = 4
+"""Of a response in the history that has earned a reward, where weighted by it"""
 SHARES = (np.arange(16) + 0.5) / 16
 """Acceptance by share, where none is measured"""
 Figures = dict[str, Any]
@@ -91,20 +94,21 @@ def text(args: argparse.Namespace) -> Figures:
     together = [list(range(GROUP))]
     one_first = [[0], list(range(1, GROUP))]
     four = [list(range(i, i + 4)) for i in range(0, GROUP, 4)]
-    modes: dict[str, tuple[list[list[int]], bool, bool, int]] = {
-        "none": (together, False, False, 1),
-        "siblings": (together, True, False, 1),
-        "probe": (one_first, True, False, 1),
-        "four": (four, True, False, 1),
-        "history": (together, False, True, 1),
-        "both": (together, True, True, 1),
-        "both_tree": (together, True, True, 4),
+    modes: dict[str, tuple[list[list[int]], bool, int, int]] = {
+        "none": (together, False, 0, 1),
+        "siblings": (together, True, 0, 1),
+        "probe": (one_first, True, 0, 1),
+        "four": (four, True, 0, 1),
+        "history": (together, False, 1, 1),
+        "history_by_reward": (together, False, RIGHT_WEIGHT, 1),
+        "both": (together, True, 1, 1),
+        "both_tree": (together, True, 1, 4),
     }
     figures: Figures = {}
-    for name, (order, siblings, history, children) in modes.items():
-        if history and not groups[0][1]:
+    for name, (order, siblings, right_weight, children) in modes.items():
+        if right_weight and not groups[0].history:
             continue
-        found = [_replay(group, before, order, siblings, history, children) for group, before in groups]
+        found = [_replay(group, order, siblings, right_weight, children) for group in groups]
         forwards, tokens, drafted, hits = (sum(column) for column in zip(*found, strict=True))
         figures[name] = {
             "tokens_per_forward": tokens / forwards,
@@ -112,34 +116,42 @@ def text(args: argparse.Namespace) -> Figures:
             "hit_rate": hits / forwards,
         }
         shares = f"{figures[name]['accepted']:4.0%} of drafted tokens, a draft for {figures[name]['hit_rate']:4.0%}"
-        print(f"text, {name:10} {tokens / forwards:5.2f} tokens a forward, {shares}")
+        print(f"text, {name:17} {tokens / forwards:5.2f} tokens a forward, {shares}")
     return figures
 
 
-def texts_of_two_epochs(args: argparse.Namespace) -> list[tuple[list[Tokens], list[Tokens]]]:
-    """Return for every prompt what a group says in the second epoch, and in the first; generated once."""
+@dataclass(frozen=True)
+class Said:
+    """Of one prompt: ``texts``: what a group says in the second epoch; ``history``: in the first; ``right``: which of
+    the latter earn a reward."""
+
+    texts: list[Tokens]
+    history: list[Tokens]
+    right: list[bool]
+
+
+def texts_of_two_epochs(args: argparse.Namespace) -> list[Said]:
+    """Return what was said to every prompt; generated once."""
     if not _groups:
         _groups.extend(_groups_of_file(args.texts, args.tokenizer) if args.texts else _generated(args))
     return _groups
 
 
-_groups: list[tuple[list[Tokens], list[Tokens]]] = []
+_groups: list[Said] = []
 
 
 def _replay(
-    texts: Sequence[Tokens],
-    history: Sequence[Tokens],
-    order: list[list[int]],
-    siblings: bool,
-    use_history: bool,
-    children: int,
+    said: Said, order: list[list[int]], siblings: bool, right_weight: int, children: int
 ) -> tuple[int, int, int, int]:
     """Generate responses in turns of some at a time, each pass with a draft of up to `DEPTH` tokens (a tree of twice as
-    many). Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
-    indexes = make_indexes()
+    many). ``right_weight``: of history that has earned a reward, where other history counts 1; 0: history is not used.
+    Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
+    indexes, texts = make_indexes(), said.texts
     index = indexes.new([], MIN_MATCH)
-    if use_history:
-        indexes.extend([(index, indexes.open(index, HISTORY)) for _ in history], history)
+    if right_weight:
+        weights = [right_weight if right else 1 for right in said.right]
+        indexes.extend([(index, indexes.open(index, HISTORY, weight)) for weight in weights], said.history)
+    drafts_any = siblings or right_weight > 0
     forwards = tokens = drafted = hits = 0
     nodes = DEPTH if children == 1 else 2 * DEPTH
     for members in order:
@@ -147,13 +159,13 @@ def _replay(
         done = dict.fromkeys(places, 0)
         while live := [i for i in places if done[i] < len(texts[i])]:
             wanted = [min(DEPTH, len(texts[i]) - done[i] - 1) for i in live]
-            if siblings or use_history:
+            if drafts_any:
                 drafts = indexes.draft(
                     [places[i] for i in live], wanted, [min(nodes, w * children) for w in wanted], SHARES, children
                 )
             for n, i in enumerate(live):
                 kept = 1
-                if siblings or use_history:
+                if drafts_any:
                     rows = drafts.of(n)
                     drafted += rows.stop - rows.start
                     hits += rows.stop > rows.start
@@ -173,8 +185,8 @@ def _accepted(tokens: np.ndarray, parents: np.ndarray, said: Tokens) -> int:
     return depth
 
 
-def _generated(args: argparse.Namespace) -> Iterator[tuple[list[Tokens], list[Tokens]]]:
-    """Yield for every prompt what a group says in the second epoch, and in the first."""
+def _generated(args: argparse.Namespace) -> Iterator[Said]:
+    from fusion.rewards.arithmetic import arithmetic
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -190,18 +202,22 @@ def _generated(args: argparse.Namespace) -> Iterator[tuple[list[Tokens], list[To
     engine = EmbeddedEngine(loaded, loaded.mesh, device, config=config)
     engine.allocate_kv()
     data = DataConfig(source="worked_arithmetic", rows=args.prompts, prompts_per_step=args.prompts)
-    source = PromptSource(data, make_tokenizer(), seed=0)
+    tokenizer = make_tokenizer()
+    source = PromptSource(data, tokenizer, seed=0)
     said: dict[tuple[int, ...], list[list[Tokens]]] = {}
+    answers: dict[tuple[int, ...], str] = {}
     for prompt in [*source.next(), *source.next()]:
         params = SamplingParams(max_tokens=256)
         engine.submit([Request(f"{prompt.id}/{i}", prompt.ids, params, prompt.id) for i in range(GROUP)])
         outputs = {output.request_id: list(output.tokens) for output in engine.run()}
         said.setdefault(prompt.ids, []).append([outputs[f"{prompt.id}/{i}"] for i in range(GROUP)])
-    for first, second in said.values():
-        yield second, first
+        answers[prompt.ids] = prompt.answer
+    for ids, (first, second) in said.items():
+        responses = [tokenizer.decode(text, skip_special_tokens=True) for text in first]
+        yield Said(second, first, [arithmetic("", response, answers[ids]) > 0 for response in responses])
 
 
-def _groups_of_file(path: Path, tokenizer: Path) -> Iterator[tuple[list[Tokens], list[Tokens]]]:
+def _groups_of_file(path: Path, tokenizer: Path) -> Iterator[Said]:
     """Yield the groups of a file, which have no history."""
     from transformers import AutoTokenizer
 
@@ -211,7 +227,7 @@ def _groups_of_file(path: Path, tokenizer: Path) -> Iterator[tuple[list[Tokens],
         row = json.loads(line)
         groups.setdefault(str(row["group"]), []).append(encode(row["response"])["input_ids"])
     for texts in groups.values():
-        yield texts, []
+        yield Said(texts, [], [])
 
 
 # ---- real

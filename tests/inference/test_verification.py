@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.inference import SamplingParams
+from fusion.inference.noise import request_key, uniforms
 from fusion.inference.request import Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, Verification
-from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
+from fusion.model import PackedAttention
+from tests.inference.engines import by_id, engine, generate, generate_brokenly, model, requests
 
 SIZE = 4
 
@@ -206,3 +210,35 @@ def test_rows_lie_path_by_path_and_follow_keeps_the_path_that_was_sampled(parent
     assert whole[:kept] == one.shared[one.path_of(whole[kept - 1])] + list(
         range(one.paths[one.path_of(whole[kept - 1])].start, whole[kept - 1] + 1)
     )
+
+
+@pytest.mark.slow
+def test_where_the_batch_decides_how_a_row_is_computed_tokens_differ_only_where_two_are_within_rounding(operators):
+    """Of at least 100,000 tokens. A response is compared up to the first token that differs, where the number drawn
+    must lie within rounding of the boundary between both tokens."""
+    params = SamplingParams(max_tokens=64, stop_token_ids=())
+    draw, wanted = random.Random(1), []
+    for number in range(1700):
+        prompt = tuple(draw.randrange(2, 32) for _ in range(draw.randrange(1, 40)))
+        wanted.append(Request(f"m{number}", prompt, params, group=f"g{number}"))
+    plain_engine, drafted = engine(), engine()
+    plain = by_id(generate(plain_engine, wanted))
+    drafted.scheduler.drafter = Guesses(truth_of(plain), right=0.8)
+    found, compared, different = by_id(generate(drafted, wanted)), 0, 0
+    exact = model(torch.float64)
+    for request in wanted:
+        said, other = plain[request.id][0], found[request.id][0]
+        same = next((n for n, pair in enumerate(zip(said, other, strict=True)) if pair[0] != pair[1]), len(said))
+        compared += min(same + 1, len(said))
+        if same == len(said):
+            continue
+        different += 1
+        ids = torch.tensor(request.prompt + tuple(said[:same]), device=exact.device.torch_device)
+        with torch.no_grad():
+            hidden = exact(ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)]))
+            reached = exact.logits(hidden[-1:]).softmax(-1).cumsum(-1)[0].cpu()
+        (number,) = uniforms(5, np.array([request_key(request.id)], np.uint64), np.array([len(ids)]))
+        lower = min(said[same], other[same])
+        assert abs(number - reached[lower].item()) < 1e-5, (request.id, same)
+    print(f"{different} of {compared} tokens differ")
+    assert compared >= 100_000 and drafted.scheduler.accepted_tokens > 10_000
