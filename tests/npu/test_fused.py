@@ -24,7 +24,7 @@ seeds = st.integers(0, 1 << 30)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    with torch.no_grad():
+    with torch.inference_mode():
         if operators_for(torch.zeros(1)) is None:
             pytest.skip("no compiler to build the fused operators with")
 
@@ -34,8 +34,8 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def both(function, *args):
-    """Return what ``function`` gives without gradients and with them, where it is composed."""
-    with torch.no_grad():
+    """Return what ``function`` gives in inference mode, and outside, where it is composed."""
+    with torch.inference_mode():
         found = function(*args)
     return found, function(*args)
 
@@ -76,7 +76,7 @@ def test_moe_equals_the_composed_and_routes_alike(tmp_path, multiple):
 
 
 def route(logits: torch.Tensor, k: int, normalise: bool = True):
-    with torch.no_grad():
+    with torch.inference_mode():
         return operators_for(logits).route(logits, k, normalise)
 
 
@@ -101,7 +101,7 @@ class Pool:
         self.q = torch.randn(rows, heads, channels, generator=draw)
         self.kv = [torch.randn(2, int(n), kv_heads, channels, generator=draw) for n in self.lengths]
         self.pool = torch.full((2 * blocks, kv_heads, block_size, channels), torch.nan)
-        with torch.no_grad():
+        with torch.inference_mode():
             for row, (k, v) in enumerate(self.kv):
                 t = torch.arange(len(k))
                 block = self.table[self.first[row] + t // block_size]
@@ -112,7 +112,7 @@ class Pool:
 
     def attend(self, rows: slice = slice(None), device: str = "cpu") -> torch.Tensor:
         q, first, lengths = (x[rows].contiguous().to(device) for x in (self.q, self.first, self.lengths))
-        with torch.no_grad():
+        with torch.inference_mode():
             on_device = self.pool.to(device)
             return operators_for(q).paged_attention(q, on_device, self.table.to(device), first, lengths).cpu()
 
@@ -145,7 +145,7 @@ def test_the_rows_of_all_operators_are_independent_to_the_bit(tmp_path):
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(9, 72, generator=draw), torch.randn(72, generator=draw)
     logits = torch.randn(9, 24, generator=draw)
-    with torch.no_grad():
+    with torch.inference_mode():
         normed, gated = ops.rms_norm(x, weight, 1e-6), ops.swiglu(x)
         for row in range(9):
             one = slice(row, row + 1)
@@ -159,7 +159,7 @@ def test_an_emulated_card_computes_the_same_bits_in_its_own_memory(card):
     device = card.torch_device
     x, weight = torch.randn(5, 64), torch.randn(64)
     pool = Pool(0, heads=4, kv_heads=2, channels=32, block_size=16, rows=5)
-    with torch.no_grad():
+    with torch.inference_mode():
         on_card = ops.rms_norm(x.to(device), weight.to(device), 1e-6)
         assert on_card.device == device and card.memory().allocated >= on_card.nbytes
         assert torch.equal(on_card.cpu(), ops.rms_norm(x, weight, 1e-6))
@@ -168,7 +168,7 @@ def test_an_emulated_card_computes_the_same_bits_in_its_own_memory(card):
 
 def test_what_does_not_fit_is_refused():
     pool = Pool(0, heads=2, kv_heads=1, channels=8, block_size=4, rows=2)
-    with torch.no_grad():
+    with torch.inference_mode():
         operators = operators_for(pool.q)
         for table, first, lengths in (
             (pool.table + 100, pool.first, pool.lengths),
@@ -184,9 +184,10 @@ def test_what_does_not_fit_is_refused():
             operators.experts(torch.zeros(2, 4), torch.tensor([3]), [torch.zeros(8, 4)], [torch.zeros(4, 4)], 1)
 
 
-def test_only_float32_without_gradients_on_the_host_is_fused():
-    assert operators_for(torch.zeros(1)) is None, "with gradients"
+def test_only_generation_in_float32_on_the_host_is_fused():
     with torch.no_grad():
+        assert operators_for(torch.zeros(1)) is None, "a trainer's pass without gradients rounds as one with them"
+    with torch.inference_mode():
         assert operators_for(torch.zeros(1, dtype=torch.bfloat16)) is None
         assert operators_for(torch.zeros(1, device="meta")) is None
 
@@ -195,7 +196,7 @@ def test_without_a_compiler_the_same_functions_are_composed(tmp_path):
     code = """
 import torch
 from fusion.npu.ops import rms_norm
-with torch.no_grad():
+with torch.inference_mode():
     for _ in range(2):
         print(rms_norm(torch.full((1, 2), 3.0), torch.tensor([1.0, 2.0]), 0.0))
 """

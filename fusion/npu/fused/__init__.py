@@ -3,9 +3,10 @@
     fused.cpp, vector.h ──g++, once──► cache folder ──► torch.ops.rlfusion.{rms_norm, norm_rope, paged_attention, …}
 
 A decode step of a small model takes its time in starting operators, not in arithmetic. Where a card has fused kernels
-of its own, the host's counterpart does in one operator what PyTorch does in ten. They compute in float32 without
-gradients, row by row: a row's bits depend neither on the rest of its batch nor on the processor. Everywhere else, and
-without a compiler, the same functions are composed of PyTorch's operators, which round differently.
+of its own, the host's counterpart does in one operator what PyTorch does in ten. They compute in float32, row by row: a
+row's bits depend neither on the rest of its batch nor on the processor. Everywhere else, and without a compiler, the
+same functions are composed of PyTorch's operators, which round differently. Only generation, which runs in inference
+mode, uses them: all log-probabilities that a trainer compares are computed alike, with gradients and without.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Operators:
 
 def operators_for(like: torch.Tensor) -> Operators | None:
     """Return the operators for tensors of this dtype and device; None where the function is to be composed of PyTorch's
-    operators: with gradients, in another dtype, on a real card, without a compiler."""
-    if like.dtype is not torch.float32 or torch.is_grad_enabled():
+    operators: outside inference mode, in another dtype, on a real card, without a compiler."""
+    if like.dtype is not torch.float32 or not torch.is_inference_mode_enabled():
         return None
     return _operators(like.device.type)
 
