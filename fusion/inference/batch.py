@@ -61,7 +61,8 @@ class Batch:
     """Inputs of one forward pass of N tokens.
 
     ``slots`` [2 * (N + M) * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
-    ``repeated`` [M]: rows that are written a second time, to other paths of their draft; None: there are none.
+    ``repeated`` [M]: rows that are written a second time, to other paths of their draft or for a twin; None: there are
+    none.
     ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
     ``sampled`` [S]: the rows whose logits are required; None: all rows.
     """
@@ -87,23 +88,24 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     paged_paths = invariant or reads_by_table(cache)
     before, behind = (paths, []) if paged_paths else ([], paths)
     pieces = [(seq, 1) for seq in step.decodes] + before + short + whole + long + behind
-    table, first_of_piece = _block_table(pieces)
+    table, first_of_piece = _block_table([rows for rows, _ in pieces] + [seq for seq, _ in step.twins])
     starts = np.fromiter((rows.computed for rows, _ in pieces), np.int64, len(pieces))
     if only_decodes := not (step.chunks or paths):
-        positions, first, ends = starts, first_of_piece, np.arange(1, len(pieces) + 1)
+        positions, first, ends = starts, first_of_piece, np.arange(1, len(pieces) + 1)  # no chunks, so no twins
         ids = np.fromiter((seq.tokens[-1] for seq in step.decodes), np.int64, len(pieces))
     else:
         counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        first = np.repeat(first_of_piece, counts)
+        first = np.repeat(first_of_piece[: len(pieces)], counts)
         ids = np.fromiter(chain.from_iterable(_new_tokens(*piece) for piece in pieces), np.int64, len(positions))
     first_path = len(step.decodes) if paged_paths else len(pieces) - len(paths)
     first_row = int(ends[first_path - 1]) if first_path else 0  # of the drafts, whose rows lie one behind the other
-    repeated, paths_of_repeated = _repeated_rows(step.verified, first_row, first_path)
+    end_of = {} if only_decodes else {id(rows): end for (rows, _), end in zip(pieces, ends.tolist(), strict=True)}
+    repeated, holders = _repeated_rows(step, first_row, first_path, end_of=end_of, first_twin=len(pieces))
     written = np.concatenate([np.arange(len(positions)), repeated])
     block, offset = np.divmod(positions[written], block_size)
-    block = table[np.concatenate([first, first_of_piece[paths_of_repeated]]) + block]
+    block = table[np.concatenate([first, first_of_piece[holders]]) + block]
     keys = (block * (kv_heads * block_size) + offset)[:, None] + np.arange(kv_heads) * block_size
     slots = np.stack([keys, keys + cache.blocks * kv_heads * block_size])
 
@@ -112,7 +114,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     paged = plan_paged_rows(positions[:row_count], first[:row_count], table, cache=cache, invariant=invariant)
     arrays = [ids, positions, slots.ravel(), repeated, *paged.arrays]
     arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
-    arrays += [] if only_decodes else [_sampled_rows(step, pieces, ends, first_row=first_row)]
+    arrays += [] if only_decodes else [_sampled_rows(step, end_of, first_row=first_row)]
     tensors = _to_card(arrays, cache.device)
     ids_N, positions_N, slots_2NK, repeated_M = (next(tensors) for _ in range(4))
     rows = paged.take(tensors)
@@ -142,21 +144,28 @@ def _new_tokens(rows: Sequence | PathRows, count: int) -> list[int]:
     return rows.tokens if isinstance(rows, PathRows) else rows.tokens[rows.computed : rows.computed + count]
 
 
-def _repeated_rows(verified: list[Verification], row: int, piece: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that a path of a draft has in common with an earlier one, and the piece of the path that they are written
-    to, int64 both.
+def _repeated_rows(
+    step: Step, row: int, piece: int, *, end_of: dict[int, int], first_twin: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that are written a second time, and the number in the block table of who holds the blocks, int64 both: rows
+    that a path of a draft has in common with an earlier one, and those that fill the last block of a twin.
 
     Args:
-        row: first row of the drafts; ``piece``: first piece.
+        row: first row of the drafts; ``piece``: first piece; ``first_twin``: number of the first twin.
+        end_of: the row behind those of each sequence.
     """
     rows: list[int] = []
     pieces: list[int] = []
-    for one in verified:
+    for one in step.verified:
         for shared in one.shared:
             rows += [row + before for before in shared]
             pieces += [piece] * len(shared)
             piece += 1
         row += len(one)
+    for number, (seq, other) in enumerate(step.twins, first_twin):
+        count, end = len(seq.tokens) - seq.computed, end_of[id(other)]
+        rows += range(end - count, end)
+        pieces += [number] * count
     return np.array(rows, np.int64), np.array(pieces, np.int64)
 
 
@@ -179,10 +188,10 @@ def _sort_chunks(step: Step, invariant: bool) -> tuple[list[Piece], list[Piece],
     return short, whole, long
 
 
-def _block_table(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """All pieces' blocks in one array, and where each piece's begin."""
-    lengths = np.fromiter((len(seq.blocks) for seq, _ in pieces), np.int64, len(pieces))
-    table = np.frombuffer(b"".join([seq.blocks for seq, _ in pieces]), np.int64)  # arrays, joined as bytes
+def _block_table(holders: list[Sequence | PathRows]) -> tuple[np.ndarray, np.ndarray]:
+    """All blocks that these hold in one array, and where each one's begin."""
+    lengths = np.fromiter((len(one.blocks) for one in holders), np.int64, len(holders))
+    table = np.frombuffer(b"".join([one.blocks for one in holders]), np.int64)  # arrays, joined as bytes
     return table, np.cumsum(lengths) - lengths
 
 
@@ -202,8 +211,8 @@ def _long_chunks(
         start = stop
 
 
-def _sampled_rows(step: Step, pieces: list[Piece], ends: np.ndarray, first_row: int) -> np.ndarray:
-    """The rows of ``step.drawn``. ``first_row``: of the drafts."""
-    row_of = {id(seq): end - 1 for (seq, _), end in zip(pieces, ends.tolist(), strict=True)}
-    single = np.fromiter((row_of[id(seq)] for seq in step.sampled), np.int64, len(step.sampled))
-    return np.concatenate([single, np.arange(first_row, first_row + sum(map(len, step.verified)))])
+def _sampled_rows(step: Step, end_of: dict[int, int], first_row: int) -> np.ndarray:
+    """The rows of ``step.drawn``. ``end_of``: as in `_repeated_rows`; ``first_row``: of the drafts."""
+    rows = [end_of[id(seq)] - 1 for seq in step.sampled[: len(step.sampled) - len(step.twins)]]
+    rows += [end_of[id(other)] - 1 for _, other in step.twins]
+    return np.concatenate([np.array(rows, np.int64), np.arange(first_row, first_row + sum(map(len, step.verified)))])

@@ -9,7 +9,8 @@ them to fill, and the sequence continues behind them.
 
 Policy: decodes first, then prefills that have begun, then waiting requests in order (`waiting.py`: by priority, of one
 priority first come, first served) as far as tokens, sequences and blocks allow. Where a running sequence finds no
-block, the newest is preempted.
+block, the newest is preempted. Siblings that are admitted in one step compute their prompt once: full blocks are found
+by name, and the rows behind them also fill the last block of each twin.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone
@@ -83,6 +84,7 @@ class Scheduler:
         prefills: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         restored: list[tuple[Sequence, int, int]] = []
+        twins: list[tuple[Sequence, Sequence]] = []
         size = self.blocks.block_size
         for seq in list(self.running):
             blocks, length = seq.blocks, len(seq.tokens)
@@ -99,7 +101,7 @@ class Scheduler:
                 chunks.append((seq, count))
                 budget -= count
         if self.preemptions == preemptions:
-            self._admit(chunks, budget, restored)
+            twins = self._admit(chunks, budget, restored)
         else:
             decodes = [seq for seq in decodes if seq.blocks]
         verified: list[Verification] = []
@@ -111,10 +113,15 @@ class Scheduler:
         return Step(
             decodes=decodes,
             chunks=chunks,
-            sampled=decodes + [seq for seq, n in chunks if seq.computed + n == len(seq.tokens)],
+            sampled=[
+                *decodes,
+                *(seq for seq, n in chunks if seq.computed + n == len(seq.tokens)),
+                *(seq for seq, _ in twins),
+            ],
             restored=restored,
             verified=verified,
             copied=[pair for one in verified for pair in one.copies(size)],
+            twins=twins,
         )
 
     def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
@@ -122,6 +129,8 @@ class Scheduler:
         size = self.blocks.block_size
         for seq, count in step.chunks:
             seq.computed += count
+        for seq, _ in step.twins:
+            seq.computed = len(seq.tokens)
         for seq in step.decodes:
             computed = seq.computed = seq.computed + 1
             if computed % size == 0 and self.prefix_cache:
@@ -207,17 +216,21 @@ class Scheduler:
 
     def _admit(
         self, chunks: list[tuple[Sequence, int]], budget: int, restored: list[tuple[Sequence, int, int]]
-    ) -> None:
+    ) -> list[tuple[Sequence, Sequence]]:
+        """Admits waiting requests; returns those whose tokens another computes in this step, and the other."""
         size = self.blocks.block_size
+        twins: list[tuple[Sequence, Sequence]] = []
+        complete: dict[tuple[Any, ...], Sequence] = {}
         while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
             seq = self.waiting.first
             hits = self.blocks.find(seq.names) if seq.parked else self._find_prefix(seq)
             start = seq.parked or len(hits) * size
-            count = min(len(seq.tokens) - start, budget)
+            twin = None if seq.parked or not complete else complete.get(_end_behind(seq, len(hits), size))
+            count = len(seq.tokens) - start if twin else min(len(seq.tokens) - start, budget)
             wanted = -(-(start + count) // size) - len(hits)
             # One block is reserved for each running sequence, so that the new one is not preempted at once.
             if wanted + self.blocks.idle(hits) + len(self.running) > self.blocks.available and self.running:
-                return
+                return twins
             self.waiting.popleft()
             self.running.append(seq)
             self.blocks.share(hits)
@@ -229,11 +242,20 @@ class Scheduler:
             else:
                 seq.since = self.version
                 self.prefix_hit_tokens += start
-                self.recomputed_tokens += max(0, seq.known - start)
+                self.recomputed_tokens += 0 if twin else max(0, seq.known - start)
             grown = self._may_grow(seq, count)
             assert grown
+            if twin:
+                self.prefix_hit_tokens += count
+                twins.append((seq, twin))
+                continue
             chunks.append((seq, count))
             budget -= count
+            if self.prefix_cache and seq.since == self.version and start + count == len(seq.tokens):
+                whole = (len(seq.tokens) - 1) // size
+                self._extend_names(seq, whole)
+                complete[_end_behind(seq, whole, size)] = seq
+        return twins
 
     def _take_back(self, seq: Sequence) -> tuple[Sequence, int, int]:
         """Allocates the blocks of parked KV that no sibling has restored before; returns which are to be filled."""
@@ -322,6 +344,12 @@ class Scheduler:
         self.blocks.release(seq.blocks)
         seq.blocks = array("q")
         return output
+
+
+def _end_behind(seq: Sequence, whole: int, size: int) -> tuple[Any, ...]:
+    """Returns the name of a sequence's first ``whole`` blocks and the tokens behind them: who has the same has the same
+    tokens."""
+    return (*seq.names[:whole][-1:], *seq.tokens[whole * size :])
 
 
 def place(loads: list[int], requests: Iterable[Request]) -> list[int]:

@@ -121,7 +121,7 @@ def test_siblings_share_their_prompt_within_one_step():
     made.submit([Request(f"r{i}", prompt, SamplingParams(max_tokens=4)) for i in range(4)])
     made.step()
     made.step()
-    assert made.status()["prefix_hit_tokens"] == 3 * (len(prompt) // 16) * 16
+    assert made.status()["prefix_hit_tokens"] == 3 * len(prompt)
     used = made.scheduler.blocks.count - made.scheduler.blocks.available
     assert used <= len(prompt) // 16 + 4 * 2
 
