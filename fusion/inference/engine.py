@@ -25,9 +25,10 @@ from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache, count_blocks
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
+from fusion.inference.placement import place
 from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.routing import RoutingCache
-from fusion.inference.scheduler import Scheduler, place
+from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence, Step
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.validation import check_distinct, check_fits, checked_requests

@@ -21,7 +21,7 @@ in the name, so KV of older weights is never found under a newer version.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from fusion.inference.blocks import BlockManager, next_name, root_name
@@ -350,36 +350,3 @@ def _end_behind(seq: Sequence, whole: int, size: int) -> tuple[Any, ...]:
     """Returns the name of a sequence's first ``whole`` blocks and the tokens behind them: who has the same has the same
     tokens."""
     return (*seq.names[:whole][-1:], *seq.tokens[whole * size :])
-
-
-def place(loads: list[int], requests: Iterable[Request]) -> list[int]:
-    """Returns the attention rank of each new request: where its KV is parked, and siblings together, as long as the
-    ranks stay balanced.
-
-    Args:
-        loads: unfinished requests of each attention rank.
-        requests: the new ones, in order of arrival.
-
-    Requests with parked KV are placed first. A rank takes requests of a group until it has its even share of all
-    requests, then the least loaded rank continues. No rank gets a request beyond the even share,
-    rounded up, unless it already had more.
-    """
-    requests = list(requests)
-    share = -(-(sum(loads) + len(requests)) // len(loads))
-    now, placed = list(loads), [0] * len(requests)
-    members: dict[str, list[int]] = {}
-    for index, request in enumerate(requests):
-        home = request.kv_rank
-        if home is not None and home < len(now) and now[home] < share:
-            placed[index] = home
-            now[home] += 1
-        else:
-            members.setdefault(request.group or f"\0{index}", []).append(index)
-    for indices in members.values():
-        rank = now.index(min(now))
-        for index in indices:
-            if now[rank] >= share:
-                rank = now.index(min(now))
-            placed[index] = rank
-            now[rank] += 1
-    return placed

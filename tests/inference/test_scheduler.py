@@ -3,7 +3,8 @@ from hypothesis import strategies as st
 
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.inference.blocks import BlockManager, next_name, root_name
-from fusion.inference.scheduler import Scheduler, place
+from fusion.inference.placement import place
+from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
 
 SIZE, BLOCKS = 4, 8

@@ -294,11 +294,17 @@ at::Tensor experts(
   const int64_t* count = integers(counts);
   int64_t total = 0, most = 0;
   const auto padded = [&](int64_t number) { return (number + multiple - 1) / multiple * multiple; };
-  for (int64_t e = 0; e < experts; ++e) total += count[e], most = std::max(most, padded(count[e]));
+  const int64_t inner = experts ? down[0].size(1) : 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    total += count[e], most = std::max(most, padded(count[e]));
+    TORCH_CHECK(
+        count[e] >= 0 && gate_up[e].size(0) == 2 * inner && gate_up[e].size(1) == n && down[e].size(1) == inner,
+        "experts: expert ", e, " has ", count[e], " rows of ", n, " and weights ", gate_up[e].sizes(), ", ",
+        down[e].sizes());
+  }
   TORCH_CHECK(total == rows, "experts: counts for ", total, " rows, but there are ", rows);
   auto out = at::empty({rows, experts ? down[0].size(0) : n}, x.options());
   if (rows == 0) return out;
-  const int64_t inner = down[0].size(1);
   auto wide = at::empty({most, 2 * inner}, x.options()), narrow = at::empty({most, inner}, x.options());
   auto in = multiple > 1 ? at::empty({most, n}, x.options()) : x;
   auto result = multiple > 1 ? at::empty({most, out.size(1)}, x.options()) : out;
