@@ -1,0 +1,232 @@
+"""Decide which waiting request is dispatched next. Pure.
+
+    order              the next request is …                                       it knows
+    fifo               the oldest                                                  nothing
+    least_generated    the one with the fewest tokens so far                       nothing
+    context            a probe; else one of the group with the longest estimate    finished siblings
+    history            the one with the most tokens left, by estimate              last epoch, finished siblings
+    oracle             the one with the most tokens left                           the length of every response
+
+With chunks (`rollout.chunk_tokens`) a request comes back to the buffer after each of them, so an order decides again and
+again; without, only where a response begins. `context` is Seer's (arXiv 2511.14617): the first request of each group is
+a probe, probes go first, shortest first; a group's estimate is the longest finished sibling, before that the upper
+bound; now and then the group that has waited longest is served. `history` pools the lengths that the same row had in
+the last epoch (RhymeRL, arXiv 2508.18588: ranks of lengths move by 2 to 4 %) with those of finished siblings, and takes
+the most remaining tokens first, which is optimal for known lengths where work can be divided (McNaughton, 1959). A
+response that has outgrown its estimate is taken for a long one, the longer the more: so runaways run early.
+
+Cost, for n waiting requests in groups of G: `add` and `take` O(log n); `observe_finished` O(G log n), with orders that
+know no lengths O(1).
+
+Invariants (property-tested in tests/rollout/test_order.py): every request that is added is taken once, unless it is
+discarded; `take` returns the waiting request of the lowest rank, the oldest of equals, except that every
+`SERVE_STARVED`-th take of `context` returns one of the group that was served longest ago.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusion.rollout.buffer import Entry
+
+SERVE_STARVED = 16
+"""Every so many takes, `context` serves the group that has waited longest."""
+
+MIN_ITEMS = 64
+"""Number of items of a heap below which stale ones are not looked for"""
+
+OVERDUE = 0.5
+"""Estimated remaining tokens of a response that has outgrown its estimate, relative to those that it has"""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """What is known about the lengths of a group's responses, in tokens.
+
+    Args:
+        max_tokens: of a response.
+        earlier: of the same row in an earlier epoch.
+        exact: of each member; empty where they are not known.
+        finished: of the members that have finished.
+    """
+
+    max_tokens: int
+    earlier: Sequence[int] = ()
+    exact: Sequence[int] = ()
+    finished: list[int] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """Seer's estimate: the longest finished sibling, at first the upper bound."""
+        return max(self.finished, default=self.max_tokens)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the last epoch and of finished siblings, at first the upper bound."""
+        count = len(self.earlier) + len(self.finished)
+        return (sum(self.earlier) + sum(self.finished)) / count if count else self.max_tokens
+
+
+Rank = tuple[float, ...]
+RankOf = Callable[["Entry", Lengths], Rank]
+
+
+def _fifo(request: Entry, lengths: Lengths) -> Rank:
+    return ()
+
+
+def _least_generated(request: Entry, lengths: Lengths) -> Rank:
+    return (request.generated,)
+
+
+def _context(request: Entry, lengths: Lengths) -> Rank:
+    return (0, request.generated) if request.member == 0 else (1, -lengths.longest)
+
+
+def _history(request: Entry, lengths: Lengths) -> Rank:
+    return (-remaining(lengths.mean, request.generated),)
+
+
+def _oracle(request: Entry, lengths: Lengths) -> Rank:
+    return (request.generated - lengths.exact[request.member],)
+
+
+def remaining(estimate: float, generated: int) -> float:
+    """Estimates the tokens that a response still needs, from the estimate of its length and those that it has."""
+    return max(estimate - generated, OVERDUE * generated)
+
+
+ORDERS: dict[str, RankOf] = {
+    "fifo": _fifo,
+    "least_generated": _least_generated,
+    "context": _context,
+    "history": _history,
+    "oracle": _oracle,
+}
+"""Name of an order → the rank of a request: the lowest is taken first."""
+
+KNOWS_SIBLINGS = frozenset({"context", "history"})
+"""Orders whose ranks change when a sibling finishes"""
+
+
+class WaitingRequests:
+    """Holds the waiting requests of all groups in the order ``name``, a key of `ORDERS`."""
+
+    def __init__(self, name: str = "fifo") -> None:
+        self._rank_of, self._knows_siblings = ORDERS[name], name in KNOWS_SIBLINGS
+        self._lengths: dict[str, Lengths] = {}
+        """Group → what is known about its lengths"""
+        self._by_rank = StampedHeap()
+        self._by_service = StampedHeap() if name == "context" else None
+        """The same requests, by the number of takes when their group was last served; None: no group is preferred"""
+        self._served: dict[str, int] = {}
+        """Group → number of takes when one of its requests was last taken"""
+        self._taken = 0
+        """Number of requests ever taken"""
+
+    def __len__(self) -> int:
+        return len(self._by_rank)
+
+    def add_group(self, group: str, lengths: Lengths) -> None:
+        """Announces a group before its first request is added."""
+        self._lengths[group] = lengths
+
+    def add(self, requests: Iterable[Entry]) -> None:
+        """Adds requests, which wait from now on."""
+        for request in requests:
+            self._by_rank.push(self._rank_of(request, self._lengths[request.group]), request)
+            if self._by_service is not None:
+                self._by_service.push((self._served.get(request.group, 0),), request)
+
+    def take(self) -> Entry | None:
+        """Takes out the next request; None: none waits."""
+        if not self._by_rank:
+            return None
+        self._taken += 1
+        if self._by_service is None:
+            return self._by_rank.pop()
+        if self._taken % SERVE_STARVED:
+            request = self._by_rank.pop()
+            self._by_service.discard(request)
+        else:
+            request = self._longest_unserved(self._by_service)
+            self._by_rank.discard(request)
+        self._served[request.group] = self._taken
+        return request
+
+    def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
+        """Records the length of a finished response. ``waiting``: the requests of its group that wait."""
+        lengths = self._lengths[group]
+        lengths.finished.append(tokens)
+        if self._knows_siblings:
+            for request in waiting:
+                self._by_rank.push(self._rank_of(request, lengths), request)
+
+    def discard(self, group: str, waiting: Iterable[Entry]) -> None:
+        """Forgets a group, and its requests that still wait."""
+        del self._lengths[group]
+        self._served.pop(group, None)
+        for request in waiting:
+            self._by_rank.discard(request)
+            if self._by_service is not None:
+                self._by_service.discard(request)
+
+    def _longest_unserved(self, by_service: StampedHeap) -> Entry:
+        """Takes out a request of the group that was served longest ago. Its other requests are ranked again only when
+        it is their turn."""
+        while True:
+            (ranked,), request = by_service.first
+            served = self._served.get(request.group, 0)
+            if ranked == served:
+                return by_service.pop()
+            by_service.push((served,), request)
+
+
+class StampedHeap:
+    """A heap of requests by rank, of equal ranks the oldest first, whose ranks may change.
+
+    A request whose rank changes is pushed again, and its previous item stays until it comes to the top: the stamp tells
+    which item is valid. Stale items are removed when they are the larger part, so the cost stays amortized O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._items: list[tuple[Rank, int, int, Entry]] = []
+        """(rank, position, stamp, request)"""
+        self._stamp: dict[str, int] = {}
+        """Request → the stamp of its valid item"""
+        self._stamped = 0
+
+    def __len__(self) -> int:
+        return len(self._stamp)
+
+    def push(self, rank: Rank, request: Entry) -> None:
+        """Adds a request, or changes its rank."""
+        self._stamped += 1
+        self._stamp[request.id] = self._stamped
+        heapq.heappush(self._items, (rank, request.position, self._stamped, request))
+        if len(self._items) > MIN_ITEMS and len(self._items) > 2 * len(self._stamp):
+            self._items = [item for item in self._items if self._stamp.get(item[3].id) == item[2]]
+            heapq.heapify(self._items)
+
+    @property
+    def first(self) -> tuple[Rank, Entry]:
+        """The request of the lowest rank, and its rank."""
+        while self._stamp.get(self._items[0][3].id) != self._items[0][2]:
+            heapq.heappop(self._items)
+        rank, _, _, request = self._items[0]
+        return rank, request
+
+    def pop(self) -> Entry:
+        """Takes out the request of the lowest rank."""
+        request = self.first[1]
+        heapq.heappop(self._items)
+        del self._stamp[request.id]
+        return request
+
+    def discard(self, request: Entry) -> None:
+        """Removes a request, if it is here."""
+        self._stamp.pop(request.id, None)
