@@ -1,7 +1,8 @@
 """Run one card as a Ray actor.
 
-Stages run one after the other. Methods in concurrency groups run at the same time: control calls, the transfer of new
-weights to a card that continues generating, and the writing of a checkpoint.
+Stages run one after the other. Methods in concurrency groups run at the same time: control calls, the call that waits
+for requests at the end of their chunk, the transfer of new weights to a card that continues generating, and the writing
+of a checkpoint.
 """
 
 from __future__ import annotations
@@ -108,6 +109,6 @@ class Card(Worker):
     def pause(self) -> None:
         super().pause()
 
-    @_in_group("control")
-    def take_ended_chunks(self) -> list[SuspendedSample]:
-        return super().take_ended_chunks()
+    @_in_group("chunks")
+    def await_ended_chunks(self, timeout_s: float) -> list[SuspendedSample]:
+        return super().await_ended_chunks(timeout_s)

@@ -39,6 +39,7 @@ from stalesync.hosts import Host, alive_hosts, all_hosts, describe_ranks
 from stalesync.patience import Patience
 from stalesync.placing import check_cards, order_by_place, spread
 from stalesync.stage_calls import (
+    GATHER_FAILURES_S,
     Params,
     Result,
     RunningStage,
@@ -135,7 +136,7 @@ class Cards:
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 2, "weights": 1, "save": 1}, **resources)(Card)
+        actor = remote(concurrency_groups={"control": 2, "chunks": 1, "weights": 1, "save": 1}, **resources)(Card)
         options = _on_hosts(spec.world, alive_hosts(ray.nodes())) if kind == "emulated" else [{}] * spec.world
         self._actors = [actor.options(**one).remote(spec, queue, text_server) for one in options]
         try:
@@ -275,6 +276,36 @@ class Cards:
                 case "warn":
                     waited_s = time.monotonic() - patience.begun_s
                     log.warning("%s: ranks %s have not answered for %.0f s, but live", stage, late, waited_s)
+
+    def begin_asking(
+        self, call: StageCall[Result], ranks: Sequence[int], on_answer: Callable[[], None]
+    ) -> dict[int, Any]:
+        """Sends a control call that may wait on these cards; returns Ray's reference of each answer, by rank.
+        ``on_answer``: called at each answer, on another thread."""
+        ref_by_rank = dict(zip(ranks, self._send(dict.fromkeys(ranks, call)), strict=True))
+        for ref in ref_by_rank.values():
+            ref.future().add_done_callback(lambda _: on_answer())
+        return ref_by_rank
+
+    def take_answers(self, asked: dict[int, Any], timeout_s: float = 0.0) -> dict[int, Any]:
+        """Removes those calls of `begin_asking` that are answered; returns the answers by rank. Waits at most
+        ``timeout_s`` until all are.
+
+        Raises:
+            CardFailed: as `CardGroup.ask`.
+        """
+        if not asked:
+            return {}
+        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+        answered = set(done)
+        answers = {}
+        for rank in [rank for rank, ref in asked.items() if ref in answered]:
+            try:
+                answers[rank] = ray.get(asked.pop(rank))
+            except Exception as error:
+                self.check(GATHER_FAILURES_S)  # the stage that the card runs names the cause
+                raise self._error(FailedStage.of(error, rank=rank, stage="await_ended_chunks")) from None
+        return answers
 
     def find_unresponsive(self) -> list[int]:
         """Returns the ranks that do not answer a control call within STATUS_TIMEOUT_S."""

@@ -12,8 +12,8 @@ switch, and a switch behind `generate`, before this process has heard of its end
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
@@ -27,8 +27,8 @@ from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.stage_calls import RunningStage, StageCall, describe_hanging, stage_call
 
-CHUNK_POLL_S = 0.25
-"""Minimum seconds between two polls of the engines for requests whose chunk has ended."""
+MAX_CHUNK_WAIT_S = 60.0
+"""Maximum seconds for which a call waits on an engine's first card for requests whose chunk has ended."""
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Generation:
     Args:
         prompts: prompts of the groups in progress, by id.
         take_reports: called with the reports of the cards.
+        on_ended_chunks: called on another thread when `take_ended_chunks` has something to return.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Generation:
         cards: Cards,
         prompts: Mapping[str, Prompt],
         take_reports: Callable[[Sequence[StageReport]], None],
+        on_ended_chunks: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec, self._cards, self._prompts, self._take_reports = spec, cards, prompts, take_reports
         ends = None if spec.detokenizer is None else spec.detokenizer.end_token_ids
         self._sampling = spec.rollout.sampling(stop_token_ids=ends)
         self._chunk_tokens = spec.rollout.chunk_tokens or 0
+        self._on_ended_chunks = on_ended_chunks
         self._lengths: ForcedLengths | None = None
         if spec.rollout.forced_median is not None:
             self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
@@ -63,8 +66,8 @@ class Generation:
         """The switch back to the training phase, likewise"""
         self._stopping = False
         """Whether the running engines stop by themselves"""
-        self._chunks_polled_s = 0.0
-        """Time of the last poll for ended chunks"""
+        self._asked_chunks: dict[int, Any] = {}
+        """First card of a running engine → the call that waits there for ended chunks"""
         self._warned_silent_s = 0.0
         """Seconds without a sample at the last warning"""
 
@@ -153,18 +156,25 @@ class Generation:
             reports = self._cards.wait(self._running.pop(engine))
             self._take_reports(reports)
             suspended[engine] = [one for report in reports for one in report.suspended]
+        first_cards = {self._spec.engines[engine][0]: engine for engine in engines}
+        asked = {rank: self._asked_chunks.pop(rank) for rank in first_cards if rank in self._asked_chunks}
+        while asked:  # answered when the stage ends
+            for rank, samples in self._cards.take_answers(asked, WARN_EVERY_S).items():
+                suspended[first_cards[rank]] += samples
+            self._cards.check()
         return suspended
 
     def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
-        """Returns, by engine, the requests whose chunk has ended since the last call; nothing if the last call was less
-        than `CHUNK_POLL_S` ago."""
-        if self._spec.rollout.chunk_tokens is None or time.monotonic() - self._chunks_polled_s < CHUNK_POLL_S:
+        """Returns, by engine, the requests whose chunk has ended since the last call. One call waits on the first card
+        of each running engine until there are some."""
+        if not self._chunk_tokens or self.publishing:
             return {}
-        self._chunks_polled_s = time.monotonic()
-        engines = list(self._running)
-        first_cards = [self._spec.engines[engine][0] for engine in engines]
-        answers = self._cards.on(first_cards).ask(Worker.take_ended_chunks)
-        return {engine: samples for engine, samples in zip(engines, answers, strict=True) if samples}
+        engine_of = {self._spec.engines[engine][0]: engine for engine in self._running}
+        answers = self._cards.take_answers(self._asked_chunks)
+        if unasked := [rank for rank in engine_of if rank not in self._asked_chunks]:
+            call = stage_call(Worker.await_ended_chunks, MAX_CHUNK_WAIT_S)
+            self._asked_chunks |= self._cards.begin_asking(call, unasked, self._on_ended_chunks)
+        return {engine_of[rank]: samples for rank, samples in answers.items() if samples}
 
     def check_silence(self, silent_s: float, num_running_on: Callable[[int], int]) -> None:
         """Warns if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.

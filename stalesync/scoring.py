@@ -165,6 +165,8 @@ class Scorer:
         self._changed = threading.Condition()
         """Lock for all accesses to the progress and the error"""
         self._error: BaseException | None = None
+        self._woken = False
+        """Whether `wake` was called since the last `poll`"""
         self._stopping = threading.Event()
         self._scoring = threading.Lock()
         """Held by the thread while it handles samples"""
@@ -202,13 +204,20 @@ class Scorer:
 
     def poll(self, timeout_s: float) -> tuple[list[Sample], list[Sample]]:
         """Returns the samples generated and those scored since the last call, each in order of ids; waits at most
-        ``timeout_s`` for the first one. Raises the exception of the scoring thread, if any."""
+        ``timeout_s`` for the first one, or for `wake`. Raises the exception of the scoring thread, if any."""
         with self._changed:
-            if not (self._progress.has_news or self._error):
+            if not (self._progress.has_news or self._error or self._woken):
                 self._changed.wait(timeout_s)
+            self._woken = False
             if self._error is not None:
                 raise self._error
             return self._progress.take_generated(), self._progress.take_scored()
+
+    def wake(self) -> None:
+        """Ends the wait of `poll`: something else has happened. Thread-safe."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def score_waiting(self) -> tuple[list[Sample], list[StageReport]]:
         """Scores the samples that could not be scored concurrently, in the TRAIN phase. Also returns the cards'

@@ -83,7 +83,9 @@ class TrainingRun:
         )
         self.desk = ControlDesk(folder.path, config)
         self.step_metrics = StepMetrics(spec.world, folder)
-        self.generation = Generation(spec, cards, prompts=scorer.prompts, take_reports=self.step_metrics.take)
+        self.generation = Generation(
+            spec, cards, prompts=scorer.prompts, take_reports=self.step_metrics.take, on_ended_chunks=scorer.wake
+        )
         self.loop = Controller(
             config=config,
             admission=self.admission,

@@ -348,9 +348,10 @@ class Worker:
         """Ends `generate` after the engine's next step; unfinished requests are suspended."""
         self._generation.engine.pause()
 
-    def take_ended_chunks(self) -> list[SuspendedSample]:
-        """Returns the requests of the engine that were suspended at the end of their chunk since the last call."""
-        return self._generation.take_suspended()
+    def await_ended_chunks(self, timeout_s: float) -> list[SuspendedSample]:
+        """Returns the requests of the engine that were suspended at the end of their chunk since the last call; waits
+        at most ``timeout_s`` for the first one, and not beyond the end of `generate`."""
+        return self._generation.await_suspended(timeout_s)
 
     @property
     def _trainer(self) -> TrainEngine:

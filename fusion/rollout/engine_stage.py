@@ -44,13 +44,16 @@ MAX_PENDING = 64
 MAX_PENDING_S = 0.2
 """Maximum seconds that a finished sample waits for others."""
 
+MAX_GATHER_S = 0.05
+"""Maximum seconds that a request at the end of its chunk waits for others before the controller is told."""
+
 IDLE_POLL_S = 0.001
 """An idle engine polls for orders this often."""
 
 
 class EngineStage:
     """Runs one engine. Collective over its cards: `run`, `answer`. Any thread of the first card: `submit`,
-    `take_suspended`.
+    `await_suspended`.
 
     ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's outputs have
     their routing. ``drafter``: the engine's; its figures are reported with those of the engine.
@@ -74,26 +77,35 @@ class EngineStage:
         """Puts finished samples to the queue while the engine steps"""
         self._suspended: list[SuspendedSample] = []
         """This card's samples that are reported neither to the first card nor to the controller yet"""
-        self._suspended_lock = threading.Lock()
+        self._running = False
+        """Whether `run` steps the engine"""
+        self._changed = threading.Condition()
+        """Lock for all accesses to both; notified when a sample is suspended and when `run` has ended"""
 
     def run(
         self, requests: Sequence[Request], *, stay: bool, metrics: Metrics, timeline: Timeline
     ) -> list[SuspendedSample]:
         """Steps until the engine is paused or, unless ``stay``, until it is idle. The requests are the first card's.
         Returns the unfinished samples."""
-        engine, self._reported = self.engine, self.engine.status()
-        engine.resume()
-        if requests:
-            self.submit(requests)
-        with timeline.strip() as mark:
-            pending = self._step_until_paused(stay, mark)
-            suspended = engine.suspend()
-            if self._drafter is not None:
-                self._drafter.flush()
-            self._put(pending, suspended)
-            mark("put")
-        self.count(metrics)
-        return self.take_suspended() if engine.is_leader else self._take_own()
+        engine, self._reported, self._running = self.engine, self.engine.status(), True
+        try:
+            engine.resume()
+            if requests:
+                self.submit(requests)
+            with timeline.strip() as mark:
+                pending = self._step_until_paused(stay, mark)
+                suspended = engine.suspend()
+                if self._drafter is not None:
+                    self._drafter.flush()
+                self._put(pending, suspended)
+                mark("put")
+            self._receive()
+            self.count(metrics)
+        finally:
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()
+        return self._take_suspended()
 
     def count(self, metrics: Metrics) -> None:
         """Adds the engine's figures since the last call; the totals of all cards on its first card."""
@@ -142,15 +154,30 @@ class EngineStage:
         """Submits requests to the engine, suspended ones with the tokens they have. On the first card."""
         self.engine.submit(self._partials.restore(requests))
 
-    def take_suspended(self) -> list[SuspendedSample]:
-        """Returns the samples of all cards suspended since the last call, at the end of a chunk or by a pause. On the
+    def await_suspended(self, timeout_s: float) -> list[SuspendedSample]:
+        """Returns the samples of all cards suspended at the end of a chunk since the last call; waits at most
+        ``timeout_s`` for the first one, and `MAX_GATHER_S` for others. Returns at once when `run` has ended. On the
         first card; the other cards report theirs to it when they step, and what is left at the end of `run` there."""
-        return self._take_own() + [SuspendedSample.from_dict(item) for item in self.engine.take_reports()]
+        with self._changed:
+            if self._changed.wait_for(lambda: self._suspended or not self._running, timeout_s) and self._running:
+                self._changed.wait_for(lambda: not self._running, MAX_GATHER_S)
+        return self._take_suspended()
 
-    def _take_own(self) -> list[SuspendedSample]:
-        with self._suspended_lock:
+    def _take_suspended(self) -> list[SuspendedSample]:
+        with self._changed:
             suspended, self._suspended = self._suspended, []
         return suspended
+
+    def _add_suspended(self, suspended: Sequence[SuspendedSample]) -> None:
+        if suspended:
+            with self._changed:
+                self._suspended += suspended
+                self._changed.notify_all()
+
+    def _receive(self) -> None:
+        """Takes over what the other cards have reported to the first one."""
+        if self.engine.is_leader and self.engine.num_ranks > 1:
+            self._add_suspended([SuspendedSample.from_dict(item) for item in self.engine.take_reports()])
 
     def _step_until_paused(self, stay: bool, mark: Callable[[str], None]) -> list[Output]:
         """Steps until the engine is paused or, unless ``stay``, idle. Returns what has finished and was not put yet."""
@@ -174,14 +201,13 @@ class EngineStage:
 
     def _step(self, mark: Callable[[str], None]) -> list[Output]:
         if self._suspended and not self.engine.is_leader:
-            self.engine.report(map(vars, self._take_own()))
+            self.engine.report(map(vars, self._take_suspended()))
         outputs = self.engine.step()
+        self._receive()
         mark(self.engine.last_step_kind or WAIT_DATA)
         return outputs
 
     def _put(self, outputs: list[Output], suspended: Sequence[Output] = ()) -> None:
         finished = [output for output in outputs if output.finish_reason != "chunk"]
         chunks = [output for output in outputs if output.finish_reason == "chunk"]
-        unfinished = self._partials.put(finished, [*chunks, *suspended])
-        with self._suspended_lock:
-            self._suspended += unfinished
+        self._add_suspended(self._partials.put(finished, [*chunks, *suspended]))

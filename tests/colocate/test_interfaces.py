@@ -68,7 +68,7 @@ def generate(worker, version):
         time.sleep(0.01)
     worker.pause()
     stage.join()
-    assert worker.take_ended_chunks() == [] and reports[0].suspended == []
+    assert worker.await_ended_chunks(60.0) == [] and reports[0].suspended == []
     return [request.id for request in requests(version)]
 
 

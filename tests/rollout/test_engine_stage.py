@@ -1,5 +1,7 @@
 """Samples suspended at the end of a chunk: the engine's first card reports those of all its cards, each once."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 from distqueue import LocalQueue
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
@@ -10,6 +12,7 @@ from fusion.telemetry import Metrics, Timeline
 from tests.helpers import run_ranks
 from tests.inference.conftest import card_is_left as card_is_left
 from tests.inference.engines import checkpoint, engine
+from tests.machine import patience, wait_for
 
 
 def run_stage(rank, device, folder):
@@ -26,7 +29,7 @@ def run_stage(rank, device, folder):
     requests += [Request(f"w{k}", (3, 4), params, group=f"w{k}") for k in range(4)]
     suspended = stage.run(requests if rank == 0 else [], stay=False, metrics=Metrics(), timeline=Timeline("card"))
     held = {id for id in (f"c{k}~3" for k in range(4)) if _holds(queue, id)}
-    return suspended, held, stage.take_suspended() if rank == 0 else []
+    return suspended, held, stage.await_suspended(60.0) if rank == 0 else []
 
 
 def _holds(queue, row):
@@ -42,6 +45,19 @@ def test_the_first_card_reports_what_all_cards_suspended():
     assert {one.earlier for one in first} == first_held | second_held and len(first) == 4, "and the first reported all"
     assert second == later == []
     assert set(first) == {SuspendedSample(f"c{k}", 3, f"c{k}~3", (0, 0), one.kv_rank) for k, one in _by_number(first)}
+
+
+def test_who_waits_for_ended_chunks_gets_them_while_the_engine_runs_and_returns_when_the_stage_ends():
+    made = engine(max_length=256)
+    stage = engine_stage.EngineStage(made, LocalQueue(["train"]))
+    params = SamplingParams(max_tokens=60, stop_token_ids=())
+    request = Request("c0", (3, 4), params, group="c0", chunk_tokens=3)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(stage.run, [request], stay=True, metrics=Metrics(), timeline=Timeline("card"))
+        wait_for(lambda: made.status()["generated_tokens"], 60)
+        assert [one.id for one in stage.await_suspended(patience(60))] == ["c0"] and not running.done()
+        made.pause()
+        assert stage.await_suspended(patience(60)) == [] and running.result() == []
 
 
 def test_a_stage_sends_all_its_text_to_other_engines_when_it_ends():

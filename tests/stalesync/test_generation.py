@@ -26,7 +26,7 @@ class Calls:
         self.begun, self.stays, self.pending = [], {}, ()
         """Calls; `stay` by rank, and references, of the stages that `begin_each` begins"""
         self.chunks = {}
-        """By rank"""
+        """Answers of the calls that wait for ended chunks, by rank"""
 
     def begin_each(self, calls):
         (stage,) = {call.stage for call in calls.values()}
@@ -52,9 +52,19 @@ class Calls:
         self.begun.append(("wait", running and running.ranks))
         return [SimpleNamespace(until_ns=9, suspended=[]), SimpleNamespace(until_ns=7, suspended=[])]
 
+    def begin_asking(self, call, ranks, on_answer):
+        self.begun.append((call.stage, list(ranks)))
+        return dict.fromkeys(ranks)
+
+    def take_answers(self, asked, timeout_s=0.0):
+        answers = {rank: self.chunks.pop(rank, []) for rank in list(asked) if rank in self.chunks or timeout_s}
+        for rank in answers:
+            del asked[rank]
+        return answers
+
+    def check(self): ...
+
     def ask(self, ranks, request, *args):
-        if request is Worker.take_ended_chunks:
-            return [self.chunks.pop(rank, []) for rank in ranks]
         self.begun.append((request.__name__, list(ranks)))
 
     hosts = ()
@@ -106,18 +116,29 @@ def test_all_engines_are_asked_at_once_and_then_awaited():
     assert cards.begun == [("pause", [0, 2]), ("wait", (0, 1)), ("wait", (2, 3))]
 
 
-def test_chunks_that_ended_are_told_by_engine(monkeypatch):
-    monkeypatch.setattr("stalesync.generation.CHUNK_POLL_S", 0.0)
+def test_one_call_waits_for_ended_chunks_on_the_first_card_of_each_engine():
     made, cards = _generation(chunk_tokens=2)
+    del cards.begun[:]
+    assert made.take_ended_chunks() == {} and cards.begun == [("await_ended_chunks", [0, 2])]
     first, second = SuspendedSample("a/0", 2, "a/0~2", (0, 0), 1), SuspendedSample("a/1", 2, "a/1~2", (0, 0), 0)
     cards.chunks = {0: [second, first], 1: ["of a card that is not asked"]}
-    assert made.take_ended_chunks() == {0: [second, first]} and made.take_ended_chunks() == {}
-    assert cards.chunks.keys() == {1}, "an engine's first card answers for all"
+    assert made.take_ended_chunks() == {0: [second, first]}
+    assert made.take_ended_chunks() == {} and cards.begun[1:] == [("await_ended_chunks", [0])], "a new one each"
+
+
+def test_what_a_call_returns_at_the_end_of_its_stage_is_suspended_with_the_rest():
+    made, cards = _generation(chunk_tokens=2)
+    made.take_ended_chunks()
+    ended = SuspendedSample("b/0", 2, "b/0~2", (0, 0), 1)
+    cards.chunks = {2: [ended]}
+    assert made.suspend((1,)) == {1: [ended]}
+    del cards.begun[:]
+    assert made.take_ended_chunks() == {} and cards.begun == [], "engine 0 is asked already, 1 does not run"
 
 
 def test_cards_are_not_asked_for_chunks_where_there_are_none():
     made, cards = _generation()
-    cards.on = None
+    cards.begin_asking = cards.take_answers = None
     assert made.take_ended_chunks() == {}
 
 
