@@ -234,7 +234,6 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
             max_response_tokens=512,
             max_filtered_groups=10 * groups,
             ahead=staleness > 0,
-            chunks=False,
             filters=False,
         ),
         StalenessLedger(staleness, groups),

@@ -24,10 +24,11 @@ controller in a run, a simulator in virtual time, a property test) executes each
 
 What may be admitted and trained is the ledger's decision (`staleness.py`), which waiting request goes to which engine
 the buffer's (`fusion/rollout/buffer.py`); this file decides when they are called, and for how many groups or requests.
-At staleness 0 engines receive all requests at the start, so that the batches of requests do not depend on timing. Above
-0 an engine has at most AHEAD[1] times the number of requests that it decodes at a time, and receives more when it has
-no more than AHEAD[0] times that number: the remaining requests can go to any engine with capacity, and start no earlier
-(and so become no older) than necessary.
+At staleness 0 without chunks engines receive all requests at the start, so that the batches of requests do not depend
+on timing. Otherwise requests are bound late: an engine has at most AHEAD[1] times the number of requests that it
+decodes at a time, of which the KV fits its cache, and receives more when it has no more than AHEAD[0] times that
+number. The remaining requests can go to any engine with capacity, in the order of `fusion/rollout/order.py`, and start
+no earlier (and so become no older) than necessary.
 
 Cost, for n requests in progress: an observation O(log n); `feed` O(1) if there is nothing to do, else that of
 `RequestBuffer.dispatch`. A generator holds the position within a step; state is saved between two steps.
@@ -46,11 +47,11 @@ Invariants (property-tested in tests/stalesync/test_admission.py), in addition t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fusion.rollout import Entry, RequestBuffer, SuspendedSample
+from fusion.rollout import EngineRoom, Entry, RequestBuffer, SuspendedSample
 from stalesync.commands import (
     AdmitGroups,
     AwaitSamples,
@@ -85,9 +86,10 @@ class AdmissionSpec:
 
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
-    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``chunks``: whether requests
-    are suspended at the end of a chunk; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
-    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others.
+    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``chunk_tokens``: after which
+    a request is suspended, 0: never; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
+    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others;
+    ``order``: of dispatch, and ``exact_lengths`` for it, as of `RequestBuffer`.
     """
 
     group_size: int
@@ -100,25 +102,36 @@ class AdmissionSpec:
     scores_beside: bool = True
     keeps_kv: bool = False
     num_probes: int = 0
-    chunks: bool = True
+    chunk_tokens: int = 0
     filters: bool = True
+    order: str = "fifo"
+    exact_lengths: Callable[[str], Sequence[int]] = lambda group: ()
 
     @property
-    def max_requests(self) -> int | None:
-        """Maximum number of requests of an engine; None: unlimited."""
-        return round(AHEAD[1] * self.engine_slots) if self.ahead else None
+    def binds_late(self) -> bool:
+        """Whether requests wait here until an engine has capacity."""
+        return self.ahead or self.chunk_tokens > 0
+
+    @property
+    def max_requests(self) -> int:
+        """Maximum number of requests of an engine, where they are bound late."""
+        return round(AHEAD[1] * self.engine_slots)
 
     @property
     def low_requests(self) -> int:
         """Number of requests at or below which an engine receives more; -1: it receives all at the start."""
-        return round(AHEAD[0] * self.engine_slots) if self.ahead else -1
+        return round(AHEAD[0] * self.engine_slots) if self.binds_late else -1
 
 
 class Admission:
     """Makes the decisions of a run, with its staleness ledger and its request buffer."""
 
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
-        self.spec, self.ledger, self.buffer = spec, ledger, RequestBuffer(spec.num_probes)
+        self.spec, self.ledger, self.buffer = (
+            spec,
+            ledger,
+            RequestBuffer(spec.num_probes, spec.order, spec.exact_lengths),
+        )
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
         """Stage of the last command"""
@@ -129,6 +142,8 @@ class Admission:
         """Number of groups filtered since the last `Train`"""
         self._chunks_ended = False
         """Whether requests were suspended at the end of their chunk since the last `feed`"""
+        self._kv_tokens: int | None = None
+        """Capacity of an engine's KV cache, once it is known"""
         self._num_requested = 0
         """Number of groups in the last `AdmitGroups` that are not admitted yet"""
 
@@ -155,7 +170,7 @@ class Admission:
         """Yields commands that keep running engines busy: dispatches requests whose chunk has ended, and gives more to
         engines with few requests."""
         chunks_ended, self._chunks_ended = self._chunks_ended, False
-        if self.running.low:
+        if self.running.low and self.spec.ahead:
             yield from self._admit()
         if chunks_ended or self.running.low:
             yield from self._dispatch()
@@ -200,6 +215,10 @@ class Admission:
         """Records that no sample of a group could be scored."""
         self.ledger.fail(group, why)
 
+    def observe_kv_tokens(self, kv_tokens: int) -> None:
+        """Records the capacity of an engine's KV cache in tokens: of all its attention ranks, the smallest engine's."""
+        self._kv_tokens = kv_tokens
+
     def observe_chunks_ended(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         """Records requests that a running engine suspended at the end of their chunk."""
         self._take_back(engine, suspended)
@@ -222,11 +241,13 @@ class Admission:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON, between two steps. No engine has a request."""
-        return {"ledger": self.ledger.state_dict(), "buffer": self.buffer.state_dict()}
+        state = {"ledger": self.ledger.state_dict(), "buffer": self.buffer.state_dict()}
+        return state | {"lengths": self.buffer.history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object; other keys are ignored."""
         self.ledger.load_state_dict(state["ledger"])
+        self.buffer.history.load_state_dict(state.get("lengths", {}))
         self.buffer.load_state_dict(state["buffer"])
 
     def _collect(self, share: InferenceShare) -> Iterator[Command]:
@@ -278,7 +299,7 @@ class Admission:
         """Admits as many groups as the ledger allows, the remaining steps can train, and these engines (None: those
         that run) can start."""
         count = self._num_admissible
-        if count > 0 and self.spec.max_requests is not None:
+        if count > 0 and self.spec.ahead:
             count = min(count, self._groups_to_begin(self.spec.max_requests, engines))
         if count > 0:
             self._num_requested = count
@@ -303,7 +324,7 @@ class Admission:
     @property
     def _dispatches_once(self) -> bool:
         """Whether a step dispatches all that it generates at its start."""
-        return not (self.spec.ahead or self.spec.chunks or self.spec.filters or self.ledger.tokens_per_step is not None)
+        return not (self.spec.binds_late or self.spec.filters or self.ledger.tokens_per_step is not None)
 
     def _dispatch(self, engines: Sequence[int] | None = None, last: bool = False) -> Iterator[Command]:
         """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run.
@@ -314,7 +335,7 @@ class Admission:
             return
         requests_by_engine = {
             engine: tuple(_request(entry) for entry in entries)
-            for engine, entries in self.buffer.dispatch(engines, self.spec.max_requests).items()
+            for engine, entries in self.buffer.dispatch(engines, self._room).items()
             if entries or engine in starting
         }
         for engine in requests_by_engine:
@@ -322,6 +343,14 @@ class Admission:
         left_kv = self.buffer.take_left_kv()
         if requests_by_engine:
             yield Dispatch(requests_by_engine, left_kv if self.spec.keeps_kv else {}, starting, last)
+
+    @property
+    def _room(self) -> EngineRoom | None:
+        """The bounds of an engine; None: it receives all requests."""
+        if not self.spec.binds_late:
+            return None
+        kv_tokens = self._kv_tokens if self.spec.chunk_tokens else None  # a whole response is never reserved
+        return EngineRoom(self.spec.max_requests, kv_tokens, self.spec.chunk_tokens)
 
     def _beside(self, share: InferenceShare) -> tuple[int, ...]:
         """Returns the engines that can receive new weights while they generate: all that share no card with the

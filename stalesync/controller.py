@@ -74,6 +74,8 @@ class Controller:
     step_metrics: StepMetrics
     folder: RunFolder
     view: LiveView
+    attention_ranks: int = 1
+    """Number of attention ranks of an engine"""
     _kv_tokens: float | None = None
     """Capacity of the smallest KV cache in the last step"""
     _num_tokens: int = 0
@@ -279,6 +281,8 @@ class Controller:
         metrics.add("rollout/engines", len(self.desk.share.engines))
         metrics.add("rollout/suspended_total", 0)
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
+        if self._kv_tokens is not None:
+            self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)
         add_sample_metrics(metrics, samples, self.config.rollout.max_response_length)
         if samples:
             self.folder.log_samples(self.groups.step, samples, _describe)

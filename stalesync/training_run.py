@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
+from stalesync.prompts.lengths import ForcedLengths
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
 from stalesync.scoring import Scorer
@@ -95,6 +96,7 @@ class TrainingRun:
             scorer=scorer,
             groups=self.groups,
             generation=self.generation,
+            attention_ranks=spec.infer_of_one_engine.dp,
             updater=Updater(
                 spec=spec,
                 cards=cards,
@@ -290,6 +292,17 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, fil
         scores_beside=scores_beside,
         keeps_kv=spec.rollout.keeps_kv,
         num_probes=spec.rollout.num_probes,
-        chunks=spec.rollout.chunk_tokens is not None,
+        chunk_tokens=spec.rollout.max_chunk_tokens,
+        order=spec.rollout.order,
+        exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
         filters=filters,
     )
+
+
+def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
+    """Returns the function that gives the lengths of a group's responses where they are forced, for the order
+    `oracle`."""
+    if spec.rollout.forced_median is None:
+        return lambda group: ()
+    lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, spec.rollout.max_response_length)
+    return lambda group: lengths.of_members(group, range(group_size))

@@ -11,6 +11,7 @@ from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep")
 DRAFTS = ("none", "siblings", "history", "both")
+ORDERS = ("fifo", "least_generated", "context", "history", "oracle")
 DRAFT_BUDGETS = ("measured", "window")
 
 BLOCK_MULTIPLE = 16
@@ -42,6 +43,12 @@ class RolloutConfig:
     the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
     batch_invariant."""
+    order: str = "fifo"
+    """Which waiting request an engine receives next (`fusion/rollout/order.py`): `fifo` (the oldest), `least_generated`
+    (the one with the fewest tokens so far), `context` (Seer: one response of each group first, then the groups whose
+    finished responses are longest), `history` (the most tokens left, estimated from the same row's last epoch and from
+    finished responses of the group); `oracle` (the most tokens left) only with forced_median. With chunk_tokens it
+    decides again after every chunk, otherwise only where a response begins."""
     max_length: int | None = None
     """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
     block_size: int = 16
@@ -110,6 +117,12 @@ class RolloutConfig:
             "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
         )
         check.one_of("suspended_kv", SUSPENDED_KV)
+        check.one_of("order", ORDERS)
+        check.that(
+            "order",
+            self.order != "oracle" or self.forced_median is not None,
+            "another one without rollout.forced_median: the lengths are not known",
+        )
         check.one_of("drafts", DRAFTS)
         check.one_of("draft_budget", DRAFT_BUDGETS)
         check.integer("draft_tree", "draft_mib", at_least=1)
@@ -148,6 +161,12 @@ class RolloutConfig:
     @property
     def drafts_history(self) -> bool:
         return self.drafts in ("history", "both")
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Number of new tokens after which a response returns to the request buffer; 0: none ever does."""
+        chunk_tokens = self.chunk_tokens or 0
+        return chunk_tokens if chunk_tokens < self.max_response_length else 0
 
     @property
     def num_probes(self) -> int:

@@ -15,25 +15,32 @@ shares prefixes of, and drafts from, what it has computed itself.
 
 The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to
 draft from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request
-waits for a probe. Lengths estimated from finished probes would refine the order here.
+waits for a probe.
 
-Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request, `is_finished` and counts
-O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for d requests that it dispatches. No method but `of` and
-`state_dict` visits all requests.
+Which waiting request comes next is decided by `order.py`, where it goes by this file. With bounds (`EngineRoom`) a
+request goes only where its prompt, its tokens so far and those of its next chunk fit, besides those of all requests
+that the engine has; if the next one fits nowhere, nothing goes. An engine without a request takes any.
+
+Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
+siblings, as in `order.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for
+d requests that it dispatches. No method but `of` and `state_dict` visits all requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 its number of generated tokens never decreases; a group is removed as a whole; a buffer restored from `state_dict` is
-the same buffer with nothing on an engine.
+the same buffer with nothing on an engine; an engine with several requests has at most its bounds of requests and KV.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from fusion.rollout.engine_room import EngineRoom
+from fusion.rollout.length_history import LengthHistory, row_of
+from fusion.rollout.order import Lengths, make_waiting
 from fusion.rollout.router import assign_groups
 
 State = Literal["waiting", "running", "finished"]
@@ -46,7 +53,8 @@ class Entry:
     ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
     ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
     its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``position``: in the order
-    of all requests ever added; ``behind``: whether probes run ahead of it.
+    of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
+    ``reserved``: KV tokens that it occupies of the bound of its engine.
     """
 
     id: str
@@ -61,7 +69,9 @@ class Entry:
     newest: int = -1
     kv: tuple[int, int] | None = None
     position: int = 0
+    member: int = 0
     behind: bool = False
+    reserved: int = 0
 
     @property
     def load(self) -> int:
@@ -74,7 +84,8 @@ class Entry:
         return int(self.behind and not self.generated)
 
 
-SAVED = tuple(field.name for field in fields(Entry) if field.name not in ("position", "behind"))
+NOT_SAVED = ("position", "member", "behind", "reserved")
+SAVED = tuple(field.name for field in fields(Entry) if field.name not in NOT_SAVED)
 """Fields of an entry in the state of a buffer"""
 
 
@@ -95,30 +106,39 @@ class Group:
 
 
 class RequestBuffer:
-    """Holds requests by group, in the order in which groups were added; older requests are dispatched first.
+    """Holds requests by group, in the order in which groups were added.
 
-    ``num_probes``: requests of a group that run ahead of the others; 0: none.
+    Args:
+        num_probes: requests of a group that run ahead of the others; 0: none.
+        order: in which they are dispatched, a key of `ORDERS`.
+        exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
     """
 
-    def __init__(self, num_probes: int = 0) -> None:
-        self._num_probes = num_probes
+    def __init__(
+        self,
+        num_probes: int = 0,
+        order: str = "fifo",
+        exact_lengths: Callable[[str], Sequence[int]] = lambda group: (),
+    ) -> None:
+        self._num_probes, self._order, self._exact_lengths = num_probes, order, exact_lengths
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
         self._added = 0
         """Number of requests ever added"""
-        self._new: deque[Entry] = deque()
-        """Waiting requests that have not run yet, in order. It may also hold requests of groups that were removed."""
-        self._suspended: list[tuple[int, Entry]] = []
-        """The other waiting requests, a heap by position; likewise"""
+        self._waiting = make_waiting(order)
+        self.history = LengthHistory()
+        """Lengths of the rows whose groups have ended, if the order is `history`"""
         self._count: Counter[State] = Counter()
         self._running_count: Counter[int] = Counter()
-        """Engine → requests that it has; `_running_load` their tokens"""
+        """Engine → requests that it has; `_running_load` their tokens, `_reserved` what they occupy of its bound"""
         self._running_load: Counter[int] = Counter()
+        self._reserved: Counter[int] = Counter()
 
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
         """Adds a group of requests, which wait from now on."""
         assert group not in self._groups, f"group {group!r} was added before"
+        self._add_group(group, max_tokens)
         self._insert(group, "waiting", [Entry(id, group, prompt_tokens, max_tokens) for id in ids])
 
     def of(self, state: State) -> list[Entry]:
@@ -133,14 +153,14 @@ class RequestBuffer:
         """Counts requests that an engine has."""
         return self._running_count[engine]
 
-    def dispatch(self, engines: Sequence[int], max_requests: int | None = None) -> dict[int, list[Entry]]:
+    def dispatch(self, engines: Sequence[int], room: EngineRoom | None = None) -> dict[int, list[Entry]]:
         """Assigns waiting requests to engines; returns the assigned ones by engine, in the order of all.
 
-        Without ``max_requests`` all are assigned: those with KV to the engine that has it as far as loads stay even,
-        the others of a group together, to the least loaded engine. With it they are assigned oldest first until every
-        engine has that many: what waits here may still go anywhere.
+        Without ``room`` all are assigned: those with KV to the engine that has it as far as loads stay even, the others
+        of a group together, to the least loaded engine. With it they are assigned in order until the next one fits no
+        engine: what waits here may still go anywhere.
         """
-        assigned = self._assign_all(engines) if max_requests is None else self._fill(engines, max_requests)
+        assigned = self._assign_all(engines) if room is None else self._fill(engines, room)
         by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
         for entry, engine in assigned:
             by_engine[engine].append(entry)
@@ -179,7 +199,7 @@ class RequestBuffer:
         entry.kv = None if kv_rank is None else (engine, kv_rank)
         if versions is not None:
             entry.oldest, entry.newest = versions
-        heapq.heappush(self._suspended, (entry.position, entry))
+        self._waiting.add([entry])
 
     def finish(self, generated: Mapping[str, int]) -> Finished:
         """Marks requests finished. ``generated``: the tokens of each, by id."""
@@ -197,6 +217,9 @@ class RequestBuffer:
                 group.num_unfinished -= 1
                 if not group.num_unfinished:
                     groups.append(entry.group)
+                elif self._order != "fifo":
+                    waiting = [one for one in group.members if one.state == "waiting"]
+                    self._waiting.observe_finished(entry.group, entry.generated, waiting)
         return Finished(list(running), groups)
 
     def is_finished(self, group: str) -> bool:
@@ -205,11 +228,16 @@ class RequestBuffer:
 
     def remove(self, group: str) -> list[Entry]:
         """Removes a group, none of whose requests is on an engine; returns its requests."""
-        members = self._groups.pop(group).members
+        removed = self._groups.pop(group)
+        members = removed.members
         for entry in members:
             assert entry.state != "running", f"request {entry.id!r} is still on engine {entry.engine}"
             self._count[entry.state] -= 1
             del self.entries[entry.id]
+        if removed.num_unfinished or self._order != "fifo":
+            self._waiting.discard(group, [entry for entry in members if entry.state == "waiting"])
+        if self._order == "history" and not removed.num_unfinished:
+            self.history.observe(row_of(group), [entry.generated for entry in members])
         return members
 
     @property
@@ -228,14 +256,24 @@ class RequestBuffer:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
         for fields_ in state:
             entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED})
+            if entry.group not in self._groups:
+                self._add_group(entry.group, entry.max_tokens)
             self._insert(entry.group, entry.state, [entry])
+            if entry.state == "finished" and self._order != "fifo":
+                self._waiting.observe_finished(entry.group, entry.generated, ())
+
+    def _add_group(self, group: str, max_tokens: int) -> None:
+        self._groups[group] = Group()
+        if self._order != "fifo":
+            lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group))
+            self._waiting.add_group(group, lengths)
 
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
         """Adds requests of one group in one state, the newest of all."""
-        known = self._groups.setdefault(group, Group())
-        if self._num_probes:
+        known = self._groups[group]
+        if self._num_probes or self._order != "fifo":
             for member, entry in enumerate(entries, start=len(known.members)):
-                entry.behind = member >= self._num_probes
+                entry.member, entry.behind = member, member >= self._num_probes > 0
         known.members += entries
         for position, entry in enumerate(entries, start=self._added):
             entry.position = position
@@ -245,13 +283,14 @@ class RequestBuffer:
         if state != "finished":
             known.num_unfinished += len(entries)
         if state == "waiting":
-            self._new += entries
+            self._waiting.add(entries)
 
     def _start(self, engine: int, entries: Sequence[Entry]) -> None:
         load = 0
         for entry in entries:
             load += entry.prompt_tokens + entry.generated
             entry.state, entry.engine = "running", engine
+            self._reserved[engine] += entry.reserved
             if entry.kv and entry.kv[0] != engine:
                 self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
                 entry.kv = None
@@ -264,49 +303,45 @@ class RequestBuffer:
         load = 0
         for entry in entries:
             load += entry.prompt_tokens + entry.generated
-            entry.state, entry.engine = state, None
+            self._reserved[engine] -= entry.reserved
+            entry.state, entry.engine, entry.reserved = state, None, 0
         self._count["running"] -= len(entries)
         self._count[state] += len(entries)
         self._running_count[engine] -= len(entries)
         self._running_load[engine] -= load
 
-    def _next_waiting(self) -> Entry | None:
-        """Takes out the oldest waiting request."""
-        new, suspended = self._new, self._suspended
-        while new or suspended:
-            oldest_is_new = not suspended or (new and new[0].position < suspended[0][0])
-            entry = new.popleft() if oldest_is_new else heapq.heappop(suspended)[1]
-            if self.entries.get(entry.id) is entry:
-                return entry
-        return None
-
-    def _fill(self, engines: Sequence[int], max_requests: int) -> list[tuple[Entry, int]]:
-        """Assigns waiting requests until every engine has its maximum: to the engine with the request's KV, else to
-        that of the sibling assigned last, else to the one with the most capacity (of several the first)."""
-        room = {engine: max_requests - self._running_count[engine] for engine in engines}
+    def _fill(self, engines: Sequence[int], room: EngineRoom) -> list[tuple[Entry, int]]:
+        """Assigns waiting requests in order until the next one fits nowhere: to the engine with the request's KV, else
+        to that of the sibling assigned last, else to the one with the most room (of several the first)."""
+        vacancies = {engine: room.left(self._running_count[engine], self._reserved[engine]) for engine in engines}
         place = {engine: place for place, engine in enumerate(engines)}
-        widest_first = [(-room[engine], place[engine], engine) for engine in engines]
+        widest_first = [(vacancies[engine].rank, place[engine], engine) for engine in engines]
         heapq.heapify(widest_first)
         assigned: list[tuple[Entry, int]] = []
         while widest_first:
-            widest_room, _, widest = widest_first[0]
-            if -widest_room != room[widest]:  # it has been assigned to since, and may not be the widest any more
-                heapq.heapreplace(widest_first, (-room[widest], place[widest], widest))
+            rank, _, widest = widest_first[0]
+            if rank != vacancies[widest].rank:  # it has been assigned to since, and may not be the widest any more
+                heapq.heapreplace(widest_first, (vacancies[widest].rank, place[widest], widest))
                 continue
-            if room[widest] <= 0 or (entry := self._next_waiting()) is None:
+            if vacancies[widest].requests <= 0 or (entry := self._waiting.take()) is None:
                 break
+            entry.reserved = entry.load + room.chunk(entry.max_tokens - entry.generated)
             group = self._groups[entry.group]
             wish = entry.kv[0] if entry.kv else group.engine
-            engine = widest if wish is None or room.get(wish, 0) <= 0 else wish
+            engine = wish if wish in vacancies and vacancies[wish].takes(entry.reserved) else widest
+            if not vacancies[engine].takes(entry.reserved):
+                entry.reserved = 0
+                self._waiting.add([entry])
+                break
+            vacancies[engine].add(entry.reserved)
             assigned.append((entry, engine))
             group.engine = engine
-            room[engine] -= 1
         return assigned
 
     def _assign_all(self, engines: Sequence[int]) -> list[tuple[Entry, int]]:
         """Assigns all waiting requests."""
         waiting: list[Entry] = []
-        while (entry := self._next_waiting()) is not None:
+        while (entry := self._waiting.take()) is not None:
             waiting.append(entry)
         loads = {engine: self._running_load[engine] for engine in engines}
         home_of = self._return_to_kv(waiting, loads)

@@ -7,13 +7,13 @@
     history            the one with the most tokens left, by estimate              last epoch, finished siblings
     oracle             the one with the most tokens left                           the length of every response
 
-With chunks (`rollout.chunk_tokens`) a request comes back to the buffer after each of them, so an order decides again and
-again; without, only where a response begins. `context` is Seer's (arXiv 2511.14617): the first request of each group is
-a probe, probes go first, shortest first; a group's estimate is the longest finished sibling, before that the upper
-bound; now and then the group that has waited longest is served. `history` pools the lengths that the same row had in
-the last epoch (RhymeRL, arXiv 2508.18588: ranks of lengths move by 2 to 4 %) with those of finished siblings, and takes
-the most remaining tokens first, which is optimal for known lengths where work can be divided (McNaughton, 1959). A
-response that has outgrown its estimate is taken for a long one, the longer the more: so runaways run early.
+With chunks (`rollout.chunk_tokens`) a request comes back to the buffer after each of them, so an order decides again
+and again; without, only where a response begins. `context` is Seer's (arXiv 2511.14617): the first request of each
+group is a probe, probes go first, shortest first; a group's estimate is the longest finished sibling, before that the
+upper bound; now and then the group that has waited longest is served. `history` pools the lengths that the same row had
+in the last epoch (RhymeRL, arXiv 2508.18588: ranks of lengths move by 2 to 4 %) with those of finished siblings, and
+takes the most remaining tokens first, which is optimal for known lengths where work can be divided (McNaughton, 1959).
+A response that has outgrown its estimate is taken for a long one, the longer the more: so runaways run early.
 
 Cost, for n waiting requests in groups of G: `add` and `take` O(log n); `observe_finished` O(G log n), with orders that
 know no lengths O(1).
@@ -26,9 +26,10 @@ discarded; `take` returns the waiting request of the lowest rank, the oldest of 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from fusion.rollout.buffer import Entry
@@ -113,10 +114,80 @@ KNOWS_SIBLINGS = frozenset({"context", "history"})
 """Orders whose ranks change when a sibling finishes"""
 
 
-class WaitingRequests:
-    """Holds the waiting requests of all groups in the order ``name``, a key of `ORDERS`."""
+class WaitingRequests(Protocol):
+    """The waiting requests of all groups in an order; `make_waiting` creates one."""
 
-    def __init__(self, name: str = "fifo") -> None:
+    def __len__(self) -> int: ...
+
+    def add_group(self, group: str, lengths: Lengths) -> None:
+        """Announces a group before its first request is added."""
+
+    def add(self, requests: Iterable[Entry]) -> None:
+        """Adds requests, which wait from now on."""
+
+    def take(self) -> Entry | None:
+        """Takes out the next request; None: none waits."""
+
+    def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
+        """Records the length of a finished response. ``waiting``: the requests of its group that wait."""
+
+    def discard(self, group: str, waiting: Sequence[Entry]) -> None:
+        """Forgets a group, and its requests that still wait."""
+
+
+def make_waiting(order: str) -> WaitingRequests:
+    """Creates an empty line of requests. ``order``: a key of `ORDERS`."""
+    return FifoRequests() if order == "fifo" else RankedRequests(order)
+
+
+class FifoRequests:
+    """The oldest first. New requests come in order, so only those that return need a heap."""
+
+    def __init__(self) -> None:
+        self._new: deque[Entry] = deque()
+        """Those that have been added in order"""
+        self._returned: list[tuple[int, Entry]] = []
+        """The others, a heap by position"""
+        self._newest = -1
+        """Position of the newest request in `_new`"""
+        self._discarded: set[str] = set()
+        """Requests that are still here, and do not wait any more"""
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._returned) - len(self._discarded)
+
+    def add_group(self, group: str, lengths: Lengths) -> None: ...
+
+    def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None: ...
+
+    def add(self, requests: Iterable[Entry]) -> None:
+        for request in requests:
+            if request.position > self._newest:
+                self._newest = request.position
+                self._new.append(request)
+            else:
+                heapq.heappush(self._returned, (request.position, request))
+
+    def take(self) -> Entry | None:
+        new, returned = self._new, self._returned
+        while new or returned:
+            if not returned or (new and new[0].position < returned[0][0]):
+                request = new.popleft()
+            else:
+                request = heapq.heappop(returned)[1]
+            if request.id not in self._discarded:
+                return request
+            self._discarded.remove(request.id)
+        return None
+
+    def discard(self, group: str, waiting: Sequence[Entry]) -> None:
+        self._discarded.update(request.id for request in waiting)
+
+
+class RankedRequests:
+    """The lowest rank first, by the order ``name``, a key of `ORDERS`."""
+
+    def __init__(self, name: str) -> None:
         self._rank_of, self._knows_siblings = ORDERS[name], name in KNOWS_SIBLINGS
         self._lengths: dict[str, Lengths] = {}
         """Group → what is known about its lengths"""
@@ -132,18 +203,15 @@ class WaitingRequests:
         return len(self._by_rank)
 
     def add_group(self, group: str, lengths: Lengths) -> None:
-        """Announces a group before its first request is added."""
         self._lengths[group] = lengths
 
     def add(self, requests: Iterable[Entry]) -> None:
-        """Adds requests, which wait from now on."""
         for request in requests:
             self._by_rank.push(self._rank_of(request, self._lengths[request.group]), request)
             if self._by_service is not None:
                 self._by_service.push((self._served.get(request.group, 0),), request)
 
     def take(self) -> Entry | None:
-        """Takes out the next request; None: none waits."""
         if not self._by_rank:
             return None
         self._taken += 1
@@ -159,15 +227,13 @@ class WaitingRequests:
         return request
 
     def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
-        """Records the length of a finished response. ``waiting``: the requests of its group that wait."""
         lengths = self._lengths[group]
         lengths.finished.append(tokens)
         if self._knows_siblings:
             for request in waiting:
                 self._by_rank.push(self._rank_of(request, lengths), request)
 
-    def discard(self, group: str, waiting: Iterable[Entry]) -> None:
-        """Forgets a group, and its requests that still wait."""
+    def discard(self, group: str, waiting: Sequence[Entry]) -> None:
         del self._lengths[group]
         self._served.pop(group, None)
         for request in waiting:

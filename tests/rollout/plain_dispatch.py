@@ -1,28 +1,48 @@
 """The choices of `RequestBuffer.dispatch`, written plainly: every choice looks at all requests."""
 
 
-def plain_dispatch(buffer, engines, max_requests=None, last_engine=None):
+def plain_dispatch(buffer, engines, room=None, last_engine=None, order=None):
     """Returns the engine of each waiting request that `dispatch` would assign; changes nothing. ``last_engine``: where
-    the last request of each group went, where requests are bounded."""
-    waiting, running = buffer.of("waiting"), buffer.of("running")
-    count = {engine: sum(entry.engine == engine for entry in running) for engine in engines}
+    the last request of each group went, where requests are bounded; ``order``: key by which requests are sorted."""
+    waiting, running = sorted(buffer.of("waiting"), key=order or _age), buffer.of("running")
     load = {engine: sum(_load(entry) for entry in running if entry.engine == engine) for engine in engines}
-    if max_requests is not None:
-        return _fill(waiting, {engine: max_requests - count[engine] for engine in engines}, last_engine or {})
-    return _assign_all(waiting, load)
+    if room is None:
+        return _assign_all(waiting, load)
+    held = {engine: [entry for entry in running if entry.engine == engine] for engine in engines}
+    return _fill(waiting, held, room, last_engine or {})
 
 
-def _fill(waiting, room, last_engine):
-    chosen, sibling = {}, dict(last_engine)
+def _fill(waiting, held, room, last_engine):
+    chosen, sibling, reserved = {}, dict(last_engine), {}
     for entry in waiting:
-        widest = max(room, key=lambda engine: room[engine])
-        if room[widest] <= 0:
+        reserved[entry.id] = tokens = _load(entry) + _chunk(entry, room)
+        vacant = [engine for engine, entries in held.items() if len(entries) < room.requests]
+        fits = [engine for engine in vacant if not held[engine] or tokens <= _free(held[engine], reserved, room)]
+        if not vacant:
             break
+        widest = min(vacant, key=lambda engine: (-_free(held[engine], reserved, room), len(held[engine])))
         wish = entry.kv[0] if entry.kv else sibling.get(entry.group, widest)
-        engine = wish if room.get(wish, 0) > 0 else widest
+        engine = wish if wish in fits else widest
+        if engine not in fits:
+            break
         chosen[entry.id] = sibling[entry.group] = engine
-        room[engine] -= 1
+        held[engine] = [*held[engine], entry]
     return chosen
+
+
+def _free(held, reserved, room):
+    if room.kv_tokens is None:
+        return float("inf")
+    return room.kv_tokens - sum(reserved.get(entry.id, entry.reserved) for entry in held)
+
+
+def _chunk(entry, room):
+    left = entry.max_tokens - entry.generated
+    return min(left, room.chunk_tokens) if room.chunk_tokens else left
+
+
+def _age(entry):
+    return entry.position
 
 
 def _assign_all(waiting, load):

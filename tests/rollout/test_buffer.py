@@ -1,20 +1,41 @@
 """The invariants of `fusion.rollout.buffer`, under random engines."""
 
+import random
 import sys
+from dataclasses import replace
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fusion.rollout import RequestBuffer
+from fusion.rollout import EngineRoom, RequestBuffer
 from fusion.rollout import buffer as buffer_module
 from tests.rollout.plain_dispatch import plain_dispatch
 
 
+def exact_lengths(group):
+    return [random.Random(f"{group}/{member}").randint(100, 300) for member in range(3)]
+
+
+ORDERS = {
+    "fifo": lambda entry: entry.position,
+    "least_generated": lambda entry: (entry.generated, entry.position),
+    "oracle": lambda entry: (entry.generated - exact_lengths(entry.group)[entry.member], entry.position),
+}
+
+
 @settings(max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.randoms(use_true_random=False))
-def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes, random):
-    buffer, added, finished = RequestBuffer(num_probes), 0, []
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.sampled_from(sorted(ORDERS)),
+    st.randoms(use_true_random=False),
+)
+def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes, order, random):
+    new = partial(RequestBuffer, num_probes, order, exact_lengths)
+    buffer, added, finished = new(), 0, []
     held: dict[str, int] = {}
     last_engine: dict[str, int] = {}
     for step in range(80):
@@ -24,10 +45,11 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 added += 1
             case "dispatch":
                 waiting = {entry.id: entry.kv for entry in buffer.of("waiting")}
+                before = [replace(entry) for entry in buffer.of("waiting")]
                 running = sorted(random.sample(range(engines), random.randint(1, engines)))
                 loads = {engine: _load(buffer, engine) for engine in running}
-                most, had = random.choice([None, random.randint(1, 6)]), {n: buffer.num_running_on(n) for n in running}
-                expected = plain_dispatch(buffer, running, most, last_engine)
+                most, had = random.choice([None, random_room(random)]), {n: buffer.num_running_on(n) for n in running}
+                expected = plain_dispatch(buffer, running, most, last_engine, ORDERS[order])
                 found = buffer.dispatch(running, most)
                 given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
                 assert given_ == expected
@@ -39,9 +61,10 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                     assert set(given_) == set(waiting)
                     _check_ways_back(buffer, loads, waiting, given_)
                 else:
-                    _check_filled(buffer, list(waiting), given_, had, most)
-                    last_engine |= {buffer.entries[id].group: given_[id] for id in waiting if id in given_}
-                for entries in found.values():
+                    in_order = [entry.id for entry in sorted(before, key=ORDERS[order])]
+                    _check_filled(buffer, in_order, given_, had, most)
+                    last_engine |= {buffer.entries[id].group: given_[id] for id in in_order if id in given_}
+                for entries in found.values() if order == "fifo" else ():
                     for first, second in zip(entries, entries[1:], strict=False):
                         assert int(first.group[1:]) <= int(second.group[1:]), "the oldest group first"
                 _check_priorities(buffer, given_, num_probes)
@@ -61,7 +84,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 for group in [f"g{n}" for n in range(added) if f"g{n}" in buffer and buffer.is_finished(f"g{n}")]:
                     buffer.remove(group)
             case "save" if not held:
-                again = RequestBuffer(num_probes)
+                again = new()
                 again.load_state_dict(buffer.state_dict())
                 assert again.state_dict() == buffer.state_dict()
                 assert _priorities(again) == _priorities(buffer), "though they are not saved"
@@ -73,6 +96,10 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))
     assert all(states.get(id, "finished") == "finished" for id in finished)
+
+
+def random_room(random):
+    return EngineRoom(random.randint(1, 6), random.choice([None, random.randint(50, 400)]), random.choice([0, 8]))
 
 
 def _priorities(buffer):
@@ -91,24 +118,28 @@ def _suspend(buffer, engine, id, generated, earlier, versions, kv_rank=None):
 
 
 def _check_filled(buffer, waiting, given_, had, most):
-    assert sorted(given_) == sorted(waiting[: len(given_)]), "the oldest first"
-    assert all(buffer.num_running_on(engine) <= max(most, before) for engine, before in had.items())
-    if len(given_) < len(waiting):
-        assert all(buffer.num_running_on(engine) >= most for engine in had), "what waits finds no room"
+    assert sorted(given_) == sorted(waiting[: len(given_)]), "in order"
+    assert all(buffer.num_running_on(engine) <= max(most.requests, before) for engine, before in had.items())
+    if most.kv_tokens is None and len(given_) < len(waiting):
+        assert all(buffer.num_running_on(engine) >= most.requests for engine in had), "what waits finds no room"
+    for engine in {given_[id] for id in given_} if most.kv_tokens is not None else ():
+        held = [entry for entry in buffer.of("running") if entry.engine == engine]
+        # Where KV was not bounded before, nothing is reserved for what an engine has.
+        assert len(held) == 1 or sum(entry.reserved for entry in held) <= most.kv_tokens
 
 
 def test_what_finds_no_room_waits_and_goes_where_there_is_some():
     buffer = RequestBuffer()
     buffer.add("a", ["a/0", "a/1"], 5, 10)
     buffer.add("b", ["b/0", "b/1"], 5, 10)
-    found = buffer.dispatch([0, 1], max_requests=1)
+    found = buffer.dispatch([0, 1], EngineRoom(1))
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["a/0"], ["a/1"]]
     buffer.finish({"a/1": 3})
-    found = buffer.dispatch([0, 1], max_requests=2)
+    found = buffer.dispatch([0, 1], EngineRoom(2))
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [[], ["b/0", "b/1"]]
     _suspend(buffer, 1, "b/1", 2, "b/1~2", (0, 0), 0)
     _suspend(buffer, 1, "b/0", 2, "b/0~2", (0, 0), 0)
-    found = buffer.dispatch([0, 1], max_requests=2)
+    found = buffer.dispatch([0, 1], EngineRoom(2))
     assert len(found[1]) == 2, "to where its KV is, though another has room"
 
 
@@ -166,10 +197,10 @@ def test_what_remains_of_a_group_follows_its_siblings():
     buffer = RequestBuffer()
     buffer.add("a", ["a/0", "a/1", "a/2"], 5, 10)
     buffer.add("b", ["b/0"], 5, 10)
-    found = buffer.dispatch([0, 1], max_requests=1)
+    found = buffer.dispatch([0, 1], EngineRoom(1))
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["a/0"], ["a/1"]]
     buffer.finish({"a/0": 3, "a/1": 3})
-    found = buffer.dispatch([0, 1], max_requests=1)
+    found = buffer.dispatch([0, 1], EngineRoom(1))
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [["b/0"], ["a/2"]], "on 1, as a/1 before"
 
 
@@ -195,7 +226,7 @@ def _visits_per_event(num_groups, max_requests):
     buffer = RequestBuffer()
     for number in range(num_groups):
         buffer.add(f"g{number}", [f"g{number}/{member}" for member in range(16)], 10, 100)
-    buffer.dispatch(range(8), max_requests)
+    buffer.dispatch(range(8), max_requests and EngineRoom(max_requests))
     visits = 0
 
     def count(frame, event, _):
@@ -208,7 +239,7 @@ def _visits_per_event(num_groups, max_requests):
     try:
         for entry in running:
             _suspend(buffer, entry.engine, entry.id, 4, "", (0, 0), 0)
-            buffer.dispatch(range(8), max_requests)
+            buffer.dispatch(range(8), max_requests and EngineRoom(max_requests))
     finally:
         sys.settrace(None)
     return visits / len(running)

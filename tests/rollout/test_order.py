@@ -6,8 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from fusion.inference.config import ORDERS
 from fusion.rollout import order as order_module
-from fusion.rollout.order import OVERDUE, SERVE_STARVED, Lengths, StampedHeap, WaitingRequests, remaining
+from fusion.rollout.order import OVERDUE, SERVE_STARVED, Lengths, StampedHeap, make_waiting, remaining
 
 MAX_TOKENS = 100
 
@@ -58,7 +59,7 @@ class PlainOrder:
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(sorted(order_module.ORDERS)), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, group_size, random):
-    waiting, plain = WaitingRequests(name), PlainOrder(name)
+    waiting, plain = make_waiting(name), PlainOrder(name)
     running, groups = {}, {}
     for step in range(150):
         match random.choice(["add", "take", "take", "take", "return", "finish", "discard"]):
@@ -100,7 +101,12 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
                     del groups[group], plain.lengths[group]
                     plain.served.pop(group, None)
         assert len(waiting) == len(plain.waiting)
-        assert not waiting._served.keys() - groups.keys(), "nothing of an ended group stays"
+        if name == "context":
+            assert not waiting._served.keys() - groups.keys(), "nothing of an ended group stays"
+
+
+def test_every_order_can_be_chosen():
+    assert set(ORDERS) == set(order_module.ORDERS)
 
 
 def test_a_response_that_outgrows_its_estimate_is_taken_for_a_longer_one():
@@ -109,7 +115,7 @@ def test_a_response_that_outgrows_its_estimate_is_taken_for_a_longer_one():
 
 
 def test_probes_come_first_then_the_group_whose_finished_sibling_was_longest():
-    waiting = WaitingRequests("context")
+    waiting = make_waiting("context")
     for number, group in enumerate("ab"):
         waiting.add_group(group, Lengths(MAX_TOKENS))
         waiting.add([Request(f"{group}/{k}", group, 10 * number + k, k) for k in range(3)])
@@ -121,9 +127,9 @@ def test_probes_come_first_then_the_group_whose_finished_sibling_was_longest():
     assert [waiting.take().id for _ in range(4)] == ["b/1", "b/2", "a/1", "a/2"]
 
 
-@pytest.mark.parametrize("name", sorted(order_module.ORDERS))
+@pytest.mark.parametrize("name", sorted({*order_module.ORDERS} - {"fifo"}))
 def test_stale_items_do_not_accumulate(name):
-    waiting = WaitingRequests(name)
+    waiting = make_waiting(name)
     waiting.add_group("g", Lengths(MAX_TOKENS, exact=[50] * 100))
     requests = [Request(f"g/{k}", "g", k, k) for k in range(100)]
     waiting.add(requests)

@@ -1,5 +1,6 @@
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -32,5 +33,6 @@ def start(base, tmp_path):
     for run in runs:
         if run.poll() is None:
             for pid in (*descendants(run.pid), run.pid):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended by itself
+                    os.kill(pid, signal.SIGKILL)
             run.communicate()

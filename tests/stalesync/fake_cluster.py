@@ -85,7 +85,7 @@ class FakeCluster:
                 assert request.id not in held and request.id not in self.arriving, "a request on two engines"
                 held.add(request.id)
                 self.engines[engine].append(request.id)
-            assert self.spec.max_requests is None or not requests or len(self.engines[engine]) <= self.spec.max_requests
+            assert not (self.spec.binds_late and requests) or len(self.engines[engine]) <= self.spec.max_requests
         for engine, ids in command.forget_by_engine.items():
             assert ids and self.spec.keeps_kv and engine < self.spec.num_engines
 

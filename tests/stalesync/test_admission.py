@@ -34,7 +34,8 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
     spec = spec_of(
         deployment,
         group_size=size,
-        chunks=chunks,
+        chunk_tokens=random.randint(1, 9) if chunks else 0,
+        order=random.choice(["fifo", "least_generated", "context", "history"]),
         filters="filtered" in outcomes or random.random() < 0.5,
         engine_slots=random.randint(1, 3),
         max_filtered_groups=filters,
@@ -45,6 +46,8 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
     cluster = FakeCluster(spec, ledger, random, outcomes, chunks)
+    if random.random() < 0.5:
+        cluster.admission.observe_kv_tokens(random.randint(1, 60))
     share = share_of(range(4))
     for step in range(STEPS):
         if random.random() < 0.3:

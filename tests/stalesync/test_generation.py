@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion.colocate import Deployment, InferenceShare, Worker
+from fusion.colocate import Deployment, InferenceShare
 from fusion.inference.config import RolloutConfig
 from fusion.rollout import SuspendedSample
 from fusion.rollout.detokenize import DetokenizerSpec
