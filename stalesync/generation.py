@@ -55,9 +55,7 @@ class Generation:
         self._sampling = spec.rollout.sampling(stop_token_ids=ends)
         self._chunk_tokens = spec.rollout.max_chunk_tokens
         self._on_ended_chunks = on_ended_chunks
-        self._lengths: ForcedLengths | None = None
-        if spec.rollout.forced_median is not None:
-            self._lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, self._sampling.max_tokens)
+        self._lengths = ForcedLengths.of(spec.rollout, spec.seed)
         self._running: dict[int, RunningStage[StageReport]] = {}
         """Running `generate` stages by engine"""
         self._publishing: RunningStage[StageReport] | None = None

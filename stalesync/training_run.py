@@ -302,7 +302,5 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, fil
 def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
     """Returns the function that gives the lengths of a group's responses where they are forced, for the order
     `oracle`."""
-    if spec.rollout.forced_median is None:
-        return lambda group: ()
-    lengths = ForcedLengths(spec.seed, spec.rollout.forced_median, spec.rollout.max_response_length)
-    return lambda group: lengths.of_members(group, range(group_size))
+    lengths = ForcedLengths.of(spec.rollout, spec.seed)
+    return lambda group: () if lengths is None else lengths.of_members(group, range(group_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from math import inf
 
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
@@ -11,6 +12,9 @@ from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep")
 DRAFTS = ("none", "siblings", "history", "both")
+FORCED_SPREAD = (0.89, 0.43, 0.01)
+"""Of a published trace (`stalesync/prompts/lengths.py`)"""
+
 ORDERS = ("fifo", "least_generated", "context", "history", "oracle")
 DRAFT_BUDGETS = ("measured", "window")
 
@@ -38,6 +42,9 @@ class RolloutConfig:
     forced_median: float | None = None
     """For measurements: ends responses at lengths drawn from a long-tailed distribution with this median in tokens, the
     same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
+    forced_spread: list[float] = field(default_factory=lambda: list(FORCED_SPREAD))
+    """With forced_median, the standard deviations of the logarithm of lengths between rows of the data and within a
+    group, and the share of responses that are max_response_length long."""
     chunk_tokens: int | None = None
     """A response returns to the request buffer after this many new tokens and resumes on any engine with free capacity,
     the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
@@ -139,6 +146,9 @@ class RolloutConfig:
             self.forced_median is None or self.forced_median <= self.max_response_length,
             f"1 to rollout.max_response_length={self.max_response_length}, or null",
         )
+        spread = self.forced_spread
+        known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)
+        check.that("forced_spread", known and spread[2] <= 1, "two standard deviations and a share, none negative")
         check.that(
             "max_batch_tokens",
             self.max_batch_tokens >= self.max_seqs,

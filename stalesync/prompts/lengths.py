@@ -1,13 +1,14 @@
 """Draws response lengths with the long tail of reasoning models, reproducible for a seed.
 
-    length = median x exp(0.89 z(prompt) + 0.43 z(prompt, member)), at most the cap; one in a hundred is the cap
+    length = median x exp(0.89 z(row) + 0.43 z(prompt, member)), at most the cap; one in a hundred is the cap
 
 Within a checkpoint 65 % of the variance of lengths is due to the prompt and 26 % to sampling; including the responses
 at the cap this is an ICC of 0.73 on the log scale (trace of TailSieve; the two sigmas follow from its median of 1160
 and 90th percentile of 4115). The mean is about 1.6 times the median, the 99th percentile about 10 times.
 
-Invariant: a length depends only on the seed, the prompt's id and the number of the group member, so that all responses
-keep their lengths when a run is repeated with another schedule, cards or staleness bound.
+Invariants: a length depends only on the seed, the prompt's id and the number of the group member, so that all responses
+keep their lengths when a run is repeated with another schedule, cards or staleness bound. What is due to the prompt is
+due to its row, so that it comes back in every epoch.
 """
 
 from __future__ import annotations
@@ -18,21 +19,31 @@ from statistics import NormalDist
 
 import numpy as np
 
+from fusion.inference.config import FORCED_SPREAD, RolloutConfig
 from fusion.inference.noise import request_key, uniforms
+from fusion.rollout.length_history import row_of
 
-SIGMA_PROMPT, SIGMA_WITHIN = 0.89, 0.43
-RUNAWAY = 0.01
 STREAMS = {"prompt": 16, "within": 17, "runaway": 18}
 """Streams of the noise; the sampler's is 0."""
 
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Draws response lengths. ``median``, ``cap``: the median and the maximum length in tokens."""
+    """Draws response lengths. ``median``, ``cap``: the median and the maximum length in tokens; ``spread``: the
+    standard deviations of the logarithm between rows and within a group, and the share of responses at the cap."""
 
     seed: int
     median: float
     cap: int
+    spread: tuple[float, float, float] = FORCED_SPREAD
+
+    @classmethod
+    def of(cls, config: RolloutConfig, seed: int) -> ForcedLengths | None:
+        """Creates the lengths of a run; None where the policy ends its responses."""
+        if config.forced_median is None:
+            return None
+        between, within, runaway = config.forced_spread
+        return cls(seed, config.forced_median, config.max_response_length, (between, within, runaway))
 
     def __call__(self, prompt_id: str, member: int) -> int:
         """Returns the number of tokens of the response of a group member: 1 … cap."""
@@ -41,11 +52,12 @@ class ForcedLengths:
     def of_members(self, prompt_id: str, members: range) -> list[int]:
         """Returns the lengths of several members of a group."""
         key, numbers = request_key(prompt_id), np.array(members)
-        (prompt,) = self._normals("prompt", key, np.zeros(1, np.int64))
-        within, runaway = self._normals("within", key, numbers), self._uniforms("runaway", key, numbers)
+        between, inside, runaway = self.spread
+        (prompt,) = self._normals("prompt", request_key(f"e0-{row_of(prompt_id)}"), np.zeros(1, np.int64))
+        within, chances = self._normals("within", key, numbers), self._uniforms("runaway", key, numbers)
         return [
-            self.cap if chance < RUNAWAY else self._length(SIGMA_PROMPT * prompt + SIGMA_WITHIN * own)
-            for own, chance in zip(within, runaway, strict=True)
+            self.cap if chance < runaway else self._length(between * prompt + inside * own)
+            for own, chance in zip(within, chances, strict=True)
         ]
 
     def _length(self, spread: float) -> int:

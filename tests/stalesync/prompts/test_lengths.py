@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalesync.prompts.lengths import RUNAWAY, SIGMA_PROMPT, SIGMA_WITHIN, ForcedLengths
+from fusion.inference.config import FORCED_SPREAD
+from stalesync.prompts.lengths import ForcedLengths
+
+SIGMA_PROMPT, SIGMA_WITHIN, RUNAWAY = FORCED_SPREAD
 
 GROUPS, MEMBERS = 1500, 8
 
@@ -36,6 +39,13 @@ def test_lengths_depend_on_seed_prompt_and_member():
     members = {lengths("e0-0", n) for n in range(20)}
     seeds = {ForcedLengths(n, 1160.0, 32768)("e0-0", 0) for n in range(20)}
     assert min(len(prompts), len(members), len(seeds)) > 17
+
+
+def test_a_row_that_comes_back_is_as_long_as_before():
+    lengths = ForcedLengths(3, 1160.0, 1 << 40, (0.9, 0.0, 0.0))
+    assert lengths("e0-7", 0) == lengths("e1-7", 3) != lengths("e1-8", 0)
+    lengths = ForcedLengths(3, 1160.0, 1 << 40, (0.9, 0.25, 0.0))
+    assert lengths("e0-7", 0) != lengths("e1-7", 0), "but for what is due to sampling"
 
 
 def test_moments_are_those_of_the_trace():
