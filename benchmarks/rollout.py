@@ -1,0 +1,61 @@
+"""Measure how requests are scheduled on engines.
+
+    python benchmarks/rollout.py --json rollout.json             (about 10 minutes on two cores)
+    python benchmarks/rollout.py --only paced --steps 2
+
+paced: one step's requests on eight emulated cards of modelled speed, four engines, in every order of
+`fusion/rollout/order.py`: modelled tokens per second of generation, seconds of its tail (in which at most a tenth of the
+samples is left), and speed relative to `oracle`, which knows every length (`rollout_paced.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+TARGETS = {"ratio_to_oracle": 0.92, "ratio_to_fifo": 1.25}
+"""Lower bounds for the default order; that over `fifo` where there are runaways"""
+
+
+def paced(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import rollout_paced
+    from fusion.inference.config import RolloutConfig
+
+    figures = rollout_paced.paced(args)
+    chosen = RolloutConfig().order
+    for line in rollout_paced.invalid(figures):
+        print(f"INVALID: {line}")
+    for lengths in rollout_paced.LENGTHS:
+        ratio = figures[lengths][chosen]["ratio_to_oracle"]
+        if ratio < TARGETS["ratio_to_oracle"]:
+            print(f"MISSED: {lengths}: {chosen} reaches {ratio:.3f} of oracle, target {TARGETS['ratio_to_oracle']}")
+    ratio = figures["runaways"][chosen]["ratio_to_fifo"]
+    if ratio < TARGETS["ratio_to_fifo"]:
+        print(f"MISSED: runaways: {chosen} is {ratio:.3f} x as fast as fifo, target {TARGETS['ratio_to_fifo']}")
+    return figures
+
+
+PARTS = {"paced": paced}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run of `paced`")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"--only={args.only}: no part {unknown[0]!r}; expected {', '.join(PARTS)}")
+    figures = {name: PARTS[name](args) for name in names}
+    if args.json:
+        args.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
