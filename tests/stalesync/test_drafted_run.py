@@ -1,4 +1,4 @@
-"""Whole runs with drafts and probes are, bit by bit, those without."""
+"""Whole runs with drafts, probes, chunks and orders of requests are, bit by bit, those without."""
 
 import json
 
@@ -34,22 +34,40 @@ def rambling(tmp_path_factory):
 def test_drafts_and_probes_change_no_sample_reward_or_logprob(rambling, tmp_path, others):
     (tmp_path / "judge.py").write_text(REWARD)
     drafts = ["rollout.drafts=both", "rollout.draft_tree=2", "rollout.probe=1"]
-    common = [*LONG, *others, f"reward.path={tmp_path / 'judge.py'}:score"]
-    for name, options in (("plain", []), ("drafted", drafts)):
-        done = train(rambling, tmp_path, f"run.name={name}", *common, *options)
+    rows = _compare(rambling, tmp_path, others, drafts)
+    assert sum(row["rollout/accepted_tokens"] for row in rows) > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "order", ["history", *(pytest.param(name, marks=pytest.mark.slow) for name in ("context", "least_generated"))]
+)
+def test_orders_and_chunks_change_no_sample_reward_or_logprob(rambling, tmp_path, order):
+    (tmp_path / "judge.py").write_text(REWARD)
+    divided = [f"rollout.order={order}", "rollout.chunk_tokens=16", "rollout.suspended_kv=keep"]
+    rows = _compare(rambling, tmp_path, ["cluster.npus=2"], divided)
+    assert sum(row["rollout/chunks_total"] for row in rows) > 20
+    assert sum(row["rollout/preemptions"] for row in rows) == 0
+
+
+def _compare(model, tmp_path, common, changed):
+    """Runs with and without the options ``changed``; asserts that both do the same. Returns the metrics with them."""
+    common = [*LONG, *common, f"reward.path={tmp_path / 'judge.py'}:score"]
+    for name, options in (("plain", []), ("changed", changed)):
+        done = train(model, tmp_path, f"run.name={name}", *common, *options)
         assert done.returncode == 0, done.stdout + done.stderr
-    plain, drafted = (rows_of(tmp_path / name) for name in ("plain", "drafted"))
-    assert sum(row["rollout/accepted_tokens"] for row in drafted) > 0
+    plain, changed_rows = (rows_of(tmp_path / name) for name in ("plain", "changed"))
     lengths = [row[f"response_length/{name}"] for row in plain for name in ("min", "max")]
     assert min(lengths) < 96 == max(lengths), "some end by themselves"
-    for before, after in zip(plain, drafted, strict=True):
+    for before, after in zip(plain, changed_rows, strict=True):
         names = [name for name in before if name.startswith(SAMPLED)]
         assert {"critic/rewards/std", "actor/grad_norm", "training/rollout_logprobs_diff_mean"} <= set(names)
         assert [before[name] for name in names] == [after[name] for name in names]
         assert before["actor/grad_norm"] > 0
-    assert _samples(tmp_path / "plain") == _samples(tmp_path / "drafted")
-    ours, theirs = (weights_of(tmp_path / name / "hf") for name in ("plain", "drafted"))
+    assert _samples(tmp_path / "plain") == _samples(tmp_path / "changed")
+    ours, theirs = (weights_of(tmp_path / name / "hf") for name in ("plain", "changed"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return changed_rows
 
 
 def _samples(run):
