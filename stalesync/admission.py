@@ -56,7 +56,7 @@ from stalesync.commands import (
     AwaitSamples,
     Command,
     Dispatch,
-    DispatchedRequest,
+    DispatchedRequests,
     Publish,
     Score,
     Suspend,
@@ -313,7 +313,7 @@ class Admission:
         if not starting and not (engines and self.buffer.num("waiting")):
             return
         requests_by_engine = {
-            engine: tuple(_request(entry) for entry in entries)
+            engine: _columns(entries)
             for engine, entries in self.buffer.dispatch(engines, self.spec.max_requests).items()
             if entries or engine in starting
         }
@@ -360,6 +360,11 @@ class Admission:
             self.running.update(engine, self.buffer.num_running_on(engine))
 
 
-def _request(entry: Entry) -> DispatchedRequest:
-    kv_rank = entry.kv[1] if entry.kv else None
-    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank, entry.priority)
+def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
+    return DispatchedRequests(
+        ids=[entry.id for entry in entries],
+        groups=[entry.group for entry in entries],
+        earlier=[entry.earlier for entry in entries],
+        kv_ranks=[entry.kv[1] if entry.kv else None for entry in entries],
+        priorities=[entry.priority for entry in entries],
+    )
