@@ -32,11 +32,12 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from fusion.rollout.router import assign_groups
 
-State = Literal["waiting", "running", "finished"]
+State = Literal["waiting", "running", "finished", "removed"]
 
 
 @dataclass(slots=True)
@@ -53,6 +54,8 @@ class Entry:
     group: str
     prompt_tokens: int
     max_tokens: int
+    position: int = 0
+    behind: bool = False
     generated: int = 0
     state: State = "waiting"
     engine: int | None = None
@@ -60,8 +63,6 @@ class Entry:
     oldest: int = -1
     newest: int = -1
     kv: tuple[int, int] | None = None
-    position: int = 0
-    behind: bool = False
 
     @property
     def load(self) -> int:
@@ -73,6 +74,9 @@ class Entry:
         """Of the requests that wait in an engine, those of the lowest priority begin first."""
         return int(self.behind and not self.generated)
 
+
+by_position = attrgetter("position")
+"""Key by which requests are sorted"""
 
 SAVED = tuple(field.name for field in fields(Entry) if field.name not in ("position", "behind"))
 """Fields of an entry in the state of a buffer"""
@@ -108,7 +112,7 @@ class RequestBuffer:
         self._added = 0
         """Number of requests ever added"""
         self._new: deque[Entry] = deque()
-        """Waiting requests that have not run yet, in order. It may also hold requests of groups that were removed."""
+        """Waiting requests that have not run yet, in order. It may also hold removed ones."""
         self._suspended: list[tuple[int, Entry]] = []
         """The other waiting requests, a heap by position; likewise"""
         self._count: Counter[State] = Counter()
@@ -119,7 +123,15 @@ class RequestBuffer:
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
         """Adds a group of requests, which wait from now on."""
         assert group not in self._groups, f"group {group!r} was added before"
-        self._insert(group, "waiting", [Entry(id, group, prompt_tokens, max_tokens) for id in ids])
+        first, num_probes = self._added, self._num_probes
+        self._insert(
+            group,
+            "waiting",
+            [
+                Entry(id, group, prompt_tokens, max_tokens, first + member, member >= num_probes > 0)
+                for member, id in enumerate(ids)
+            ],
+        )
 
     def of(self, state: State) -> list[Entry]:
         """Returns all requests in this state, oldest group first."""
@@ -140,10 +152,7 @@ class RequestBuffer:
         the others of a group together, to the least loaded engine. With it they are assigned oldest first until every
         engine has that many: what waits here may still go anywhere.
         """
-        assigned = self._assign_all(engines) if max_requests is None else self._fill(engines, max_requests)
-        by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
-        for entry, engine in assigned:
-            by_engine[engine].append(entry)
+        by_engine = self._assign_all(engines) if max_requests is None else self._fill(engines, max_requests)
         for engine, entries in by_engine.items():
             self._start(engine, entries)
         return by_engine
@@ -174,7 +183,11 @@ class RequestBuffer:
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
-        self._stop(engine, [entry], "waiting")
+        self._count["running"] -= 1
+        self._count["waiting"] += 1
+        self._running_count[engine] -= 1
+        self._running_load[engine] -= entry.load
+        entry.state, entry.engine = "waiting", None
         entry.generated, entry.earlier = generated, earlier
         entry.kv = None if kv_rank is None else (engine, kv_rank)
         if versions is not None:
@@ -183,21 +196,24 @@ class RequestBuffer:
 
     def finish(self, generated: Mapping[str, int]) -> Finished:
         """Marks requests finished. ``generated``: the tokens of each, by id."""
-        running: dict[int, list[Entry]] = {}
-        for id in generated:
-            entry = self.entries[id]
-            assert entry.state == "running" and entry.engine is not None, f"request {id!r} is {entry.state}"
-            running.setdefault(entry.engine, []).append(entry)
+        engines: dict[int, None] = {}
         groups: list[str] = []
-        for engine, entries in running.items():
-            self._stop(engine, entries, "finished")
-            for entry in entries:
-                entry.generated, entry.earlier, entry.kv = generated[entry.id], "", None
-                group = self._groups[entry.group]
-                group.num_unfinished -= 1
-                if not group.num_unfinished:
-                    groups.append(entry.group)
-        return Finished(list(running), groups)
+        for id, num_tokens in generated.items():
+            entry = self.entries[id]
+            engine = entry.engine
+            assert entry.state == "running" and engine is not None, f"request {id!r} is {entry.state}"
+            engines[engine] = None
+            self._running_count[engine] -= 1
+            self._running_load[engine] -= entry.prompt_tokens + entry.generated
+            entry.state, entry.engine, entry.kv = "finished", None, None
+            entry.generated, entry.earlier = num_tokens, ""
+            group = self._groups[entry.group]
+            group.num_unfinished -= 1
+            if not group.num_unfinished:
+                groups.append(entry.group)
+        self._count["running"] -= len(generated)
+        self._count["finished"] += len(generated)
+        return Finished(list(engines), groups)
 
     def is_finished(self, group: str) -> bool:
         """Whether all requests of a group are finished."""
@@ -209,6 +225,7 @@ class RequestBuffer:
         for entry in members:
             assert entry.state != "running", f"request {entry.id!r} is still on engine {entry.engine}"
             self._count[entry.state] -= 1
+            entry.state = "removed"
             del self.entries[entry.id]
         return members
 
@@ -227,19 +244,16 @@ class RequestBuffer:
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
         for fields_ in state:
-            entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED})
+            entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED}, position=self._added)
+            group = self._groups.get(entry.group)
+            entry.behind = (len(group.members) if group else 0) >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
 
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
         """Adds requests of one group in one state, the newest of all."""
         known = self._groups.setdefault(group, Group())
-        if self._num_probes:
-            for member, entry in enumerate(entries, start=len(known.members)):
-                entry.behind = member >= self._num_probes
         known.members += entries
-        for position, entry in enumerate(entries, start=self._added):
-            entry.position = position
-            self.entries[entry.id] = entry
+        self.entries.update({entry.id: entry for entry in entries})
         self._added += len(entries)
         self._count[state] += len(entries)
         if state != "finished":
@@ -260,34 +274,24 @@ class RequestBuffer:
         self._running_count[engine] += len(entries)
         self._running_load[engine] += load
 
-    def _stop(self, engine: int, entries: Sequence[Entry], state: State) -> None:
-        load = 0
-        for entry in entries:
-            load += entry.prompt_tokens + entry.generated
-            entry.state, entry.engine = state, None
-        self._count["running"] -= len(entries)
-        self._count[state] += len(entries)
-        self._running_count[engine] -= len(entries)
-        self._running_load[engine] -= load
-
     def _next_waiting(self) -> Entry | None:
         """Takes out the oldest waiting request."""
         new, suspended = self._new, self._suspended
         while new or suspended:
             oldest_is_new = not suspended or (new and new[0].position < suspended[0][0])
             entry = new.popleft() if oldest_is_new else heapq.heappop(suspended)[1]
-            if self.entries.get(entry.id) is entry:
+            if entry.state == "waiting":
                 return entry
         return None
 
-    def _fill(self, engines: Sequence[int], max_requests: int) -> list[tuple[Entry, int]]:
+    def _fill(self, engines: Sequence[int], max_requests: int) -> dict[int, list[Entry]]:
         """Assigns waiting requests until every engine has its maximum: to the engine with the request's KV, else to
         that of the sibling assigned last, else to the one with the most capacity (of several the first)."""
         room = {engine: max_requests - self._running_count[engine] for engine in engines}
         place = {engine: place for place, engine in enumerate(engines)}
         widest_first = [(-room[engine], place[engine], engine) for engine in engines]
         heapq.heapify(widest_first)
-        assigned: list[tuple[Entry, int]] = []
+        by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
         while widest_first:
             widest_room, _, widest = widest_first[0]
             if -widest_room != room[widest]:  # it has been assigned to since, and may not be the widest any more
@@ -298,38 +302,49 @@ class RequestBuffer:
             group = self._groups[entry.group]
             wish = entry.kv[0] if entry.kv else group.engine
             engine = widest if wish is None or room.get(wish, 0) <= 0 else wish
-            assigned.append((entry, engine))
+            by_engine[engine].append(entry)
             group.engine = engine
             room[engine] -= 1
-        return assigned
+        return by_engine
 
-    def _assign_all(self, engines: Sequence[int]) -> list[tuple[Entry, int]]:
+    def _assign_all(self, engines: Sequence[int]) -> dict[int, list[Entry]]:
         """Assigns all waiting requests."""
-        waiting: list[Entry] = []
-        while (entry := self._next_waiting()) is not None:
-            waiting.append(entry)
         loads = {engine: self._running_load[engine] for engine in engines}
-        home_of = self._return_to_kv(waiting, loads)
+        by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
+        others: dict[str, list[Entry]] = {}
         load_by_group: dict[str, int] = {}
-        for entry in waiting:
-            if entry.id not in home_of:
-                load_by_group[entry.group] = load_by_group.get(entry.group, 0) + entry.prompt_tokens + entry.generated
-        groups_by_engine = zip(engines, assign_groups(load_by_group, list(loads.values())), strict=True)
-        engine_of_group = {group: engine for engine, groups in groups_by_engine for group in groups}
-        return [
-            (entry, home_of[entry.id] if entry.id in home_of else engine_of_group[entry.group]) for entry in waiting
-        ]
+        for entry in self._return_to_kv(loads, by_engine):
+            group, load = entry.group, entry.prompt_tokens + entry.generated
+            if group in others:
+                others[group].append(entry)
+                load_by_group[group] += load
+            else:
+                others[group], load_by_group[group] = [entry], load
+        groups_by_engine = assign_groups(load_by_group, list(loads.values()))
+        for entries, groups in zip(by_engine.values(), groups_by_engine, strict=True):
+            has_resumed = bool(entries)
+            for group in groups:
+                entries += others[group]
+            if has_resumed:
+                entries.sort(key=by_position)
+        return by_engine
 
-    def _return_to_kv(self, waiting: Sequence[Entry], loads: dict[int, int]) -> dict[str, int]:
-        """Returns the engine of each waiting request that is resumed where its KV is; adds them to ``loads``, by
-        engine."""
-        if not any(entry.kv for entry in waiting):
-            return {}
-        total = sum(loads.values()) + sum(entry.load for entry in waiting)
-        engine_of: dict[str, int] = {}
-        for entry in waiting:
+    def _return_to_kv(self, loads: dict[int, int], by_engine: Mapping[int, list[Entry]]) -> Iterable[Entry]:
+        """Takes out all waiting requests and assigns those that are resumed where their KV is: adds them to
+        ``by_engine`` and to ``loads``, both by engine. Returns the others, in the order of all."""
+        new, self._new = self._new, deque()
+        waiting = (entry for entry in new if entry.state == "waiting")
+        if not self._suspended:
+            return waiting
+        suspended, self._suspended = self._suspended, []
+        both = sorted((*waiting, *(entry for _, entry in suspended if entry.state == "waiting")), key=by_position)
+        total = sum(loads.values()) + sum(entry.load for entry in both)
+        others: list[Entry] = []
+        for entry in both:
             home = entry.kv[0] if entry.kv else None
             if home in loads and loads[home] * len(loads) < total:
-                engine_of[entry.id] = home
+                by_engine[home].append(entry)
                 loads[home] += entry.load
-        return engine_of
+            else:
+                others.append(entry)
+        return others
