@@ -302,7 +302,7 @@ def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, fl
         controller.train_step(1, lambda: None, lambda: None)
         close = Closing(controller)
         steps = max(2, min_groups // groups)
-        with collecting_seldom():
+        with collecting_seldom((staleness + 1) * groups * GROUP_SIZE):
             start_s, calls = watch.read_s(), controller.queue.calls  # type: ignore[attr-defined]
             for step in range(2, 2 + steps):
                 controller.train_step(step, *close.step(step - 1))

@@ -86,7 +86,11 @@ class FakeCluster:
                 assert id not in held and id not in self.arriving, "a request on two engines"
                 held.add(id)
                 self.engines[engine].append(id)
-            assert self.spec.max_requests is None or not requests.ids or len(self.engines[engine]) <= self.spec.max_requests
+            assert (
+                self.spec.max_requests is None
+                or not requests.ids
+                or len(self.engines[engine]) <= self.spec.max_requests
+            )
         for engine, ids in command.forget_by_engine.items():
             assert ids and self.spec.keeps_kv and engine < self.spec.num_engines
 
