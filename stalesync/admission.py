@@ -308,8 +308,11 @@ class Admission:
     def _dispatch(self, engines: Sequence[int] | None = None, last: bool = False) -> Iterator[Command]:
         """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run.
         ``last``: of the step."""
-        engines = tuple(self.running) if engines is None else engines
-        starting = frozenset(engine for engine in engines if engine not in self.running)
+        starting: frozenset[int] = frozenset()
+        if engines is None:
+            engines = tuple(self.running)
+        else:
+            starting = frozenset(engine for engine in engines if engine not in self.running)
         if not starting and not (engines and self.buffer.num("waiting")):
             return
         requests_by_engine = {

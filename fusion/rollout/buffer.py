@@ -154,7 +154,8 @@ class RequestBuffer:
         """
         by_engine = self._assign_all(engines) if max_requests is None else self._fill(engines, max_requests)
         for engine, entries in by_engine.items():
-            self._start(engine, entries)
+            if entries:
+                self._start(engine, entries)
         return by_engine
 
     def take_left_kv(self) -> dict[int, list[str]]:
@@ -287,15 +288,21 @@ class RequestBuffer:
     def _fill(self, engines: Sequence[int], max_requests: int) -> dict[int, list[Entry]]:
         """Assigns waiting requests until every engine has its maximum: to the engine with the request's KV, else to
         that of the sibling assigned last, else to the one with the most capacity (of several the first)."""
-        room = {engine: max_requests - self._running_count[engine] for engine in engines}
-        place = {engine: place for place, engine in enumerate(engines)}
-        widest_first = [(-room[engine], place[engine], engine) for engine in engines]
-        heapq.heapify(widest_first)
         by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
+        room: dict[int, int] = {}
+        """By engine that has any"""
+        widest_first: list[tuple[int, int, int]] = []
+        """Minus its room, its place among the engines, and its number; or an earlier room, which was larger"""
+        for place, engine in enumerate(engines):
+            num_more = max_requests - self._running_count[engine]
+            if num_more > 0:
+                room[engine] = num_more
+                widest_first.append((-num_more, place, engine))
+        heapq.heapify(widest_first)
         while widest_first:
-            widest_room, _, widest = widest_first[0]
+            widest_room, place, widest = widest_first[0]
             if -widest_room != room[widest]:  # it has been assigned to since, and may not be the widest any more
-                heapq.heapreplace(widest_first, (-room[widest], place[widest], widest))
+                heapq.heapreplace(widest_first, (-room[widest], place, widest))
                 continue
             if room[widest] <= 0 or (entry := self._next_waiting()) is None:
                 break
