@@ -13,11 +13,13 @@ class AdmitGroups:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class DispatchedRequests:
-    """Requests for an engine, as columns with one value of each. ``earlier``: the queue's rows with their tokens so
-    far, "" for none; ``kv_ranks``: the attention ranks of this engine that have their KV, None: no rank;
-    ``priorities``: as `Request.priority`."""
+    """Requests for an engine, as columns with one value of each; not changed after they were created.
+
+    ``earlier``: the queue's rows with their tokens so far, "" for none; ``kv_ranks``: the attention ranks of this
+    engine that have their KV, None: no rank; ``priorities``: as `Request.priority`.
+    """
 
     ids: Sequence[str]
     groups: Sequence[str]
