@@ -23,6 +23,7 @@ from typing import Any
 
 from distqueue import PackedBatch
 from fusion.colocate import Deployment, InferenceShare, StageReport
+from fusion.inference import Request
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
@@ -76,12 +77,12 @@ class Stopwatch:
 
 
 class NamedCards:
-    """In place of `Cards`: engines hold requests until `finish` takes the oldest."""
+    """In place of `Cards`: engines hold ids and groups of requests until the queue takes them."""
 
     timeout_s, reported_until_ns = 1e9, 0
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.watch, self.requests = watch, deque[Any]()
+        self.watch, self.requests = watch, deque[tuple[str, str]]()
         self.version = 0
         """Policy of the engines"""
         self._poll: Any = None
@@ -90,15 +91,18 @@ class NamedCards:
         with self.watch.paused():
             (stage,) = {call.stage for call in calls.values()}
             for call in calls.values() if stage == "generate" else ():
-                self.requests.extend(call.args[0])
+                self._hold(call.args[0])
             return SimpleNamespace(stage=stage, ranks=tuple(calls), pending={}, reported_until_ns=0)
 
     def ask_each(self, calls: Mapping[int, Any]) -> list[None]:
         with self.watch.paused():
             for call in calls.values():
                 if call.stage == "submit":
-                    self.requests.extend(call.args[0])
+                    self._hold(call.args[0])
             return [None] * len(calls)
+
+    def _hold(self, requests: Sequence[Request]) -> None:
+        self.requests.extend([(one.id, one.group) for one in requests])
 
     def wait(self, running: Any) -> list[StageReport]:
         for _ in range(4 if self._poll and running.stage == "train" else 0):
@@ -141,9 +145,9 @@ class NamedQueue:
                 return None
             held.rotate(self._random.randrange(min(len(held), 4 * MESSAGE)))
             requests = [held.popleft() for _ in range(min(MESSAGE, len(held)))]
-            texts = [f"the answer is {len(request.id)}" for request in requests]
-            groups, versions = [request.group for request in requests], [(self._cards.version,) * 2] * len(requests)
-            batch = PackedBatch.from_samples([one.id for one in requests], {TEXT: texts}, groups, versions)
+            ids, groups = zip(*requests, strict=True)
+            texts, versions = [f"the answer is {len(id)}" for id in ids], [(self._cards.version,) * 2] * len(ids)
+            batch = PackedBatch.from_samples(ids, {TEXT: texts}, groups, versions)
             return replace(batch, lengths={RESPONSE: [self._random.randint(1, 500) for _ in requests]})
 
     def put(self, batch: PackedBatch) -> None:
@@ -297,7 +301,7 @@ def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, fl
         controller.train_step(1, lambda: None, lambda: None)
         close = Closing(controller)
         steps = max(2, min_groups // groups)
-        with collecting_seldom():
+        with collecting_seldom((staleness + 1) * groups * GROUP_SIZE):
             start_s, calls = watch.read_s(), controller.queue.calls  # type: ignore[attr-defined]
             for step in range(2, 2 + steps):
                 controller.train_step(step, *close.step(step - 1))

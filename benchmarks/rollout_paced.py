@@ -1,8 +1,9 @@
 """Run the part `paced` of `benchmarks/rollout.py`: whole runs on emulated cards of modelled speed, in every order.
 
-Every run has the same prompts, in two epochs of the same rows, and the same forced lengths; it differs only in the order
-in which requests are dispatched, and in whether responses are divided into chunks. The first step is the first epoch: a
-warm-up, from which `history` knows the lengths. A run's speed is that of its generation, the stage that orders differ in.
+Every run has the same prompts, in two epochs of the same rows, and the same forced lengths; it differs only in the
+order in which requests are dispatched, and in whether responses are divided into chunks. The first step is the first
+epoch: a warm-up, from which `history` knows the lengths. A run's speed is that of its generation, the stage that orders
+differ in.
 """
 
 from __future__ import annotations
@@ -59,10 +60,12 @@ def paced(args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         make_moe(folder / "model")
         for lengths, spread in LENGTHS.items():
-            figures[lengths] = compared({
-                order: _run(Rollout(spread=spread, options=options), folder, args.steps, f"{lengths}, {order}")
-                for order, options in ORDERS.items()
-            })
+            figures[lengths] = compared(
+                {
+                    order: _run(Rollout(spread=spread, options=options), folder, args.steps, f"{lengths}, {order}")
+                    for order, options in ORDERS.items()
+                }
+            )
     return figures
 
 

@@ -57,7 +57,7 @@ from stalesync.commands import (
     AwaitSamples,
     Command,
     Dispatch,
-    DispatchedRequest,
+    DispatchedRequests,
     Publish,
     Score,
     Suspend,
@@ -329,12 +329,15 @@ class Admission:
     def _dispatch(self, engines: Sequence[int] | None = None, last: bool = False) -> Iterator[Command]:
         """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run.
         ``last``: of the step."""
-        engines = tuple(self.running) if engines is None else engines
-        starting = frozenset(engine for engine in engines if engine not in self.running)
+        starting: frozenset[int] = frozenset()
+        if engines is None:
+            engines = tuple(self.running)
+        else:
+            starting = frozenset(engine for engine in engines if engine not in self.running)
         if not starting and not (engines and self.buffer.num("waiting")):
             return
         requests_by_engine = {
-            engine: tuple(_request(entry) for entry in entries)
+            engine: _columns(entries)
             for engine, entries in self.buffer.dispatch(engines, self._room).items()
             if entries or engine in starting
         }
@@ -389,6 +392,11 @@ class Admission:
             self.running.update(engine, self.buffer.num_running_on(engine))
 
 
-def _request(entry: Entry) -> DispatchedRequest:
-    kv_rank = entry.kv[1] if entry.kv else None
-    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank, entry.priority)
+def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
+    return DispatchedRequests(
+        ids=[entry.id for entry in entries],
+        groups=[entry.group for entry in entries],
+        earlier=[entry.earlier for entry in entries],
+        kv_ranks=[entry.kv[1] if entry.kv else None for entry in entries],
+        priorities=[entry.priority for entry in entries],
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -14,15 +13,19 @@ class AdmitGroups:
     count: int
 
 
-class DispatchedRequest(NamedTuple):
-    """A request for an engine. ``earlier``: the queue's row with its tokens so far, "" for none; ``kv_rank``: the
-    attention rank of this engine that has its KV, None: no rank; ``priority``: as `Request.priority`."""
+@dataclass
+class DispatchedRequests:
+    """Requests for an engine, as columns with one value of each; not changed after they were created.
 
-    id: str
-    group: str
-    earlier: str = ""
-    kv_rank: int | None = None
-    priority: int = 0
+    ``earlier``: the queue's rows with their tokens so far, "" for none; ``kv_ranks``: the attention ranks of this
+    engine that have their KV, None: no rank; ``priorities``: as `Request.priority`.
+    """
+
+    ids: Sequence[str]
+    groups: Sequence[str]
+    earlier: Sequence[str]
+    kv_ranks: Sequence[int | None]
+    priorities: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Dispatch:
     """Start the engines ``starting``, submit requests to engines, and free KV of requests that left an engine.
     ``last``: no other `Dispatch` comes before these engines are suspended, so they may stop when they are idle."""
 
-    requests_by_engine: Mapping[int, Sequence[DispatchedRequest]]
+    requests_by_engine: Mapping[int, DispatchedRequests]
     forget_by_engine: Mapping[int, Sequence[str]]
     starting: frozenset[int]
     last: bool = False

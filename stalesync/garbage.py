@@ -12,17 +12,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NEW_OBJECTS = 50_000
-"""Number of new objects after which a collection begins"""
+"""Number of new objects after which a collection begins, at least"""
+
+OBJECTS_PER_SAMPLE = 6
+"""More than the objects that refer to others which are held for a sample in progress. So those of a step end before a
+collection visits them, and what is garbage is never more than the samples in progress."""
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
-    """Inside the block, excludes all objects that exist at its start from collections, and lets these begin after
-    `NEW_OBJECTS` new ones."""
+def collecting_seldom(num_samples: int) -> Iterator[None]:
+    """Inside the block, excludes all objects that exist at its start from collections, and lets these begin seldom.
+
+    Args:
+        num_samples: maximum number of samples in progress.
+    """
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS)
+    gc.set_threshold(max(NEW_OBJECTS, OBJECTS_PER_SAMPLE * num_samples))
     try:
         yield
     finally:

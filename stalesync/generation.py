@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ from fusion.inference import Request
 from fusion.inference.request_columns import Requests
 from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
 from stalesync.cards import WARN_EVERY_S, Cards
-from stalesync.commands import Dispatch, DispatchedRequest, Publish
+from stalesync.commands import Dispatch, DispatchedRequests, Publish
 from stalesync.failures import CardFailed, late_rank
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
@@ -53,6 +54,7 @@ class Generation:
         self._spec, self._cards, self._prompts, self._take_reports = spec, cards, prompts, take_reports
         ends = None if spec.detokenizer is None else spec.detokenizer.end_token_ids
         self._sampling = spec.rollout.sampling(stop_token_ids=ends)
+        self._sampling_fields = asdict(self._sampling)
         self._chunk_tokens = spec.rollout.max_chunk_tokens
         self._on_ended_chunks = on_ended_chunks
         self._lengths = ForcedLengths.of(spec.rollout, spec.seed)
@@ -132,7 +134,7 @@ class Generation:
         first, while the cards switch for the engines."""
         submitted: dict[int, StageCall[None]] = {}
         for engine, dispatched in command.requests_by_engine.items():
-            ranks, requests = self._spec.engines[engine], Requests(map(self._request, dispatched))
+            ranks, requests = self._spec.engines[engine], self._requests(dispatched)
             if engine in command.starting:
                 mine = {rank: requests if rank == ranks[0] else [] for rank in ranks}
                 calls = {rank: stage_call(Worker.generate, mine[rank], stay=not command.last) for rank in ranks}
@@ -212,21 +214,28 @@ class Generation:
         reports = self._cards.call_each(calls)
         return {answer.id: answer for report in reports for answer in report.answers}
 
-    def _request(self, dispatched: DispatchedRequest) -> Request:
-        prompt = self._prompts[dispatched.group]
-        exact_tokens = 0
+    def _requests(self, dispatched: DispatchedRequests) -> Requests:
+        """Returns the requests with what their prompts and the run's settings add."""
+        ids, groups, count = dispatched.ids, dispatched.groups, len(dispatched.ids)
+        distinct = list(dict.fromkeys(groups))
+        index_by_group = {group: index for index, group in enumerate(distinct)}
+        indices, same = [index_by_group[group] for group in groups], [0] * count
+        exact_tokens = [0] * count
         if self._lengths is not None:
-            exact_tokens = self._lengths(prompt.id, int(dispatched.id.rsplit("/", 1)[1]))
-        # By keyword it would take three times as long.
-        return Request(
-            dispatched.id,
-            prompt.ids,
-            self._sampling,
-            dispatched.group,
-            (),
-            self._chunk_tokens,
-            exact_tokens,
-            dispatched.earlier,
-            dispatched.kv_rank,
-            dispatched.priority,
+            exact_tokens = [
+                self._lengths(group, int(id.rsplit("/", 1)[1])) for id, group in zip(ids, groups, strict=True)
+            ]
+        return Requests(
+            {
+                "id": ids,
+                "prompt": ([self._prompts[group].ids for group in distinct], indices),
+                "params": ([self._sampling_fields], same),
+                "group": (distinct, indices),
+                "response": ([()], same),
+                "chunk_tokens": [self._chunk_tokens] * count,
+                "exact_tokens": exact_tokens,
+                "earlier": dispatched.earlier,
+                "kv_rank": dispatched.kv_ranks,
+                "priority": dispatched.priorities,
+            }
         )

@@ -145,17 +145,18 @@ class Groups:
 
     def _judge(self, group: str, members: list[Sample]) -> None:
         """Decides whether a group whose samples are all scored may be trained, or ends."""
-        errors = [member.outcome.error for member in members]
-        self.num_failed_rewards += sum(error is not None for error in errors)
-        if all(errors):
+        outcomes = [member.outcome for member in members]
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        self.num_failed_rewards += len(errors)
+        if len(errors) == len(members):
             why = LOST if errors[0] == LOST else f"reward_{errors[0]}"
             self.admission.observe_failed(group, why)
             self._end(group, f"failed:{why}", why)
-        elif rule := self.algorithm.filter_rule([member.outcome.reward for member in members]):
+        elif rule := self.algorithm.filter_rule([outcome.reward for outcome in outcomes]):
             self.admission.observe_filtered(group, rule)
             self._end(group, f"filtered:{rule}", rule)
         else:
-            scored = [member for member in members if member.outcome.error is None]
+            scored = [member for member in members if member.outcome.error is None] if errors else members
             self.admission.observe_scored(group, sum([one.prompt_tokens + one.response_tokens for one in scored]))
 
     def _end(self, group: str, ended: str, reason: str) -> None:

@@ -32,8 +32,8 @@ class StepMetrics:
         for report in reports:
             self.metrics.merge(report.metrics)
             self._memory.merge(report.memory)
-            self._folder.log_spans(report.spans)
-            self._usage.add(report.spans)
+        self._folder.log_spans(*[report.spans for report in reports])
+        self._usage.add([span for report in reports for span in report.spans])
 
     def begin_wait(self, *, for_older: bool, in_tail: bool) -> None:
         """Begins to wait for samples. ``for_older``: the step has groups enough, but older ones must come first;

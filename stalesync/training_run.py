@@ -71,6 +71,8 @@ class TrainingRun:
         """In which step engines have lost the server through which they exchange text"""
         stalesync, num_held_out = config.stalesync, config.run.eval_prompts
         ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
+        self.max_samples = (stalesync.max_staleness + 1) * ledger.groups_per_step * config.algorithm.group_size
+        """Maximum number of samples in progress"""
         algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
         facts = admission_spec(config, spec, scores_beside=scorer.concurrent, filters=algorithm.filters)
         self.admission = Admission(facts, ledger)
@@ -123,7 +125,7 @@ class TrainingRun:
         phase at the start and at the end."""
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
         self._figures, saved_at = self.evaluate("before"), time.monotonic()
-        with collecting_seldom(), self.logging_after_failure():
+        with collecting_seldom(self.max_samples), self.logging_after_failure():
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:

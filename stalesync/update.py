@@ -133,12 +133,10 @@ class Updater:
 
     def _drop_failed(self, samples: Sequence[Sample]) -> list[Sample]:
         """Drops samples whose reward failed from the queue; returns the others."""
+        scored = [sample for sample in samples if sample.outcome.error is None]
         ids_by_error: dict[str, list[str]] = {}
-        scored = []
-        for sample in samples:
-            if sample.outcome.error is None:
-                scored.append(sample)
-            else:
+        for sample in samples if len(scored) < len(samples) else ():
+            if sample.outcome.error is not None:
                 ids_by_error.setdefault(sample.outcome.error, []).append(sample.id)
         for error, ids in ids_by_error.items():
             self.queue.drop(ids, f"reward_{error}")
@@ -199,9 +197,12 @@ class Updater:
 
     def _minibatches(self, groups: Iterable[str], samples: list[Sample]) -> list[list[list[str]]]:
         """Returns sample ids by minibatch and replica."""
+        chunks = _split_groups(list(groups), self.spec.algorithm.minibatches)
+        if len(chunks) == 1:
+            return [_split_over_replicas(samples, self.spec.train.dp)]
         return [
             _split_over_replicas([sample for sample in samples if sample.prompt.id in chunk], self.spec.train.dp)
-            for chunk in _split_groups(list(groups), self.spec.algorithm.minibatches)
+            for chunk in chunks
         ]
 
     def _shares(self, samples: list[Sample]) -> list[list[str]]:
@@ -218,8 +219,8 @@ class Updater:
 def _split_over_replicas(samples: list[Sample], num_replicas: int) -> list[list[str]]:
     """Splits sample ids over data-parallel replicas, balanced by tokens."""
     tokens = [sample.prompt_tokens + sample.response_tokens for sample in samples]
-    shares = split_over_ranks(tokens, num_replicas)
-    return [[samples[index].id for index in share] for share in shares]
+    ids = [sample.id for sample in samples]
+    return [[ids[index] for index in share] for share in split_over_ranks(tokens, num_replicas)]
 
 
 def _split_groups(groups: list[str], num_chunks: int) -> list[set[str]]:

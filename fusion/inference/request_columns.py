@@ -8,9 +8,9 @@ encoded; where these shared a prompt, response, group or parameters (one object)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, overload
 
 from fusion.inference.request import Request, SamplingParams
 
@@ -21,11 +21,30 @@ FIELDS = tuple(field.name for field in fields(Request))
 OWN = tuple(name for name in FIELDS if name not in SHARED)
 
 
-class Requests(list[Request]):
-    """Requests that are pickled as columns: in half the time, and what they share only once."""
+class Requests(Sequence[Request]):
+    """Requests that are held and pickled as columns, as `to_columns` returns them. A request is created only where they
+    are read: unpickled, they are a list of requests."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = columns
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return from_columns(self._columns)[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(from_columns(self._columns))
+
+    def __len__(self) -> int:
+        return len(self._columns["id"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return from_columns, (to_columns(self),)
+        return from_columns, (self._columns,)
 
 
 def to_columns(requests: Sequence[Request]) -> dict[str, Any]:

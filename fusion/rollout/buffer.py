@@ -32,16 +32,15 @@ the same buffer with nothing on an engine; an engine with several requests has a
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from fusion.rollout.assignment import assign_all, fill
 from fusion.rollout.engine_room import EngineRoom
 from fusion.rollout.length_history import LengthHistory, row_of
 from fusion.rollout.order import Lengths, make_waiting
-from fusion.rollout.router import assign_groups
 
 State = Literal["waiting", "running", "finished"]
 
@@ -61,6 +60,9 @@ class Entry:
     group: str
     prompt_tokens: int
     max_tokens: int
+    position: int = 0
+    member: int = 0
+    behind: bool = False
     generated: int = 0
     state: State = "waiting"
     engine: int | None = None
@@ -68,9 +70,6 @@ class Entry:
     oldest: int = -1
     newest: int = -1
     kv: tuple[int, int] | None = None
-    position: int = 0
-    member: int = 0
-    behind: bool = False
     reserved: int = 0
 
     @property
@@ -139,7 +138,15 @@ class RequestBuffer:
         """Adds a group of requests, which wait from now on."""
         assert group not in self._groups, f"group {group!r} was added before"
         self._add_group(group, max_tokens)
-        self._insert(group, "waiting", [Entry(id, group, prompt_tokens, max_tokens) for id in ids])
+        first, num_probes = self._added, self._num_probes
+        self._insert(
+            group,
+            "waiting",
+            [
+                Entry(id, group, prompt_tokens, max_tokens, first + member, member, member >= num_probes > 0)
+                for member, id in enumerate(ids)
+            ],
+        )
 
     def of(self, state: State) -> list[Entry]:
         """Returns all requests in this state, oldest group first."""
@@ -160,12 +167,14 @@ class RequestBuffer:
         of a group together, to the least loaded engine. With it they are assigned in order until the next one fits no
         engine: what waits here may still go anywhere.
         """
-        assigned = self._assign_all(engines) if room is None else self._fill(engines, room)
-        by_engine: dict[int, list[Entry]] = {engine: [] for engine in engines}
-        for entry, engine in assigned:
-            by_engine[engine].append(entry)
+        if room is None:
+            by_engine = assign_all(self._waiting.take_all(), {engine: self._running_load[engine] for engine in engines})
+        else:
+            vacancies = {engine: room.left(self._running_count[engine], self._reserved[engine]) for engine in engines}
+            by_engine = fill(self._waiting, vacancies, room, self._groups)
         for engine, entries in by_engine.items():
-            self._start(engine, entries)
+            if entries:
+                self._start(engine, entries)
         return by_engine
 
     def take_left_kv(self) -> dict[int, list[str]]:
@@ -194,7 +203,10 @@ class RequestBuffer:
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
-        self._stop(engine, [entry], "waiting")
+        self._stop(engine, entry)
+        self._count["running"] -= 1
+        self._count["waiting"] += 1
+        entry.state = "waiting"
         entry.generated, entry.earlier = generated, earlier
         entry.kv = None if kv_rank is None else (engine, kv_rank)
         if versions is not None:
@@ -203,24 +215,26 @@ class RequestBuffer:
 
     def finish(self, generated: Mapping[str, int]) -> Finished:
         """Marks requests finished. ``generated``: the tokens of each, by id."""
-        running: dict[int, list[Entry]] = {}
-        for id in generated:
-            entry = self.entries[id]
-            assert entry.state == "running" and entry.engine is not None, f"request {id!r} is {entry.state}"
-            running.setdefault(entry.engine, []).append(entry)
+        engines: dict[int, None] = {}
         groups: list[str] = []
-        for engine, entries in running.items():
-            self._stop(engine, entries, "finished")
-            for entry in entries:
-                entry.generated, entry.earlier, entry.kv = generated[entry.id], "", None
-                group = self._groups[entry.group]
-                group.num_unfinished -= 1
-                if not group.num_unfinished:
-                    groups.append(entry.group)
-                elif self._order != "fifo":
-                    waiting = [one for one in group.members if one.state == "waiting"]
-                    self._waiting.observe_finished(entry.group, entry.generated, waiting)
-        return Finished(list(running), groups)
+        for id, num_tokens in generated.items():
+            entry = self.entries[id]
+            engine = entry.engine
+            assert entry.state == "running" and engine is not None, f"request {id!r} is {entry.state}"
+            engines[engine] = None
+            self._stop(engine, entry)
+            entry.state, entry.kv = "finished", None
+            entry.generated, entry.earlier = num_tokens, ""
+            group = self._groups[entry.group]
+            group.num_unfinished -= 1
+            if not group.num_unfinished:
+                groups.append(entry.group)
+            elif self._order != "fifo":
+                waiting = [one for one in group.members if one.state == "waiting"]
+                self._waiting.observe_finished(entry.group, num_tokens, waiting)
+        self._count["running"] -= len(generated)
+        self._count["finished"] += len(generated)
+        return Finished(list(engines), groups)
 
     def is_finished(self, group: str) -> bool:
         """Whether all requests of a group are finished."""
@@ -255,9 +269,11 @@ class RequestBuffer:
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
         for fields_ in state:
-            entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED})
+            entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED}, position=self._added)
             if entry.group not in self._groups:
                 self._add_group(entry.group, entry.max_tokens)
+            entry.member = len(self._groups[entry.group].members)
+            entry.behind = entry.member >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
             if entry.state == "finished" and self._order != "fifo":
                 self._waiting.observe_finished(entry.group, entry.generated, ())
@@ -271,13 +287,8 @@ class RequestBuffer:
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
         """Adds requests of one group in one state, the newest of all."""
         known = self._groups[group]
-        if self._num_probes or self._order != "fifo":
-            for member, entry in enumerate(entries, start=len(known.members)):
-                entry.member, entry.behind = member, member >= self._num_probes > 0
         known.members += entries
-        for position, entry in enumerate(entries, start=self._added):
-            entry.position = position
-            self.entries[entry.id] = entry
+        self.entries.update({entry.id: entry for entry in entries})
         self._added += len(entries)
         self._count[state] += len(entries)
         if state != "finished":
@@ -286,11 +297,11 @@ class RequestBuffer:
             self._waiting.add(entries)
 
     def _start(self, engine: int, entries: Sequence[Entry]) -> None:
-        load = 0
+        load = reserved = 0
         for entry in entries:
             load += entry.prompt_tokens + entry.generated
+            reserved += entry.reserved
             entry.state, entry.engine = "running", engine
-            self._reserved[engine] += entry.reserved
             if entry.kv and entry.kv[0] != engine:
                 self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
                 entry.kv = None
@@ -298,73 +309,12 @@ class RequestBuffer:
         self._count["running"] += len(entries)
         self._running_count[engine] += len(entries)
         self._running_load[engine] += load
+        self._reserved[engine] += reserved
 
-    def _stop(self, engine: int, entries: Sequence[Entry], state: State) -> None:
-        load = 0
-        for entry in entries:
-            load += entry.prompt_tokens + entry.generated
+    def _stop(self, engine: int, entry: Entry) -> None:
+        self._running_count[engine] -= 1
+        self._running_load[engine] -= entry.prompt_tokens + entry.generated
+        entry.engine = None
+        if entry.reserved:
             self._reserved[engine] -= entry.reserved
-            entry.state, entry.engine, entry.reserved = state, None, 0
-        self._count["running"] -= len(entries)
-        self._count[state] += len(entries)
-        self._running_count[engine] -= len(entries)
-        self._running_load[engine] -= load
-
-    def _fill(self, engines: Sequence[int], room: EngineRoom) -> list[tuple[Entry, int]]:
-        """Assigns waiting requests in order until the next one fits nowhere: to the engine with the request's KV, else
-        to that of the sibling assigned last, else to the one with the most room (of several the first)."""
-        vacancies = {engine: room.left(self._running_count[engine], self._reserved[engine]) for engine in engines}
-        place = {engine: place for place, engine in enumerate(engines)}
-        widest_first = [(vacancies[engine].rank, place[engine], engine) for engine in engines]
-        heapq.heapify(widest_first)
-        assigned: list[tuple[Entry, int]] = []
-        while widest_first:
-            rank, _, widest = widest_first[0]
-            if rank != vacancies[widest].rank:  # it has been assigned to since, and may not be the widest any more
-                heapq.heapreplace(widest_first, (vacancies[widest].rank, place[widest], widest))
-                continue
-            if vacancies[widest].requests <= 0 or (entry := self._waiting.take()) is None:
-                break
-            entry.reserved = entry.load + room.chunk(entry.max_tokens - entry.generated)
-            group = self._groups[entry.group]
-            wish = entry.kv[0] if entry.kv else group.engine
-            engine = wish if wish in vacancies and vacancies[wish].takes(entry.reserved) else widest
-            if not vacancies[engine].takes(entry.reserved):
-                entry.reserved = 0
-                self._waiting.add([entry])
-                break
-            vacancies[engine].add(entry.reserved)
-            assigned.append((entry, engine))
-            group.engine = engine
-        return assigned
-
-    def _assign_all(self, engines: Sequence[int]) -> list[tuple[Entry, int]]:
-        """Assigns all waiting requests."""
-        waiting: list[Entry] = []
-        while (entry := self._waiting.take()) is not None:
-            waiting.append(entry)
-        loads = {engine: self._running_load[engine] for engine in engines}
-        home_of = self._return_to_kv(waiting, loads)
-        load_by_group: dict[str, int] = {}
-        for entry in waiting:
-            if entry.id not in home_of:
-                load_by_group[entry.group] = load_by_group.get(entry.group, 0) + entry.prompt_tokens + entry.generated
-        groups_by_engine = zip(engines, assign_groups(load_by_group, list(loads.values())), strict=True)
-        engine_of_group = {group: engine for engine, groups in groups_by_engine for group in groups}
-        return [
-            (entry, home_of[entry.id] if entry.id in home_of else engine_of_group[entry.group]) for entry in waiting
-        ]
-
-    def _return_to_kv(self, waiting: Sequence[Entry], loads: dict[int, int]) -> dict[str, int]:
-        """Returns the engine of each waiting request that is resumed where its KV is; adds them to ``loads``, by
-        engine."""
-        if not any(entry.kv for entry in waiting):
-            return {}
-        total = sum(loads.values()) + sum(entry.load for entry in waiting)
-        engine_of: dict[str, int] = {}
-        for entry in waiting:
-            home = entry.kv[0] if entry.kv else None
-            if home in loads and loads[home] * len(loads) < total:
-                engine_of[entry.id] = home
-                loads[home] += entry.load
-        return engine_of
+            entry.reserved = 0

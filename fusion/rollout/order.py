@@ -128,6 +128,9 @@ class WaitingRequests(Protocol):
     def take(self) -> Entry | None:
         """Takes out the next request; None: none waits."""
 
+    def take_all(self) -> list[Entry]:
+        """Takes out all requests, in order."""
+
     def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
         """Records the length of a finished response. ``waiting``: the requests of its group that wait."""
 
@@ -180,6 +183,12 @@ class FifoRequests:
             self._discarded.remove(request.id)
         return None
 
+    def take_all(self) -> list[Entry]:
+        if self._returned or self._discarded:
+            return list(iter(self.take, None))
+        waiting, self._new = list(self._new), deque()
+        return waiting
+
     def discard(self, group: str, waiting: Sequence[Entry]) -> None:
         self._discarded.update(request.id for request in waiting)
 
@@ -225,6 +234,9 @@ class RankedRequests:
             self._by_rank.discard(request)
         self._served[request.group] = self._taken
         return request
+
+    def take_all(self) -> list[Entry]:
+        return list(iter(self.take, None))
 
     def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
         lengths = self._lengths[group]

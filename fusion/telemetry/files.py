@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ class JsonLines:
         """Append the objects by one system call."""
         lines = [ENCODER.encode(finite(record)) + "\n" for record in records]
         write_all(self._fd, "".join(lines).encode())
+
+    def write_each(
+        self, before: Mapping[str, Any], field: str, values: Iterable[str], after: Mapping[str, Any]
+    ) -> None:
+        """Append an object for each of the strings, by one system call: the fields ``before``, ``field`` with the
+        string, the fields ``after``; neither of these is empty. What the objects have in common is encoded once."""
+        head = f"{ENCODER.encode(finite(before))[:-1]}, {ENCODER.encode(field)}: "
+        tail = f", {ENCODER.encode(finite(after))[1:]}\n"
+        write_all(self._fd, "".join([f"{head}{ENCODER.encode(value)}{tail}" for value in values]).encode())
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -113,13 +113,13 @@ class RunFolder:
         if self._groups is None:
             self._groups = JsonLines(self.path / "groups.jsonl")
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
-        self._groups.write(*({"step": step, "group": group, **others} for group in groups))
+        self._groups.write_each({"step": step}, "group", groups, others)
 
-    def log_spans(self, spans: Iterable[Span]) -> None:
-        """Add spans of any card to timeline.json."""
+    def log_spans(self, *spans: Iterable[Span]) -> None:
+        """Add the spans of any cards to timeline.json."""
         if self._timeline is None:
             self._timeline = TimelineFile(self.path / "timeline.json")
-        self._timeline.append(spans)
+        self._timeline.append(*spans)
 
     def rewind(self, step: int) -> int:
         """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.

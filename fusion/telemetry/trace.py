@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ class TimelineFile:
     """Appends spans to a trace; an existing file is continued on its own time axis.
 
     `ts` of an event is microseconds since `otherData.origin_ns` (nanoseconds since the epoch); a card is a process of
-    the trace, a lane a thread of it. Spans of an append that begin together are written the longest first, as viewers
-    nest them.
+    the trace, a lane a thread of it. Spans of one argument of `append` that begin together are written the longest
+    first, as viewers nest them.
     """
 
     def __init__(self, path: Path | str, origin_ns: int | None = None) -> None:
@@ -42,10 +43,10 @@ class TimelineFile:
             self.append(_spans(trace))
         os.replace(temporary, self.path)
 
-    def append(self, spans: Iterable[Span]) -> None:
-        """Write the spans and everything needed to read them."""
+    def append(self, *spans: Iterable[Span]) -> None:
+        """Write spans and everything needed to read them, by one system call; those of each argument by their start."""
         events: list[dict[str, Any]] = []
-        for span in sorted((Span(*span) for span in spans), key=lambda span: (span.start_ns, -span.end_ns)):
+        for span in chain.from_iterable([sorted(map(Span._make, some), key=_longest_first) for some in spans]):
             pid, tid = self._ids_of(span, events)
             ts, dur = (span.start_ns - self.origin_ns) / 1000, (span.end_ns - span.start_ns) / 1000
             events.append(
@@ -79,6 +80,10 @@ class TimelineFile:
 def read_timeline(path: Path | str) -> list[Span]:
     """The spans of a `timeline.json`, also of one whose last write was cut short."""
     return _spans(_load(Path(path)))
+
+
+def _longest_first(span: Span) -> tuple[int, int]:
+    return span.start_ns, -span.end_ns
 
 
 def _load(path: Path) -> dict[str, Any]:

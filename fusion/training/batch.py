@@ -278,12 +278,16 @@ def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     the least loaded rank."""
     if ranks == 1:
         return [list(range(len(lengths)))]
-    heap = [(0, 0, rank) for rank in range(ranks)]  # (tokens, sequences, rank)
+    # A rank's tokens, its number of sequences and its number, most significant first in one integer: a tuple of them
+    # would take several times as long to create and to compare.
+    one_sequence = ranks
+    one_token = one_sequence * (len(lengths) + 1)
+    heap = list(range(ranks))
     split: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable: of equal ones the first
-        tokens, count, rank = heap[0]
-        split[rank].append(index)
-        heapq.heapreplace(heap, (tokens + lengths[index], count + 1, rank))
+        least_loaded = heap[0]
+        split[least_loaded % ranks].append(index)
+        heapq.heapreplace(heap, least_loaded + lengths[index] * one_token + one_sequence)
     return [sorted(members) for members in split]
 
 

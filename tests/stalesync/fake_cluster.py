@@ -81,11 +81,13 @@ class FakeCluster:
         held = {request for requests in self.engines.values() for request in requests}
         for engine, requests in command.requests_by_engine.items():
             assert engine in self.engines, "an engine that does not run"
-            for request in requests:
-                assert request.id not in held and request.id not in self.arriving, "a request on two engines"
-                held.add(request.id)
-                self.engines[engine].append(request.id)
-            assert not (self.spec.binds_late and requests) or len(self.engines[engine]) <= self.spec.max_requests
+            assert len({*map(len, vars(requests).values())}) == 1, "one value of each column"
+            for id in requests.ids:
+                assert id not in held and id not in self.arriving, "a request on two engines"
+                held.add(id)
+                self.engines[engine].append(id)
+            bound = self.spec.binds_late and requests.ids
+            assert not bound or len(self.engines[engine]) <= self.spec.max_requests
         for engine, ids in command.forget_by_engine.items():
             assert ids and self.spec.keeps_kv and engine < self.spec.num_engines
 

@@ -223,7 +223,7 @@ def _lines_per_event(batch):
             admission.observe_admitted({f"g{k}": 5 for k in range(command.count)})
         if isinstance(command, Dispatch):
             by_engine = command.requests_by_engine.values()
-            ids = [request.id for requests in zip(*by_engine, strict=False) for request in requests]
+            ids = [id for ids in zip(*(requests.ids for requests in by_engine), strict=False) for id in ids]
         if isinstance(command, AwaitSamples):
             break
     assert len(ids) > batch * 10

@@ -25,7 +25,7 @@ def _raise(error):
 
 def test_garbage_collection_is_as_before_after_a_run():
     thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
-    with pytest.raises(Failed), collecting_seldom():
+    with pytest.raises(Failed), collecting_seldom(1):
         assert gc.get_threshold()[0] == NEW_OBJECTS and gc.get_freeze_count() > frozen
         raise Failed
     assert gc.get_threshold() == thresholds and gc.get_freeze_count() == 0
@@ -36,6 +36,7 @@ def _run(write, cut):
     ``cut``: of a checkpoint."""
     run = object.__new__(TrainingRun)
     run.config = SimpleNamespace(run=SimpleNamespace(steps=3, save_every="2"))
+    run.max_samples = 1
     run.step, run._closing, run._closed, run._logged, run._figures = 0, 0, 0, 0, {}
     run.evaluation = SimpleNamespace(prompts=[])
     run.view = SimpleNamespace(begin=lambda: None, update=lambda *_: None)

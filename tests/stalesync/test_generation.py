@@ -9,7 +9,7 @@ from fusion.colocate import Deployment, InferenceShare
 from fusion.inference.config import RolloutConfig
 from fusion.rollout import SuspendedSample
 from fusion.rollout.detokenize import DetokenizerSpec
-from stalesync.commands import Dispatch, DispatchedRequest, Publish
+from stalesync.commands import Dispatch, DispatchedRequests, Publish
 from stalesync.failures import CardFailed
 from stalesync.generation import Generation
 from stalesync.prompts import Prompt
@@ -89,17 +89,18 @@ def _generation(**rollout):
 
 
 def _requests(*ids):
-    return tuple(DispatchedRequest(id, id.split("/")[0]) for id in ids)
+    count = len(ids)
+    return DispatchedRequests(ids, [id.split("/")[0] for id in ids], [""] * count, [None] * count, [0] * count)
 
 
 def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():
     made, cards = _generation()
     assert cards.begun == [("generate", {0: ["a/0", "a/1"], 1: []}), ("generate", {2: ["b/0"], 3: []})]
     del cards.begun[:]
-    resumed = DispatchedRequest("b/1", "b", "b/1~2", 1)
-    made.dispatch(Dispatch({1: [resumed]}, {0: ["b/1"]}, frozenset()))
+    resumed = DispatchedRequests(["b/1"], ["b"], ["b/1~2"], [1], [0])
+    made.dispatch(Dispatch({1: resumed}, {0: ["b/1"]}, frozenset()))
     assert cards.begun == [("submit", {2: ["b/1"]}), ("forget", {0: ["b/1"]})]
-    request = made._request(resumed)
+    (request,) = made._requests(resumed)
     assert (request.earlier, request.kv_rank, request.prompt) == ("b/1~2", 1, (4,))
     assert request.params.stop_token_ids == (1, 7), "the end tokens of the model and of its tokenizer"
     assert request.exact_tokens == ForcedLengths(0, 4, RolloutConfig().sampling().max_tokens)("b", 1)
@@ -108,7 +109,7 @@ def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():
 def test_all_engines_are_asked_at_once_and_then_awaited():
     made, cards = _generation()
     del cards.begun[:]
-    resumed = {0: [DispatchedRequest("b/1", "b")], 1: [DispatchedRequest("a/2", "a")]}
+    resumed = {0: _requests("b/1"), 1: _requests("a/2")}
     made.dispatch(Dispatch(resumed, {1: ["b/1"], 0: ["a/2"]}, frozenset()))
     assert cards.begun == [("submit", {0: ["b/1"], 2: ["a/2"]}), ("forget", {2: ["b/1"], 0: ["a/2"]})]
     del cards.begun[:]

@@ -11,7 +11,7 @@ from fusion.rollout import SuspendedSample
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.admission import Admission
-from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, DispatchedRequest, Suspend, Train
+from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, Suspend, Train
 from stalesync.groups import Groups
 from stalesync.prompts import Prompt
 from stalesync.samples import Sample
@@ -48,7 +48,8 @@ class Run:
                 case AdmitGroups(count):
                     self.groups.admit(Prompt(f"new-{k}", (3, 4), "", "") for k in range(count))
                 case Dispatch(requests_by_engine):
-                    self.dispatched |= {one.id: one for requests in requests_by_engine.values() for one in requests}
+                    for requests in requests_by_engine.values():
+                        self.dispatched |= {row[0]: row for row in zip(*vars(requests).values(), strict=True)}
                 case AwaitSamples():
                     prompt = self.groups.prompts["e0-10"]
                     sample = Sample("e0-10/2", prompt, "1+0=1", len(prompt.ids), 60, oldest=3, newest=4)
@@ -79,7 +80,7 @@ def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_wit
     run = restored()
     run.step()
     old = {id: request for id, request in run.dispatched.items() if not id.startswith("new-")}
-    assert old == {"e0-10/2": DispatchedRequest("e0-10/2", "e0-10", earlier="e0-10/2~57")}
+    assert old == {"e0-10/2": ("e0-10/2", "e0-10", "e0-10/2~57", None, 0)}
     assert run.trained.keys() == {*STATE["ledger"]["finished"], "e0-10"} and not run.ended
     assert all(len({sample.id for sample in samples}) == 4 for samples in run.trained.values())
     texts = {fields["id"]: fields["text"] for fields in STATE["texts"]}

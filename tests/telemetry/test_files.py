@@ -55,6 +55,16 @@ def test_what_cannot_be_written_leaves_the_old_file_and_no_other(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"
 
 
+def test_objects_that_differ_in_one_field_are_written_as_if_each_were_encoded(tmp_path):
+    values = ["g0", 'a "quoted" name', "ü\n"]
+    one_by_one, together = JsonLines(tmp_path / "one"), JsonLines(tmp_path / "together")
+    for value in values:
+        one_by_one.write({"step": 3, "group": value, "ended": "trained", "lag": 0})
+    together.write_each({"step": 3}, "group", values, {"ended": "trained", "lag": 0})
+    together.write_each({"step": 3}, "group", [], {"lag": 0})
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "together").read_bytes()
+
+
 def test_lines_are_not_appended_through_a_link(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")

@@ -149,3 +149,12 @@ def test_a_trace_cut_anywhere_is_mended(tmp_path, cut):
     assert len(left) >= 16 and left == written[: len(left)]
     TimelineFile(path)
     assert len(json.loads(path.read_text())["traceEvents"]) == len(left) + 2
+
+
+def test_spans_of_several_cards_are_written_as_if_one_after_the_other(tmp_path):
+    cards = [[Span(f"card {n}", "b", "gen", 7 - n, 9), Span(f"card {n}", "a", "gen", 3, 8)] for n in (1, 0)]
+    each, together = (TimelineFile(tmp_path / name, origin_ns=0) for name in ("each", "together"))
+    for spans in cards:
+        each.append(spans)
+    together.append(*cards)
+    assert (tmp_path / "each").read_bytes() == (tmp_path / "together").read_bytes()

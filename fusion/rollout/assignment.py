@@ -1,0 +1,112 @@
+"""Assign waiting requests to engines. Pure; which request comes next is decided by `order.py`.
+
+Invariants (property-tested with tests/rollout/test_buffer.py against plain choices): `assign_all` assigns every
+request, those of a group together but for those that return to their KV; `fill` assigns requests in order until the
+next one fits no engine. Both give each engine its requests in order.
+
+Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d log E), without that of the order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from fusion.rollout.engine_room import EngineRoom, Vacancy
+from fusion.rollout.order import WaitingRequests
+from fusion.rollout.router import assign_groups
+
+if TYPE_CHECKING:
+    from fusion.rollout.buffer import Entry, Group
+
+ByEngine = dict[int, list["Entry"]]
+
+
+def assign_all(waiting: Iterable[Entry], loads: dict[int, int]) -> ByEngine:
+    """Assigns requests to the engine that has their KV as far as loads stay even, the others of a group together, to
+    the least loaded engine.
+
+    Args:
+        waiting: the requests in order.
+        loads: tokens of the requests that each engine has; those of the new ones are added.
+    """
+    waiting = list(waiting)
+    by_engine: ByEngine = {engine: [] for engine in loads}
+    returning = _return_to_kv(waiting, loads)
+    others: dict[str, list[Entry]] = {}
+    load_by_group: dict[str, int] = {}
+    for entry in waiting:
+        if returning and entry.id in returning:
+            continue
+        group, load = entry.group, entry.prompt_tokens + entry.generated
+        if group in others:
+            others[group].append(entry)
+            load_by_group[group] += load
+        else:
+            others[group], load_by_group[group] = [entry], load
+    for (engine, entries), groups in zip(
+        by_engine.items(), assign_groups(load_by_group, list(loads.values())), strict=True
+    ):
+        for group in groups:
+            entries += others[group]
+        if returning:
+            mine = {entry.id for entry in entries}
+            entries[:] = [entry for entry in waiting if entry.id in mine or returning.get(entry.id) == engine]
+    return by_engine
+
+
+def _return_to_kv(waiting: Iterable[Entry], loads: dict[int, int]) -> dict[str, int]:
+    """Returns the engine of each request that is resumed where its KV is; adds them to ``loads``."""
+    with_kv = [entry for entry in waiting if entry.kv]
+    if not with_kv:
+        return {}
+    total = sum(loads.values()) + sum(entry.load for entry in waiting)
+    engine_of: dict[str, int] = {}
+    for entry in with_kv:
+        assert entry.kv is not None
+        home = entry.kv[0]
+        if home in loads and loads[home] * len(loads) < total:
+            engine_of[entry.id] = home
+            loads[home] += entry.load
+    return engine_of
+
+
+def fill(
+    waiting: WaitingRequests, vacancies: Mapping[int, Vacancy], room: EngineRoom, groups: Mapping[str, Group]
+) -> ByEngine:
+    """Takes requests and assigns them until the next one fits nowhere: to the engine with the request's KV, else to
+    that of the sibling assigned last, else to the one with the most room (of several the first).
+
+    Args:
+        vacancies: what each engine can still take; changed.
+        groups: by id; the engine of each is updated.
+    """
+    by_engine: ByEngine = {engine: [] for engine in vacancies}
+    widest_first = [
+        (vacancy.rank, place, engine)
+        for place, (engine, vacancy) in enumerate(vacancies.items())
+        if vacancy.requests > 0
+    ]
+    """The rank of an engine, or an earlier one, which was lower; its place among the engines, and its number"""
+    heapq.heapify(widest_first)
+    while widest_first:
+        rank, place, widest = widest_first[0]
+        vacancy = vacancies[widest]
+        if rank != vacancy.rank:  # it has been assigned to since, and may not be the widest any more
+            heapq.heapreplace(widest_first, (vacancy.rank, place, widest))
+            continue
+        if vacancy.requests <= 0 or (entry := waiting.take()) is None:
+            break
+        tokens = entry.load + room.chunk(entry.max_tokens - entry.generated)
+        group = groups[entry.group]
+        wish = entry.kv[0] if entry.kv else group.engine
+        engine = wish if wish in vacancies and vacancies[wish].takes(tokens) else widest
+        if not vacancies[engine].takes(tokens):
+            waiting.add([entry])
+            break
+        vacancies[engine].add(tokens)
+        entry.reserved = tokens
+        by_engine[engine].append(entry)
+        group.engine = engine
+    return by_engine
