@@ -101,11 +101,14 @@ def fill(
         tokens = entry.load + room.chunk(entry.max_tokens - entry.generated)
         group = groups[entry.group]
         wish = entry.kv[0] if entry.kv else group.engine
-        engine = wish if wish in vacancies and vacancies[wish].takes(tokens) else widest
-        if not vacancies[engine].takes(tokens):
+        wished = None if wish is None else vacancies.get(wish)
+        engine = widest
+        if wish is not None and wished is not None and wished.takes(tokens):
+            engine, vacancy = wish, wished
+        if not vacancy.takes(tokens):
             waiting.add([entry])
             break
-        vacancies[engine].add(tokens)
+        vacancy.add(tokens)
         entry.reserved = tokens
         by_engine[engine].append(entry)
         group.engine = engine
