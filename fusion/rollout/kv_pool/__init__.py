@@ -1,0 +1,13 @@
+"""The KV pool of one machine: KV of requests that left an engine, for any engine to continue them.
+
+    pool      which KV of a rank is in memory, on disk, or evicted: limits, least recently parked first   (pure)
+    header    the format of a file, and what a reader verifies                                          (pure bytes)
+    files     writes, finds and removes the files of one rank
+
+    rank of engine A ─ park ─► /dev/shm/…/NAME ─ find, verified, read into pinned memory ─► rank of engine B
+                                   │ limit
+                                   └──► rollout.kv_spill
+
+There is no process of the pool: a name is a digest of run, host, request, policy version, tokens and shard, so every
+rank finds what it may use, and nothing else. The engine's side is `fusion.inference.pooled`.
+"""
