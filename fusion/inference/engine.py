@@ -300,9 +300,10 @@ class EmbeddedEngine:
 
     def suspend(self) -> list[Output]:
         outputs = self._apply_orders(self.control.exchange(self._counters()))
-        self.parked.park(self.scheduler.running)
         if self.pooled is not None:
-            self.pooled.park_again(self.scheduler.waiting)
+            self.pooled.suspend(self.scheduler.running, self.scheduler.waiting)
+        else:
+            self.parked.park(self.scheduler.running)
         suspended = self.scheduler.abort(lambda request: True)
         for output in suspended:
             self._locate_kv(output, kept=output.request_id in self.parked)

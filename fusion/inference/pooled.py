@@ -78,6 +78,9 @@ class FoundKV(Protocol):
 class KVStore(Protocol):
     """The pool of one machine, as one rank sees it; implemented by `fusion.rollout.kv_pool.KVFiles`."""
 
+    takes_suspended: bool
+    """Whether what a suspended engine had is continued elsewhere before the weights change; if not, its KV would be
+    copied for nothing"""
     evictions: int
     """Files removed to make room, or for lack of space, since construction"""
 
@@ -163,9 +166,14 @@ class PooledKV(ParkedKV):
                 entry.copied.synchronize()
                 self._write(seq.request.id, entry)
 
-    def park_again(self, sequences: Iterable[scheduler.Sequence]) -> None:
-        """Returns KV to the pool that was fetched for sequences which leave before they were admitted."""
-        for seq in sequences:
+    def suspend(self, running: Iterable[scheduler.Sequence], waiting: Iterable[scheduler.Sequence]) -> None:
+        """Parks what the running sequences have, and what was fetched for waiting ones, unless that would be of no
+        use."""
+        if self.store is None or not self.store.takes_suspended:
+            self.abandon(list(self._entries))
+            return
+        self.park(running)
+        for seq in waiting:
             if entry := self._entries.pop(seq.request.id, None):
                 entry.copied.synchronize()
                 self._write(seq.request.id, entry)

@@ -133,6 +133,31 @@ def test_a_suspended_engine_leaves_its_kv_to_the_others(root):
     assert not files_in(root)
 
 
+def test_a_suspended_engine_copies_nothing_where_nobody_continues_under_its_weights(root):
+    one = pooling(root, 0, spec=KVPoolSpec("run", takes_suspended=False), max_seqs=2)
+    wanted = long(4)
+    again = moved(wanted, generate(one, [replace(request, chunk_tokens=20) for request in wanted]))
+    one.submit(again)
+    steps(one, 2)
+    suspended = one.suspend()
+    assert {(output.kv_rank, output.kv_tokens) for output in suspended} == {(None, 0)}
+    assert not files_in(root) and one.parked.host_bytes == 0 and all_free(one)
+
+
+def test_kv_that_was_fetched_stays_when_the_memory_of_the_cache_goes_and_returns(root):
+    wanted, had = long(4), {}
+    one, other = pooling(root, 0), pooling(root, 1, max_seqs=2)
+    again = moved(wanted, generate(one, [replace(request, chunk_tokens=20) for request in wanted]), had)
+    other.submit(again)
+    outputs = steps(other, 2)
+    assert len(other.scheduler.waiting) == 2
+    other.release_kv()
+    other.allocate_kv()
+    moved(wanted, outputs + other.run(), had)
+    assert had == by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+    assert figures(other) == (0, 4, 0, 0) and all_free(other)
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4

@@ -93,7 +93,7 @@ class KVFiles:
         self._computed: dict[str, int] = {}
         self._numbers = count()
         self._warned = False
-        self.evictions = 0
+        self.takes_suspended, self.evictions = spec.takes_suspended, 0
 
     @property
     def nbytes(self) -> int:

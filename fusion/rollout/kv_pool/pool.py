@@ -57,21 +57,23 @@ Command = Write | Spill | Remove
 @dataclass(frozen=True)
 class KVPoolSpec:
     """The pool of a run. ``run``: differs between any two starts of runs; ``spill``: a folder on disk, or None; limits
-    in bytes of one rank, None: no limit."""
+    in bytes of one rank, None: no limit; ``takes_suspended``: whether engines that are suspended park their KV."""
 
     run: str
     max_memory_bytes: int | None = None
     spill: str | None = None
     max_disk_bytes: int | None = None
+    takes_suspended: bool = True
 
     @classmethod
-    def of(cls, config: RolloutConfig, run: str) -> KVPoolSpec:
+    def of(cls, config: RolloutConfig, *, run: str, takes_suspended: bool) -> KVPoolSpec:
         in_memory, on_disk = config.max_parked_kv_mib, config.max_spilled_kv_mib
         return cls(
             run=run,
             max_memory_bytes=None if in_memory is None else in_memory << 20,
             spill=config.kv_spill,
             max_disk_bytes=None if on_disk is None else on_disk << 20,
+            takes_suspended=takes_suspended,
         )
 
 
