@@ -50,7 +50,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fusion.rollout import Entry, RequestBuffer, SuspendedSample
+from fusion.rollout import Entry, PoolRouting, RequestBuffer, SuspendedSample
 from stalesync.commands import (
     AdmitGroups,
     AwaitSamples,
@@ -85,9 +85,10 @@ class AdmissionSpec:
 
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
-    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``chunks``: whether requests
-    are suspended at the end of a chunk; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
-    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others.
+    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
+    it, None: they do not; ``chunks``: whether requests are suspended at the end of a chunk; ``filters``: whether the
+    algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
+    ``num_probes``: requests of a group that run ahead of the others.
     """
 
     group_size: int
@@ -99,6 +100,7 @@ class AdmissionSpec:
     ahead: bool = False
     scores_beside: bool = True
     keeps_kv: bool = False
+    kv_pool: PoolRouting | None = None
     num_probes: int = 0
     chunks: bool = True
     filters: bool = True
@@ -118,7 +120,7 @@ class Admission:
     """Makes the decisions of a run, with its staleness ledger and its request buffer."""
 
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
-        self.spec, self.ledger, self.buffer = spec, ledger, RequestBuffer(spec.num_probes)
+        self.spec, self.ledger, self.buffer = spec, ledger, RequestBuffer(spec.num_probes, spec.kv_pool)
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
         """Stage of the last command"""
@@ -352,6 +354,7 @@ class Admission:
                 earlier=one.earlier,
                 versions=one.versions,
                 kv_rank=one.kv_rank,
+                kv_tokens=one.kv_tokens,
             )
 
     def _count(self, engine: int) -> None:
@@ -361,5 +364,5 @@ class Admission:
 
 
 def _request(entry: Entry) -> DispatchedRequest:
-    kv_rank = entry.kv[1] if entry.kv else None
-    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank, entry.priority)
+    kv_rank = entry.kv[1] if entry.kv and entry.kv[0] == entry.engine else None
+    return DispatchedRequest(entry.id, entry.group, entry.earlier, kv_rank, entry.priority, entry.kv_tokens)

@@ -16,13 +16,14 @@ class AdmitGroups:
 
 class DispatchedRequest(NamedTuple):
     """A request for an engine. ``earlier``: the queue's row with its tokens so far, "" for none; ``kv_rank``: the
-    attention rank of this engine that has its KV, None: no rank; ``priority``: as `Request.priority`."""
+    attention rank of this engine that has its KV, None: no rank; ``priority``, ``kv_tokens``: as in `Request`."""
 
     id: str
     group: str
     earlier: str = ""
     kv_rank: int | None = None
     priority: int = 0
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -221,4 +221,5 @@ class Generation:
             dispatched.earlier,
             dispatched.kv_rank,
             dispatched.priority,
+            dispatched.kv_tokens,
         )

@@ -10,7 +10,9 @@ resumed on any engine.
 A suspended request is resumed on the engine that has its KV, oldest first, unless that engine already has an equal
 share of the total load or, with a bound on requests, its maximum. It never waits for that engine: if the engine does
 not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
-the location of KV. A request without KV goes where the last one of its group went, if there is capacity: an engine
+the location of KV. A request whose KV is in the machine's pool (`kv_tokens`) prefers the engine that has parked it by
+`PoolRouting`; another engine may copy it, so `take_left_kv` reports it once the request has left that engine, too. A
+request without KV goes where the last one of its group went, if there is capacity: an engine
 shares prefixes of, and drafts from, what it has computed itself.
 
 The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to
@@ -34,7 +36,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from fusion.rollout.router import assign_groups
+from fusion.rollout.router import LeastLoaded, PoolRouting, assign_groups
 
 State = Literal["waiting", "running", "finished"]
 
@@ -45,8 +47,9 @@ class Entry:
 
     ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
     ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
-    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``position``: in the order
-    of all requests ever added; ``behind``: whether probes run ahead of it.
+    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
+    whose KV these have in the machine's pool; ``position``: in the order of all requests ever added; ``behind``:
+    whether probes run ahead of it.
     """
 
     id: str
@@ -60,6 +63,7 @@ class Entry:
     oldest: int = -1
     newest: int = -1
     kv: tuple[int, int] | None = None
+    kv_tokens: int = 0
     position: int = 0
     behind: bool = False
 
@@ -74,7 +78,7 @@ class Entry:
         return int(self.behind and not self.generated)
 
 
-SAVED = tuple(field.name for field in fields(Entry) if field.name not in ("position", "behind"))
+SAVED = tuple(field.name for field in fields(Entry) if field.name not in ("kv_tokens", "position", "behind"))
 """Fields of an entry in the state of a buffer"""
 
 
@@ -97,11 +101,12 @@ class Group:
 class RequestBuffer:
     """Holds requests by group, in the order in which groups were added; older requests are dispatched first.
 
-    ``num_probes``: requests of a group that run ahead of the others; 0: none.
+    ``num_probes``: requests of a group that run ahead of the others; 0: none. ``pool``: how engines share KV; None:
+    they do not.
     """
 
-    def __init__(self, num_probes: int = 0) -> None:
-        self._num_probes = num_probes
+    def __init__(self, num_probes: int = 0, pool: PoolRouting | None = None) -> None:
+        self._num_probes, self._pool = num_probes, pool
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
@@ -162,6 +167,7 @@ class RequestBuffer:
         earlier: str,
         versions: tuple[int, int] | None,
         kv_rank: int | None = None,
+        kv_tokens: int = 0,
     ) -> None:
         """Returns a request from an engine to the waiting ones.
 
@@ -170,13 +176,14 @@ class RequestBuffer:
             earlier: the queue's row that holds them.
             versions: of its oldest and newest token; None: nothing was added.
             kv_rank: the attention rank at which the engine keeps its KV; None: it does not.
+            kv_tokens: number of tokens whose KV it has in the machine's pool.
         """
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
         self._stop(engine, [entry], "waiting")
         entry.generated, entry.earlier = generated, earlier
-        entry.kv = None if kv_rank is None else (engine, kv_rank)
+        self._locate_kv(entry, engine, None if kv_rank is None else (engine, kv_rank), kv_tokens)
         if versions is not None:
             entry.oldest, entry.newest = versions
         heapq.heappush(self._suspended, (entry.position, entry))
@@ -192,7 +199,9 @@ class RequestBuffer:
         for engine, entries in running.items():
             self._stop(engine, entries, "finished")
             for entry in entries:
-                entry.generated, entry.earlier, entry.kv = generated[entry.id], "", None
+                entry.generated, entry.earlier = generated[entry.id], ""
+                if entry.kv is not None:
+                    self._locate_kv(entry, engine)
                 group = self._groups[entry.group]
                 group.num_unfinished -= 1
                 if not group.num_unfinished:
@@ -252,13 +261,18 @@ class RequestBuffer:
         for entry in entries:
             load += entry.prompt_tokens + entry.generated
             entry.state, entry.engine = "running", engine
-            if entry.kv and entry.kv[0] != engine:
-                self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
-                entry.kv = None
+            if entry.kv and entry.kv[0] != engine and not (self._pool and self._pool.pulls(entry.kv_tokens)):
+                self._locate_kv(entry, engine)
         self._count["waiting"] -= len(entries)
         self._count["running"] += len(entries)
         self._running_count[engine] += len(entries)
         self._running_load[engine] += load
+
+    def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
+        """Records where the KV of a request of this engine is now; what it has at another is left there."""
+        if entry.kv and entry.kv[0] != engine:
+            self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
+        entry.kv, entry.kv_tokens = kv, kv_tokens
 
     def _stop(self, engine: int, entries: Sequence[Entry], state: State) -> None:
         load = 0
@@ -298,6 +312,9 @@ class RequestBuffer:
             group = self._groups[entry.group]
             wish = entry.kv[0] if entry.kv else group.engine
             engine = widest if wish is None or room.get(wish, 0) <= 0 else wish
+            if self._pool and entry.kv_tokens and engine != widest:
+                counts = {one: max_requests - room[one] for one in (engine, widest)}
+                engine = self._pool.choose_engine(counts, kv_home=engine, least_loaded=widest)
             assigned.append((entry, engine))
             group.engine = engine
             room[engine] -= 1
@@ -326,10 +343,16 @@ class RequestBuffer:
         if not any(entry.kv for entry in waiting):
             return {}
         total = sum(loads.values()) + sum(entry.load for entry in waiting)
+        counts = LeastLoaded({engine: self._running_count[engine] for engine in loads})
         engine_of: dict[str, int] = {}
         for entry in waiting:
             home = entry.kv[0] if entry.kv else None
-            if home in loads and loads[home] * len(loads) < total:
+            if self._pool and entry.kv_tokens:
+                engine = self._pool.choose_engine(counts.num_running, kv_home=home, least_loaded=counts.first())
+                counts.add(engine)
+                loads[engine] += entry.load
+                engine_of[entry.id] = engine
+            elif home in loads and loads[home] * len(loads) < total:
                 engine_of[entry.id] = home
                 loads[home] += entry.load
         return engine_of
