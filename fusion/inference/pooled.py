@@ -199,6 +199,7 @@ class PooledKV(ParkedKV):
         wanted = [request.id for request in requests if request.kv_tokens]
         if not wanted:
             return
+        self._free_restored()
         found = [self._fetch(sequences[id], version) if id in sequences else HIT for id in wanted]
         for id, result in zip(wanted, agree(found), strict=True):
             if id in sequences:

@@ -158,6 +158,15 @@ def test_kv_that_was_fetched_stays_when_the_memory_of_the_cache_goes_and_returns
     assert figures(other) == (0, 4, 0, 0) and all_free(other)
 
 
+def test_host_memory_is_used_again_by_an_engine_that_only_takes(root):
+    one, other, held = pooling(root, 0), pooling(root, 1), []
+    for number in range(4):
+        wanted = [replace(request, id=f"{request.id}-{number}") for request in long(4)]
+        generate(other, moved(wanted, generate(one, [replace(request, chunk_tokens=20) for request in wanted])))
+        held.append(other.pooled._memory.nbytes)
+    assert held == held[:1] * 4 and figures(other) == (0, 16, 0, 0)
+
+
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4

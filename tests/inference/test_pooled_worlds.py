@@ -60,7 +60,7 @@ def pooled_rank(rank, device, folder, root, parallel, rollout, spoiling=()):
         if rank in spoiling and turn == 1:
             for id in [request.id for request in again][::2]:
                 if name := made.pooled.store._names.get(id):
-                    (made.pooled.store._folders["memory"] / "files" / name).unlink()
+                    made.pooled.store._folders["memory"].remove(name)
     ended = {id: (*had[id], _listed(torch.cat(routes[id]) if routing else None)) for id in had if id in whole}
     found = [(figures(made), made.status()["recomputed_tokens"], made.parked.host_bytes) for made in engines]
     for made in engines:

@@ -2,7 +2,8 @@
 
     pool      which KV of a rank is in memory, on disk, or evicted: limits, least recently parked first   (pure)
     header    the format of a file, and what a reader verifies                                          (pure bytes)
-    files     writes, finds and removes the files of one rank
+    folder    one rank's part of a folder: who owns, sees and takes a file, and what is left when a rank dies
+    files     parks and finds the KV of one rank in these folders
 
     rank of engine A ─ park ─► /dev/shm/…/NAME ─ find, verified, read into pinned memory ─► rank of engine B
                                    │ limit

@@ -1,41 +1,37 @@
 """Write, find and remove the files of one rank in the KV pool of its machine, as `pool.py` plans.
 
-    ROOT/distqueue-kv-RUN-BOOT/files/NAME     one rank's KV of one request; ROOT: shared memory, or `rollout.kv_spill`
-    ROOT/distqueue-kv-RUN-BOOT/rank-R/        files that rank R is writing; moved to `files` when they are complete
-    ROOT/distqueue-kv-RUN-BOOT/rank-R.lock    locked by rank R's process, and naming it
+    park ─► memory: /dev/shm ─ over the limit ─► disk: rollout.kv_spill       folder.py: both, and who may see what
+                    │                                │
+    find ◄──────────┴────────────────────────────────┘  first in memory: a file is on disk before it leaves it
 
-The folder is one that `distqueue.payload.sweep` knows: once no lock is held, whoever sweeps next removes it — the guard
-of a killed run, or the start of any other queue. The last rank that closes removes it itself.
-
-Everything is readable by its owner only. A file is written under a name of its own, created exclusively, and is never
-changed; a reader opens it without following links, and verifies owner, mode, header and checksum before any byte is
-used. Its name is a digest that includes the run and the boot of the host, so KV of another host is not found on a
-shared disk.
+A reader opens a file without following links, and verifies owner, mode, header and checksum before any byte of the copy
+that it has read is used. The name of a file is a digest that includes the run and the boot of the host, so KV of
+another host is not found on a shared disk.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import shutil
 import stat
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from itertools import count
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from distqueue.errors import FULL, StorageFull
-from distqueue.payload.sweep import LOCK, PREFIX, NodeProcess, memory, own, remove, sweep
+from distqueue.payload.sweep import PREFIX, NodeProcess, memory
 from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVStore
+from fusion.rollout.kv_pool.folder import PoolFolder, is_private
 from fusion.rollout.kv_pool.header import PREAMBLE, Header, file_name, header_bytes, payload_sum
 from fusion.rollout.kv_pool.pool import Command, KVPoolSpec, Place, PoolPlan, Remove, Spill, Write
 
 MIN_FREE = 0.5
 """Share of the file system in memory that the pool leaves free: the queue's segments are there, too"""
+
+MAX_IDLE_BYTES = 256 << 20
+"""Files in memory that a rank keeps to write into again; at most an eighth of its limit"""
 
 MAX_TRIES = 3
 """Places that are tried for a file: memory, memory after others were moved or evicted, disk"""
@@ -76,22 +72,18 @@ class KVFiles:
     """
 
     def __init__(self, spec: KVPoolSpec, rank: int, root: Path | None = None):
-        owner = NodeProcess.of(os.getpid())
-        self._run_on_host = f"{spec.run} {owner.boot}"
-        name, self._rank = f"{PREFIX}kv-{spec.run}-{owner.boot[:8]}", rank
-        self._folders: dict[Place, Path] = {"memory": (root or memory()) / name}
+        boot, limit = NodeProcess.of(os.getpid()).boot, spec.max_memory_bytes
+        name = f"{PREFIX}kv-{spec.run}-{boot[:8]}"
+        idle_bytes = MAX_IDLE_BYTES if limit is None else min(MAX_IDLE_BYTES, limit // 8)
+        in_memory = PoolFolder((root or memory()) / name, rank, min_free=MIN_FREE, max_idle_bytes=idle_bytes)
+        self._folders: dict[Place, PoolFolder] = {"memory": in_memory}
         if spec.spill is not None:
-            self._folders["disk"] = Path(spec.spill) / name
-        self._locks: list[int] = []
-        for folder in self._folders.values():
-            sweep(folder.parent, folder)
-            self._locks.append(own(self._private(folder), owner))
-            (folder / "files").mkdir(mode=0o700, exist_ok=True)
-        self._plan = PoolPlan(spec.max_memory_bytes, spec.max_disk_bytes if spec.spill is not None else 0)
+            self._folders["disk"] = PoolFolder(Path(spec.spill) / name, rank)
+        self._run_on_host = f"{spec.run} {boot}"
+        self._plan = PoolPlan(limit, spec.max_disk_bytes if spec.spill is not None else 0)
         self._names: dict[str, str] = {}
         """Request → name of the file that this rank has written; `_computed`: and the tokens of which it has KV"""
         self._computed: dict[str, int] = {}
-        self._numbers = count()
         self._warned = False
         self.takes_suspended, self.evictions = spec.takes_suspended, 0
 
@@ -124,7 +116,7 @@ class KVFiles:
             if place is None:
                 break
             try:
-                self._write(place, self._name(key), content)
+                self._folders[place].write(self._name(key), content)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -141,7 +133,7 @@ class KVFiles:
         name = self._name(key)
         for folder in self._folders.values():
             try:
-                handle = os.open(folder / "files" / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                handle = folder.open(name)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -156,7 +148,7 @@ class KVFiles:
     def discard(self, key: KVKey) -> None:
         name = self._name(key)
         for folder in self._folders.values():
-            (folder / "files" / name).unlink(missing_ok=True)
+            folder.take(name)
 
     def forget(self, ids: Iterable[str]) -> None:
         for command in self._plan.forget(ids):
@@ -167,21 +159,11 @@ class KVFiles:
             self._execute(command)
 
     def close(self) -> None:
-        """Removes this rank's files, and the folder if no other rank has a lock in it."""
+        """Removes this rank's files, and the folders if no other rank is in them."""
         self.clear()
-        for folder, lock in zip(self._folders.values(), self._locks, strict=True):
-            private = self._private(folder)
-            if not [other for other in folder.glob(f"*{LOCK}") if other.name != private.name + LOCK]:
-                shutil.rmtree(folder, ignore_errors=True)
-            remove(private)
-            with suppress(OSError):  # another rank is in it
-                (folder / "files").rmdir()
-                folder.rmdir()
-            os.close(lock)
-        self._folders, self._locks = {}, []
-
-    def _private(self, folder: Path) -> Path:
-        return folder / f"rank-{self._rank}"
+        for folder in self._folders.values():
+            folder.close()
+        self._folders = {}
 
     def _name(self, key: KVKey) -> str:
         return file_name(self._shard_of(key), key)
@@ -208,17 +190,17 @@ class KVFiles:
                 self._lose(id, self._folders[place])
                 self.evictions += evicted
 
-    def _lose(self, id: str, folder: Path) -> None:
+    def _lose(self, id: str, folder: PoolFolder) -> None:
         del self._computed[id]
-        (folder / "files" / self._names.pop(id)).unlink(missing_ok=True)
+        folder.remove(self._names.pop(id))
 
     def _spill(self, id: str) -> None:
         """Moves a file to disk. If another engine has taken it, nothing is left to move."""
-        source = self._folders["memory"]
-        path = source / "files" / self._names[id]
+        name, source, content = self._names[id], self._folders["memory"], b""
         try:
-            self._write("disk", path.name, [memoryview(path.read_bytes())])
-            path.unlink(missing_ok=True)
+            content = source.read(name)
+            self._folders["disk"].write(name, [memoryview(content)])
+            source.remove(name)
         except FileNotFoundError:
             self._plan.observe_gone(id)
             self._lose(id, source)
@@ -227,29 +209,7 @@ class KVFiles:
                 raise
             self._plan.observe_full(id)
             self._lose(id, source)
-            self._count_full(path.stat().st_size if path.exists() else 0, error)
-
-    def _write(self, place: Place, name: str, parts: Sequence[memoryview]) -> None:
-        """Writes a file under a name of this rank's own, then moves it to where it is found; a file there is replaced.
-
-        Raises:
-            OSError: among others, there is no space (`FULL`).
-        """
-        folder = self._folders[place]
-        if place == "memory":
-            _check_free(folder, sum(part.nbytes for part in parts))
-        path = self._private(folder) / str(next(self._numbers))
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            for part in parts:
-                _write_all(handle, part)
-            os.rename(path, folder / "files" / name)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                path.unlink()
-            raise
-        finally:
-            os.close(handle)
+            self._count_full(len(content), error)
 
     def _count_full(self, nbytes: int, error: OSError | None) -> None:
         """Counts KV for which there is no space, and says so once."""
@@ -270,8 +230,7 @@ class KVFiles:
             KVDamaged: it is not this user's own, or not what was asked for.
         """
         about = os.fstat(handle)
-        private = stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077
-        if about.st_uid != os.getuid() or not private:
+        if not is_private(about):
             raise KVDamaged(f"it belongs to user {about.st_uid}, with mode {stat.filemode(about.st_mode)}")
         preamble = os.read(handle, PREAMBLE.size)
         size = header_bytes(preamble)
@@ -289,14 +248,6 @@ def open_files(spec: KVPoolSpec, rank: int) -> KVFiles | None:
         return None
 
 
-def _check_free(folder: Path, nbytes: int) -> None:
-    """Raises ENOSPC if the file system would have less than `MIN_FREE` of its space free."""
-    about = os.statvfs(folder)
-    if about.f_bavail * about.f_frsize - nbytes < MIN_FREE * about.f_blocks * about.f_frsize:
-        message = f"{nbytes:,} bytes would leave less than {MIN_FREE:.0%} of its space free"
-        raise OSError(errno.ENOSPC, message, str(folder))
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
@@ -307,11 +258,6 @@ def _read_all(handle: int, part: memoryview) -> None:
         if not read:
             raise KVDamaged(f"the file ends {part.nbytes} bytes early")
         part = part[read:]
-
-
-def _write_all(handle: int, part: memoryview) -> None:
-    while part.nbytes:
-        part = part[os.write(handle, part) :]
 
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 
 from distqueue.payload.sweep import memory, sweep
 from fusion.inference.pooled import KVDamaged, KVKey
-from fusion.rollout.kv_pool import files as files_module
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 
@@ -227,9 +226,30 @@ def test_without_space_nothing_is_parked_nothing_is_left_and_it_is_said_once(roo
 
 def test_half_of_shared_memory_is_left_to_the_queue(root):
     about = os.statvfs(root)
-    files_module._check_free(root, 0)
+    (one,) = opened(root)._folders.values()
+    one._check_free(0)
     with pytest.raises(OSError, match="leave less than 50% of its space free"):
-        files_module._check_free(root, (about.f_bavail - about.f_blocks // 2 + 1) * about.f_frsize)
+        one._check_free((about.f_bavail - about.f_blocks // 2 + 1) * about.f_frsize)
+
+
+def test_a_file_that_was_read_is_written_into_again(root):
+    one, other = opened(root, 0), opened(root, 1)
+    sizes = [4096, 9000, 100, 9000]
+    for number, (key, nbytes) in enumerate(zip(keys(4), sizes, strict=True)):
+        writer, reader = (one, other) if number % 2 else (other, one)
+        park(writer, key, kv(number, nbytes), charged_bytes=nbytes)
+        inodes = {path.stat().st_ino for path in root.rglob("*") if path.is_file()}
+        assert torch.equal(read(reader, key)[0], kv(number, nbytes))
+        reader.discard(key)
+        assert {path.stat().st_ino for path in root.rglob("*") if path.is_file()} == inodes, "its memory is kept"
+    assert len(inodes) == 1 + 2, "one file, and two locks"
+    (path,) = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".lock")
+    assert path.stat().st_mode & 0o777 == 0o600
+    small = opened(root, 2, max_memory_bytes=10 * 4096)
+    for key in keys(3):
+        park(small, key)
+        small.discard(key)
+    assert len([*root.glob("*/rank-2/*")]) == 1, "an eighth of the limit"
 
 
 def test_the_last_rank_that_closes_leaves_nothing(root):
@@ -259,7 +279,7 @@ def test_what_killed_ranks_have_left_is_removed_once_all_of_them_are_dead(root):
         park_and_die(root, "run")
         sweep(root)
         assert len(paths(root)) == 2, "a rank lives"
-    os.close(one._locks[0])
+    os.close(one._folders["memory"]._lock)
     sweep(root)
     assert len(paths(root)) == 2, "its lock is free, but the process that it names lives"
     park_and_die(root, "alone")
