@@ -51,7 +51,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fusion.rollout import EngineRoom, Entry, RequestBuffer, SuspendedSample
+from fusion.rollout import EngineRoom, Entry, PoolRouting, RequestBuffer, SuspendedSample
 from stalesync.commands import (
     AdmitGroups,
     AwaitSamples,
@@ -86,10 +86,11 @@ class AdmissionSpec:
 
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
-    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``chunk_tokens``: after which
-    a request is suspended, 0: never; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
-    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others;
-    ``order``: of dispatch, and ``exact_lengths`` for it, as of `RequestBuffer`.
+    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
+    it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``filters``: whether the
+    algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
+    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, and ``exact_lengths`` for
+    it, as of `RequestBuffer`.
     """
 
     group_size: int
@@ -101,6 +102,7 @@ class AdmissionSpec:
     ahead: bool = False
     scores_beside: bool = True
     keeps_kv: bool = False
+    kv_pool: PoolRouting | None = None
     num_probes: int = 0
     chunk_tokens: int = 0
     filters: bool = True
@@ -127,11 +129,8 @@ class Admission:
     """Makes the decisions of a run, with its staleness ledger and its request buffer."""
 
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
-        self.spec, self.ledger, self.buffer = (
-            spec,
-            ledger,
-            RequestBuffer(spec.num_probes, spec.order, spec.exact_lengths),
-        )
+        self.spec, self.ledger = spec, ledger
+        self.buffer = RequestBuffer(spec.num_probes, spec.order, exact_lengths=spec.exact_lengths, pool=spec.kv_pool)
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
         """Stage of the last command"""
@@ -384,6 +383,7 @@ class Admission:
                 earlier=one.earlier,
                 versions=one.versions,
                 kv_rank=one.kv_rank,
+                kv_tokens=one.kv_tokens,
             )
 
     def _count(self, engine: int) -> None:
@@ -397,6 +397,7 @@ def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
         ids=[entry.id for entry in entries],
         groups=[entry.group for entry in entries],
         earlier=[entry.earlier for entry in entries],
-        kv_ranks=[entry.kv[1] if entry.kv else None for entry in entries],
+        kv_ranks=[entry.kv[1] if entry.kv and entry.kv[0] == entry.engine else None for entry in entries],
         priorities=[entry.priority for entry in entries],
+        kv_tokens=[entry.kv_tokens for entry in entries],
     )

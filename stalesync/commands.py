@@ -18,7 +18,7 @@ class DispatchedRequests:
     """Requests for an engine, as columns with one value of each; not changed after they were created.
 
     ``earlier``: the queue's rows with their tokens so far, "" for none; ``kv_ranks``: the attention ranks of this
-    engine that have their KV, None: no rank; ``priorities``: as `Request.priority`.
+    engine that have their KV, None: no rank; ``priorities``, ``kv_tokens``: as in `Request`.
     """
 
     ids: Sequence[str]
@@ -26,6 +26,7 @@ class DispatchedRequests:
     earlier: Sequence[str]
     kv_ranks: Sequence[int | None]
     priorities: Sequence[int]
+    kv_tokens: Sequence[int]
 
 
 @dataclass(frozen=True)

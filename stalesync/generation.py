@@ -237,5 +237,6 @@ class Generation:
                 "earlier": dispatched.earlier,
                 "kv_rank": dispatched.kv_ranks,
                 "priority": dispatched.priorities,
+                "kv_tokens": dispatched.kv_tokens,
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
+from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.telemetry import LiveView, RunFolder, RunReport
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
@@ -124,7 +126,7 @@ def _run(
         view.phase("start Ray and the workers")
         progress.stage = "start Ray"
         report_end = Report(str(folder.path), spec.world)
-        roots: list[Path | str] = [memory(), *([config.queue.spill] if config.queue.spill else [])]
+        roots: list[Path | str] = [memory(), *filter(None, (config.queue.spill, config.rollout.kv_spill))]
 
         def show_report(outcome: str) -> None:
             view.__exit__(None, None, None)
@@ -226,7 +228,14 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         pace=config.pace,
         ahead=config.stalesync.max_staleness > 0,
         detokenizer=detokenizer_spec(config.model.path, tokenizer, end_token_ids(tokenizer, model, config.model.path)),
+        kv_pool=_kv_pool(config) if config.rollout.pools_kv else None,
     )
+
+
+def _kv_pool(config: Config) -> KVPoolSpec:
+    shared = {*config.deployment.shared}
+    continued = bool(shared) and not {*config.deployment.generate} <= shared  # by the engines that go on meanwhile
+    return KVPoolSpec.of(config.rollout, run=secrets.token_hex(8), takes_suspended=continued)
 
 
 def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:

@@ -15,6 +15,7 @@ from typing import Any
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
+from fusion.rollout import PoolRouting
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
@@ -135,6 +136,8 @@ class TrainingRun:
                     state, saved_at = self.close_and_cut(), time.monotonic()
                     self.save(state)
         self.saver.finish()
+        if self.config.rollout.pools_kv:
+            self.generators.call(Worker.close_kv_pool)
         self.scorer.check_failed()
         return self.evaluation.answers()
 
@@ -292,7 +295,8 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, fil
         max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
         ahead=spec.ahead,
         scores_beside=scores_beside,
-        keeps_kv=spec.rollout.keeps_kv,
+        keeps_kv=spec.rollout.keeps_kv or spec.rollout.pools_kv,
+        kv_pool=PoolRouting(spec.rollout.kv_spread, spec.rollout.kv_pull_tokens) if spec.rollout.pools_kv else None,
         num_probes=spec.rollout.num_probes,
         chunk_tokens=spec.rollout.max_chunk_tokens,
         order=spec.rollout.order,

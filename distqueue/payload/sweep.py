@@ -61,7 +61,11 @@ class NodeProcess(NamedTuple):
     @classmethod
     def of_this_process(cls) -> NodeProcess:
         """Ray's raylet, which starts its workers directly or through another program; outside Ray, the parent."""
-        pid = int(os.environ.get(RAYLET) or os.getppid())
+        return cls.of(int(os.environ.get(RAYLET) or os.getppid()))
+
+    @classmethod
+    def of(cls, pid: int) -> NodeProcess:
+        """For a folder that is of no use once this process has ended, the process itself."""
         return cls(socket.gethostname(), _boot(), pid, _started(pid))
 
     def is_dead(self) -> bool | None:
@@ -84,20 +88,20 @@ def decide(owners_dead: Sequence[bool | None], free_s: float | None) -> Literal[
     return "remove" if free_s >= ABANDONED_S else "keep"
 
 
-def own(folder: Path) -> int:
-    """Create a shard's folder and lock it for this process. Returns the handle, which must stay open. StorageFull:
-    there is no space; what was created is removed."""
+def own(folder: Path, restarts: NodeProcess | None = None) -> int:
+    """Create a shard's folder and lock it for this process. `restarts`: the process that may restart it; None: the
+    node's. Returns the handle, which must stay open. StorageFull: there is no space; what was created is removed."""
     created = not folder.exists()
     try:
         with naming_full_storage(folder, LOCK_BYTES):
-            return _own(folder)
+            return _own(folder, restarts or NodeProcess.of_this_process())
     except StorageFull:
         if created:
             remove(folder)
         raise
 
 
-def _own(folder: Path) -> int:
+def _own(folder: Path, restarts: NodeProcess) -> int:
     lock = folder.with_name(folder.name + LOCK)
     while True:
         for path in (folder.parent, folder):
@@ -107,7 +111,7 @@ def _own(folder: Path) -> int:
             try:
                 fcntl.flock(handle, fcntl.LOCK_SH)  # waits for one that is removing the folder
                 if folder.is_dir() and os.path.samestat(os.fstat(handle), lock.stat()):
-                    _name(handle)
+                    _name(handle, restarts)
                     (folder.parent / MARK).unlink(missing_ok=True)
                     return handle
             except BaseException:
@@ -116,9 +120,9 @@ def _own(folder: Path) -> int:
             os.close(handle)
 
 
-def _name(handle: int) -> None:
-    """Write this process's node process to a lock. What an earlier one wrote is written over, which needs no space."""
-    name = json.dumps(NodeProcess.of_this_process()).encode()
+def _name(handle: int, restarts: NodeProcess) -> None:
+    """Write a node process to a lock. What an earlier one wrote is written over, which needs no space."""
+    name = json.dumps(restarts).encode()
     os.pwrite(handle, name, 0)
     os.ftruncate(handle, len(name))
 

@@ -35,6 +35,7 @@ from fusion.rollout.detokenize import Detokenizer
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.engine_stage import EngineStage
+from fusion.rollout.kv_pool.files import KVFiles, open_files
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import TrainEngine
 from fusion.training.algorithms import Algorithm, make_algorithm
@@ -61,6 +62,7 @@ class Card:
     generation: EngineStage | None
     drafter: TextDrafter | None
     receiver: WeightReceiver | None
+    kv_files: KVFiles | None
 
 
 def load_card(
@@ -91,7 +93,8 @@ def load_card(
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
     drafter = None if weights.infer is None else _load_drafter(spec, rank, exchange_texts)
-    engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter)
+    kv_files = open_files(spec.kv_pool, rank) if spec.kv_pool is not None and weights.infer is not None else None
+    engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter, kv_files=kv_files)
     generation = None
     if engine is not None:
         detokenize = Detokenizer(spec.detokenizer) if spec.detokenizer else None
@@ -140,6 +143,7 @@ def load_card(
         generation=generation,
         drafter=drafter,
         receiver=receiver,
+        kv_files=kv_files,
     )
 
 
@@ -174,6 +178,7 @@ def _load_engine(
     pool: HostPool,
     parts: WorkerParts,
     drafter: TextDrafter | None,
+    kv_files: KVFiles | None,
 ) -> InferEngine | None:
     if weights.infer is None:
         return None
@@ -187,6 +192,7 @@ def _load_engine(
         memory=pool,
         stop_strings=_stop_strings(spec),
         drafter=drafter,
+        kv_store=kv_files,
     )
 
 

@@ -72,9 +72,9 @@ class PacedEngine(EmbeddedEngine):
         return outputs
 
     def suspend(self) -> list[Output]:
-        before = self.parked.blocks
+        before = self.parked.blocks_copied_out
         outputs = super().suspend()
-        if out := self.parked.blocks - before:
+        if out := self.parked.blocks_copied_out - before:
             with self.pacer.step({"kv": self.cost.out_s(self._tokens(out))}, {}):
                 pass
         return outputs

@@ -14,6 +14,7 @@ from fusion.model import Parallel
 from fusion.model.options import PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rollout.detokenize import DetokenizerSpec
+from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 
 if TYPE_CHECKING:  # a worker that is not paced does not load the cost model
@@ -44,6 +45,7 @@ class WorkerSpec:
         pace: the card whose time emulated cards take; None: they run as fast as they can.
         ahead: cards that only generate keep generating while others train and while they receive new weights.
         detokenizer: how responses are decoded to text; None: they are not.
+        kv_pool: the KV pool of each machine; None: engines do not share KV.
     """
 
     seed: int
@@ -63,6 +65,7 @@ class WorkerSpec:
     pace: Pace | None = None
     ahead: bool = False
     detokenizer: DetokenizerSpec | None = None
+    kv_pool: KVPoolSpec | None = None
 
     @property
     def world(self) -> int:

@@ -323,6 +323,12 @@ class Worker:
         assert self.card.drafter is not None, f"rank {self.rank} does not draft"
         self.card.drafter.load_history(read_history(Path(folder)))
 
+    def close_kv_pool(self) -> None:
+        """Removes this card's files from the KV pool of its machine. On the cards that generate, at the end of the
+        run."""
+        if self.card.kv_files is not None:
+            self.card.kv_files.close()
+
     # Control calls: answered while any stage runs. All except `status` are for the first card of an engine.
 
     def status(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from math import inf
 
@@ -10,7 +11,7 @@ from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.telemetry.validation import Checks
 
-SUSPENDED_KV = ("recompute", "keep")
+SUSPENDED_KV = ("recompute", "keep", "pool")
 DRAFTS = ("none", "siblings", "history", "both")
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
@@ -76,10 +77,25 @@ class RolloutConfig:
     samples are prefilled again under the new weights; `keep`: it is kept, parked in host memory while the card trains,
     and the samples resume with it, so that their KV is of several policy versions (the version of each token is
     recorded either way). Kept KV is in the memory of the engine that computed it: another engine, or a resumed run,
-    computes it again."""
+    computes it again. `pool`: where a request leaves its engine within a policy version (at the end of a chunk; hybrid:
+    when its card trains), its KV goes to shared memory of the machine, from which any engine of it continues by copying
+    (Seer's global KV pool, arXiv 2511.14617). When new weights arrive it is freed, as with `recompute`: no token is
+    computed behind KV of another version. KV that is missing, damaged or on another machine is computed again."""
     max_parked_kv_mib: int | None = None
-    """With suspended_kv=keep, MiB of host memory in which a card may park KV; KV beyond that is computed again; null:
-    no limit."""
+    """With suspended_kv=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
+    again; pool: what was parked longest ago goes to kv_spill, or is computed again. null: no limit, but a pool leaves
+    half of /dev/shm free."""
+    kv_spill: str | None = None
+    """With suspended_kv=pool, folder on a local disk for KV that exceeds max_parked_kv_mib; null: none."""
+    max_spilled_kv_mib: int | None = None
+    """MiB that a card may have in kv_spill; what was parked longest ago is removed first; null: until the disk is
+    full."""
+    kv_spread: int = 32
+    """With suspended_kv=pool, how many requests more than the least loaded engine another may have and still gets back
+    those whose KV it has parked."""
+    kv_pull_tokens: int = 512
+    """With suspended_kv=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
+    is computed again."""
     drafts: str = "none"
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (what the prompt's last group said, in an earlier epoch),
@@ -123,6 +139,10 @@ class RolloutConfig:
         check.that(
             "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
         )
+        check.integer("max_spilled_kv_mib", at_least=1, null=True)
+        check.integer("kv_spread", at_least=0)
+        check.integer("kv_pull_tokens", at_least=1)
+        check.that("kv_spill", self.kv_spill is None or os.path.isabs(self.kv_spill), "an absolute path, or null")
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("order", ORDERS)
         check.that(
@@ -156,7 +176,13 @@ class RolloutConfig:
         )
 
     def _check_unused(self, check: Checks) -> None:
-        """Refuses options of drafts where there are none to which they apply."""
+        """Refuses options of drafts and of the KV pool where there is none to which they apply."""
+        for name in ("kv_spill", "max_spilled_kv_mib", "kv_spread", "kv_pull_tokens"):
+            default = getattr(RolloutConfig, name)
+            unused = not self.pools_kv and getattr(self, name) != default
+            check.that(name, not unused, f"{json.dumps(default)} (the default) with suspended_kv={self.suspended_kv}")
+        unused = self.max_spilled_kv_mib is not None and self.kv_spill is None
+        check.that("max_spilled_kv_mib", not unused, "null with rollout.kv_spill=null")
         for name in ("draft_tree", "draft_budget", "draft_mib", "draft_max_age", "draft_exchange"):
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
@@ -185,7 +211,13 @@ class RolloutConfig:
 
     @property
     def keeps_kv(self) -> bool:
+        """Whether KV is kept over new weights."""
         return self.suspended_kv == "keep"
+
+    @property
+    def pools_kv(self) -> bool:
+        """Whether KV goes to the machine's pool."""
+        return self.suspended_kv == "pool"
 
     def sampling(self, **changes: object) -> SamplingParams:
         """Returns the sampling parameters of a request under this config, with ``changes`` applied."""

@@ -117,6 +117,13 @@ class Counters:
     dummy_steps: int = 0
     kv_restored_tokens: int = 0
     recomputed_tokens: int = 0
+    kv_pool_hits: int = 0
+    kv_pool_pulls: int = 0
+    kv_pool_misses: int = 0
+    kv_pool_damaged: int = 0
+    kv_pool_evictions: int = 0
+    kv_pool_bytes: int = 0
+    kv_pool_us: int = 0
     interrupted: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -128,6 +135,12 @@ class Counters:
     step_us: int = 0
     news_bytes: int = 0
     """Of what this rank sends in `ControlChannel.spread`"""
+
+    def of_pool(self) -> dict[str, float]:
+        """Returns the figures of the KV pool, as `InferEngine.status` reports them."""
+        names = ("kv_pool_hits", "kv_pool_pulls", "kv_pool_misses", "kv_pool_damaged", "kv_pool_evictions")
+        counts: dict[str, float] = {name: getattr(self, name) for name in (*names, "kv_pool_bytes")}
+        return counts | {"kv_pool_s": self.kv_pool_us * 1e-6}
 
     def row(self) -> list[int]:
         return [getattr(self, name) for name in COUNTERS]
@@ -201,11 +214,16 @@ class ControlChannel:
 
     def min_over_ranks(self, value: int) -> int:
         """Returns the smallest value over all ranks. Collective."""
+        (smallest,) = self.each_min_over_ranks([value])
+        return smallest
+
+    def each_min_over_ranks(self, values: list[int]) -> list[int]:
+        """Returns the smallest value over all ranks, of each place of the list. Collective."""
         if self.mesh.world_group is None:
-            return value
-        tensor = torch.tensor([value])
+            return values
+        tensor = torch.tensor(values)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.world_group)
-        return int(tensor)
+        return tensor.tolist()
 
     @property
     def unfinished(self) -> np.ndarray:

@@ -26,6 +26,7 @@ from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache, count_blocks
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
 from fusion.inference.placement import place
+from fusion.inference.pooled import KVStore, PooledKV
 from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
@@ -47,6 +48,7 @@ class EmbeddedEngine:
         seed: seed of the run; with a request's id and a token's position it determines the sample.
         routing: whether outputs record the experts of their tokens; the model must have experts.
         memory: host memory in which KV is parked; None: KV is not parked.
+        kv_store: with `suspended_kv` = pool, where it is parked instead; None: this rank parks none.
         stop_strings: end a response with the token that completes one of them; the same on all ranks.
         drafter: proposes what running sequences continue with; None: each decodes one token a step.
     """
@@ -62,6 +64,7 @@ class EmbeddedEngine:
         memory: HostMemory | None = None,
         stop_strings: StopStrings | None = None,
         drafter: Drafter | None = None,
+        kv_store: KVStore | None = None,
     ):
         config.validate()
         if config.batch_invariant and model.row_multiple == 1:
@@ -92,10 +95,20 @@ class EmbeddedEngine:
         if self.routing and self._reports:
             self.scheduler.routing = self.routing
         max_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
-        limit = max_parked_blocks(config, self.cache, max_layers)
-        self.parked = parked = ParkedKV(
-            memory, self.cache, routing=self.routing if self._reports else None, max_blocks=limit
-        )
+        own_routing, limit = self.routing if self._reports else None, max_parked_blocks(config, self.cache, max_layers)
+        self.pooled: PooledKV | None = None
+        if config.pools_kv and memory is not None:
+            self.pooled = PooledKV(
+                memory,
+                self.cache,
+                mesh,
+                store=kv_store,
+                routing=own_routing,
+                max_blocks=limit,
+                charged_block_bytes=self.cache.block_bytes // layers * max_layers,
+                names_blocks=config.prefix_cache,
+            )
+        self.parked = parked = self.pooled or ParkedKV(memory, self.cache, routing=own_routing, max_blocks=limit)
         # Without a reference to self: a reference cycle would keep KV alive.
         self.scheduler.on_chunk_end = lambda seq: parked.park([seq])
         self.forward = Forward(
@@ -167,7 +180,8 @@ class EmbeddedEngine:
         self.forward.draw.max_rows = config.max_seqs
 
     def release_kv(self) -> None:
-        self.parked.park(self.scheduler.running)
+        if self.config.keeps_kv:
+            self.parked.park(self.scheduler.running)
         self.parked.settle()
         self.scheduler.restart(BlockManager(0, self.config.block_size))
         self.cache.release()
@@ -188,6 +202,8 @@ class EmbeddedEngine:
         if self.config.keeps_kv:
             self.scheduler.change_version(version)
         else:
+            if self.pooled is not None:
+                self.pooled.clear()
             self.scheduler.restart(version=version)
             self.cache.invalidate()
 
@@ -247,6 +263,7 @@ class EmbeddedEngine:
             "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
             "policy_version": self.policy_version,
             "kv_tokens": self.capacity_tokens,
+            **(totals.of_pool() if self.pooled is not None else {}),
         }
 
     # Generation
@@ -283,10 +300,13 @@ class EmbeddedEngine:
 
     def suspend(self) -> list[Output]:
         outputs = self._apply_orders(self.control.exchange(self._counters()))
-        self.parked.park(self.scheduler.running)
+        if self.pooled is not None:
+            self.pooled.suspend(self.scheduler.running, self.scheduler.waiting)
+        else:
+            self.parked.park(self.scheduler.running)
         suspended = self.scheduler.abort(lambda request: True)
         for output in suspended:
-            output.kv_rank = self.mesh.dp_rank if output.request_id in self.parked else None
+            self._locate_kv(output, kept=output.request_id in self.parked)
         outputs += suspended
         self.control.exchange(self._counters())
         self._idle = True
@@ -321,9 +341,13 @@ class EmbeddedEngine:
         parallel = self.mesh.parallel
         self.parked.forget(orders.forget)
         loads = self.control.unfinished[: parallel.stage_world : parallel.tp].tolist()
-        for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
-            if rank == self.mesh.dp_rank:
-                self.scheduler.add(self._sequence(request))
+        placed = zip(orders.submit, place(loads, orders.submit), strict=True)
+        own = {request.id: self._sequence(request) for request, rank in placed if rank == self.mesh.dp_rank}
+        if self.pooled is not None:
+            agree = self.control.each_min_over_ranks
+            self.pooled.fetch(orders.submit, own, version=self.policy_version, agree=agree)
+        for seq in own.values():
+            self.scheduler.add(seq)
         self.paused |= orders.pause
         if orders.version is not None:
             self._adopt(orders.version)
@@ -331,7 +355,7 @@ class EmbeddedEngine:
         if not (ids or orders.abort_all):
             return []
         ended = self.scheduler.abort(lambda request: orders.abort_all or request.id in ids)
-        self.parked.forget(output.request_id for output in ended)
+        self.parked.abandon(output.request_id for output in ended)
         return ended
 
     def _adopt(self, version: int) -> None:
@@ -358,8 +382,13 @@ class EmbeddedEngine:
         outputs = self.scheduler.commit(step, tokens, logprobs)
         for output in outputs:
             kept = output.request_id in self.parked or self.config.prefix_cache
-            output.kv_rank = self.mesh.dp_rank if kept and output.finish_reason == "chunk" else None
+            self._locate_kv(output, kept=kept and output.finish_reason == "chunk")
         return outputs
+
+    def _locate_kv(self, output: Output, *, kept: bool) -> None:
+        output.kv_rank = self.mesh.dp_rank if kept else None
+        if kept and self.pooled is not None:
+            output.kv_tokens = self.pooled.computed(output.request_id)
 
     def _counters(self, news_bytes: int = 0) -> Counters:
         scheduler = self.scheduler
@@ -383,6 +412,7 @@ class EmbeddedEngine:
             step_draft_tokens=self._step_cost.tokens,
             step_us=round(self._step_cost.seconds * 1e6),
             news_bytes=news_bytes,
+            **({} if self.pooled is None else self.pooled.totals()),
         )
 
 

@@ -102,7 +102,9 @@ class InferEngine(Protocol):
         kv_restored_tokens (tokens whose KV was copied back from the host); recomputed_tokens (tokens computed again
         because their KV had been dropped); interrupted (running requests with tokens whose KV was dropped because of
         new weights); decoded_sequences (sequences that decoded in a step, over all steps); drafted_tokens (verified)
-        and accepted_tokens (of these, the ones that were sampled).
+        and accepted_tokens (of these, the ones that were sampled). With rollout.suspended_kv=pool also kv_pool_hits,
+        kv_pool_pulls, kv_pool_misses, kv_pool_damaged, kv_pool_evictions, kv_pool_bytes and kv_pool_s
+        (`pooled.PoolCounts`).
         """
 
     # Generation
@@ -134,7 +136,7 @@ class InferEngine(Protocol):
 
     def suspend(self) -> list[Output]:
         """Suspends every request, also those not started, with reason "abort"; `Output.kv_rank` is set if the KV is
-        kept on the host. Returns the same as `step`. Collective."""
+        kept on the host, `Output.kv_tokens` if it is in the machine's pool. Returns the same as `step`. Collective."""
 
     @property
     def parked_kv_bytes(self) -> int:

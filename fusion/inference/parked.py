@@ -74,6 +74,8 @@ class ParkedKV:
         self._entries: dict[str, Entry] = {}
         self._returning: list[Entry] = []
         """Restored entries whose regions are still being read"""
+        self.blocks_copied_out = 0
+        """Blocks copied to the host since construction"""
 
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
         """Starts copying the KV of running sequences to the host, in order up to the bound; sets their `parked`. Their
@@ -91,8 +93,7 @@ class ParkedKV:
                 blocks += count
         if not chosen:
             return
-        assert self._memory is not None
-        regions = self._memory.take([self._count(seq) * self._cache.block_bytes for seq in chosen])
+        regions = self._take([self._count(seq) * self._cache.block_bytes for seq in chosen])
         for seq, region in zip(chosen, regions, strict=True):
             assert seq.request.id not in self._entries, f"KV of request {seq.request.id!r} is parked already"
             self._entries[seq.request.id] = self._copy_out(seq, region)
@@ -123,6 +124,10 @@ class ParkedKV:
 
     def forget(self, ids: Iterable[str]) -> None:
         """Frees the parked KV of these requests; ids without any are ignored."""
+        self.abandon(ids)
+
+    def abandon(self, ids: Iterable[str]) -> None:
+        """Frees the KV on the host of requests that have ended; ids without any are ignored."""
         for id in ids:
             entry = self._entries.pop(id, None)
             if entry is not None:
@@ -165,6 +170,7 @@ class ParkedKV:
             copied=None,
         )
         self._cache.copy_out(seq.blocks[:count], self._on_host(entry))
+        self.blocks_copied_out += count
         entry.copied = self._event()
         return entry
 
@@ -183,14 +189,22 @@ class ParkedKV:
         for entry in done:
             self._give(entry)
 
-    def _give(self, entry: Entry) -> None:
+    def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         assert self._memory is not None
-        self._memory.give([entry.region])
+        return self._memory.take(sizes)
+
+    def _give(self, entry: Entry) -> None:
+        self._give_regions([entry.region])
+
+    def _give_regions(self, regions: Iterable[torch.Tensor]) -> None:
+        assert self._memory is not None
+        self._memory.give(regions)
 
 
 def max_parked_blocks(config: RolloutConfig, cache: KVCache, max_layers: int) -> int | None:
     """Returns the number of blocks that a rank may park (None: no bound); the same on every stage, computed for a stage
     with ``max_layers``."""
-    if not config.keeps_kv or config.max_parked_kv_mib is None:
-        return None if config.keeps_kv else 0
+    parks = config.keeps_kv or config.pools_kv
+    if not parks or config.max_parked_kv_mib is None:
+        return None if parks else 0
     return (config.max_parked_kv_mib << 20) // (cache.block_bytes // cache.layers * max_layers)

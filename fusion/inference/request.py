@@ -45,6 +45,8 @@ class Request:
         earlier: the caller's name for what belongs to ``response``; returned with the output.
         kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
             if that rank has its share of requests, or the KV was freed, it is recomputed.
+        kv_tokens: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`), for any engine; 0: none. If
+            it is not found there, or is not of this engine's weights, it is recomputed.
         priority: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order
             of arrival; at least 0.
     """
@@ -59,6 +61,7 @@ class Request:
     earlier: str = ""
     kv_rank: int | None = None
     priority: int = 0
+    kv_tokens: int = 0
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Output:
     request that is aborted before its first token has those that were computed.
     ``kv_rank``: of an aborted or chunked request, the attention rank at which its KV is parked or, until the memory is
     needed, cached; None: its KV was freed.
+    ``kv_tokens``: number of its tokens whose KV is in the machine's pool; 0: none.
     """
 
     request_id: str
@@ -89,3 +93,4 @@ class Output:
     earlier: str = ""
     routing: torch.Tensor | None = None
     kv_rank: int | None = None
+    kv_tokens: int = 0

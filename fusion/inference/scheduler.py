@@ -194,11 +194,15 @@ class Scheduler:
         return [self._end(seq, "abort") for seq in ended]
 
     def restart(self, blocks: BlockManager | None = None, version: int | None = None) -> None:
-        """Drops all KV (new weights, memory released): running sequences wait again, in front, with their tokens."""
+        """Drops all KV (new weights, memory released): running sequences wait again, in front, with their tokens. With
+        new weights, KV on the host is dropped, too; the caller frees it."""
         for seq in reversed(self.running):
             self._withdraw(seq)
         self.running = []
-        self.version = self.version if version is None else version
+        if version is not None:
+            self.version = version
+            for seq in self.waiting:
+                seq.parked = 0
         self.blocks.forget()
         self.blocks = blocks or self.blocks
         self._forget_names()

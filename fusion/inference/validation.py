@@ -95,7 +95,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
     prompt, response = shared.tokens(request, "prompt"), shared.tokens(request, "response")
     params = shared.params(request)
     chunk, exact, rank = _whole(request.chunk_tokens), _whole(request.exact_tokens), _whole(request.kv_rank)
-    priority = _whole(request.priority)
+    priority, kv_tokens = _whole(request.priority), _whole(request.kv_tokens)
     begun, limit = len(response), params.max_tokens
     if not prompt:
         raise ValueError(f"{_name(request)}: the prompt is empty; expected at least one token")
@@ -114,8 +114,13 @@ def _checked(request: Request, shared: _Shared) -> Request:
         )
     if type(priority) is not int or not 0 <= priority <= MAX_TOKENS:
         raise ValueError(f"{_name(request)}: priority={priority!r:.200}: expected a whole number in [0, {MAX_TOKENS}]")
+    if type(kv_tokens) is not int or not 0 <= kv_tokens <= MAX_TOKENS:
+        raise ValueError(
+            f"{_name(request)}: kv_tokens={kv_tokens!r:.200}: expected a whole number in [0, {MAX_TOKENS}]"
+        )
     same = prompt is request.prompt and response is request.response and params is request.params
     same = same and chunk is request.chunk_tokens and exact is request.exact_tokens
+    same = same and kv_tokens is request.kv_tokens
     if same and rank is request.kv_rank and priority is request.priority:
         return request
     return replace(
@@ -127,6 +132,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
         exact_tokens=exact,
         kv_rank=rank,
         priority=priority,
+        kv_tokens=kv_tokens,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fusion.rollout.engine_room import EngineRoom, Vacancy
 from fusion.rollout.order import WaitingRequests
-from fusion.rollout.router import assign_groups
+from fusion.rollout.router import LeastLoaded, PoolRouting, assign_groups
 
 if TYPE_CHECKING:
     from fusion.rollout.buffer import Entry, Group
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
 ByEngine = dict[int, list["Entry"]]
 
 
-def assign_all(waiting: Iterable[Entry], loads: dict[int, int]) -> ByEngine:
-    """Assigns requests to the engine that has their KV as far as loads stay even, the others of a group together, to
-    the least loaded engine.
+def assign_all(
+    waiting: Iterable[Entry], loads: dict[int, int], counts: Mapping[int, int], pool: PoolRouting | None = None
+) -> ByEngine:
+    """Assigns requests to the engine that has their KV as far as loads stay even, with a pool as `PoolRouting` chooses;
+    the others of a group together, to the least loaded engine.
 
     Args:
         waiting: the requests in order.
         loads: tokens of the requests that each engine has; those of the new ones are added.
+        counts: number of requests that each engine has.
     """
     waiting = list(waiting)
     by_engine: ByEngine = {engine: [] for engine in loads}
-    returning = _return_to_kv(waiting, loads)
+    returning = _return_to_kv(waiting, loads, counts, pool)
     others: dict[str, list[Entry]] = {}
     load_by_group: dict[str, int] = {}
     for entry in waiting:
@@ -56,27 +59,41 @@ def assign_all(waiting: Iterable[Entry], loads: dict[int, int]) -> ByEngine:
     return by_engine
 
 
-def _return_to_kv(waiting: Iterable[Entry], loads: dict[int, int]) -> dict[str, int]:
-    """Returns the engine of each request that is resumed where its KV is; adds them to ``loads``."""
+def _return_to_kv(
+    waiting: Iterable[Entry], loads: dict[int, int], counts: Mapping[int, int], pool: PoolRouting | None
+) -> dict[str, int]:
+    """Returns the engine of each request that is resumed where its KV is, or pulls it there; adds them to ``loads``."""
     with_kv = [entry for entry in waiting if entry.kv]
     if not with_kv:
         return {}
     total = sum(loads.values()) + sum(entry.load for entry in waiting)
+    running = LeastLoaded(counts)
     engine_of: dict[str, int] = {}
     for entry in with_kv:
         assert entry.kv is not None
         home = entry.kv[0]
-        if home in loads and loads[home] * len(loads) < total:
-            engine_of[entry.id] = home
-            loads[home] += entry.load
+        if pool is not None and entry.kv_tokens:
+            engine = pool.choose_engine(running.num_running, kv_home=home, least_loaded=running.first())
+            running.add(engine)
+        elif home in loads and loads[home] * len(loads) < total:
+            engine = home
+        else:
+            continue
+        engine_of[entry.id] = engine
+        loads[engine] += entry.load
     return engine_of
 
 
 def fill(
-    waiting: WaitingRequests, vacancies: Mapping[int, Vacancy], room: EngineRoom, groups: Mapping[str, Group]
+    waiting: WaitingRequests,
+    vacancies: Mapping[int, Vacancy],
+    room: EngineRoom,
+    groups: Mapping[str, Group],
+    pool: PoolRouting | None = None,
 ) -> ByEngine:
-    """Takes requests and assigns them until the next one fits nowhere: to the engine with the request's KV, else to
-    that of the sibling assigned last, else to the one with the most room (of several the first).
+    """Takes requests and assigns them until the next one fits nowhere: to the engine with the request's KV (with a pool
+    as `PoolRouting` chooses), else to that of the sibling assigned last, else to the one with the most room (of several
+    the first).
 
     Args:
         vacancies: what each engine can still take; changed.
@@ -104,7 +121,8 @@ def fill(
         wished = None if wish is None else vacancies.get(wish)
         engine = widest
         if wish is not None and wished is not None and wished.takes(tokens):
-            engine, vacancy = wish, wished
+            if not (pool and entry.kv_tokens) or _stays(wish, wished, widest, vacancy, pool):
+                engine, vacancy = wish, wished
         if not vacancy.takes(tokens):
             waiting.add([entry])
             break
@@ -113,3 +131,10 @@ def fill(
         by_engine[engine].append(entry)
         group.engine = engine
     return by_engine
+
+
+def _stays(home: int, at_home: Vacancy, widest: int, at_widest: Vacancy, pool: PoolRouting) -> bool:
+    """Whether a request in the pool returns to the engine that has parked its KV rather than to the one with the most
+    room."""
+    missing = {home: -at_home.requests, widest: -at_widest.requests}
+    return pool.choose_engine(missing, kv_home=home, least_loaded=widest) == home

@@ -10,7 +10,9 @@ resumed on any engine.
 A suspended request is resumed on the engine that has its KV, oldest first, unless that engine already has an equal
 share of the total load or, with a bound on requests, its maximum. It never waits for that engine: if the engine does
 not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
-the location of KV. A request without KV goes where the last one of its group went, if there is capacity: an engine
+the location of KV. A request whose KV is in the machine's pool (`kv_tokens`) prefers the engine that has parked it by
+`PoolRouting`; another engine may copy it, so `take_left_kv` reports it once the request has left that engine, too. A
+request without KV goes where the last one of its group went, if there is capacity: an engine
 shares prefixes of, and drafts from, what it has computed itself.
 
 The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to
@@ -41,6 +43,7 @@ from fusion.rollout.assignment import assign_all, fill
 from fusion.rollout.engine_room import EngineRoom
 from fusion.rollout.length_history import LengthHistory, row_of
 from fusion.rollout.order import Lengths, make_waiting
+from fusion.rollout.router import PoolRouting
 
 State = Literal["waiting", "running", "finished"]
 
@@ -51,7 +54,8 @@ class Entry:
 
     ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
     ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
-    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``position``: in the order
+    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
+    whose KV these have in the machine's pool; ``position``: in the order
     of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
     ``reserved``: KV tokens that it occupies of the bound of its engine.
     """
@@ -70,6 +74,7 @@ class Entry:
     oldest: int = -1
     newest: int = -1
     kv: tuple[int, int] | None = None
+    kv_tokens: int = 0
     reserved: int = 0
 
     @property
@@ -83,7 +88,7 @@ class Entry:
         return int(self.behind and not self.generated)
 
 
-NOT_SAVED = ("position", "member", "behind", "reserved")
+NOT_SAVED = ("position", "member", "behind", "kv_tokens", "reserved")
 SAVED = tuple(field.name for field in fields(Entry) if field.name not in NOT_SAVED)
 """Fields of an entry in the state of a buffer"""
 
@@ -111,6 +116,7 @@ class RequestBuffer:
         num_probes: requests of a group that run ahead of the others; 0: none.
         order: in which they are dispatched, a key of `ORDERS`.
         exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
+        pool: how engines share KV; None: they do not.
     """
 
     def __init__(
@@ -118,8 +124,9 @@ class RequestBuffer:
         num_probes: int = 0,
         order: str = "fifo",
         exact_lengths: Callable[[str], Sequence[int]] = lambda group: (),
+        pool: PoolRouting | None = None,
     ) -> None:
-        self._num_probes, self._order, self._exact_lengths = num_probes, order, exact_lengths
+        self._num_probes, self._order, self._exact_lengths, self._pool = num_probes, order, exact_lengths, pool
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
@@ -168,10 +175,12 @@ class RequestBuffer:
         engine: what waits here may still go anywhere.
         """
         if room is None:
-            by_engine = assign_all(self._waiting.take_all(), {engine: self._running_load[engine] for engine in engines})
+            loads = {engine: self._running_load[engine] for engine in engines}
+            counts = {engine: self._running_count[engine] for engine in engines}
+            by_engine = assign_all(self._waiting.take_all(), loads, counts, self._pool)
         else:
             vacancies = {engine: room.left(self._running_count[engine], self._reserved[engine]) for engine in engines}
-            by_engine = fill(self._waiting, vacancies, room, self._groups)
+            by_engine = fill(self._waiting, vacancies, room, self._groups, self._pool)
         for engine, entries in by_engine.items():
             if entries:
                 self._start(engine, entries)
@@ -191,6 +200,7 @@ class RequestBuffer:
         earlier: str,
         versions: tuple[int, int] | None,
         kv_rank: int | None = None,
+        kv_tokens: int = 0,
     ) -> None:
         """Returns a request from an engine to the waiting ones.
 
@@ -199,6 +209,7 @@ class RequestBuffer:
             earlier: the queue's row that holds them.
             versions: of its oldest and newest token; None: nothing was added.
             kv_rank: the attention rank at which the engine keeps its KV; None: it does not.
+            kv_tokens: number of tokens whose KV it has in the machine's pool.
         """
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
@@ -208,7 +219,7 @@ class RequestBuffer:
         self._count["waiting"] += 1
         entry.state = "waiting"
         entry.generated, entry.earlier = generated, earlier
-        entry.kv = None if kv_rank is None else (engine, kv_rank)
+        self._locate_kv(entry, engine, None if kv_rank is None else (engine, kv_rank), kv_tokens)
         if versions is not None:
             entry.oldest, entry.newest = versions
         self._waiting.add([entry])
@@ -223,8 +234,9 @@ class RequestBuffer:
             assert entry.state == "running" and engine is not None, f"request {id!r} is {entry.state}"
             engines[engine] = None
             self._stop(engine, entry)
-            entry.state, entry.kv = "finished", None
-            entry.generated, entry.earlier = num_tokens, ""
+            entry.state, entry.generated, entry.earlier = "finished", num_tokens, ""
+            if entry.kv is not None:
+                self._locate_kv(entry, engine)
             group = self._groups[entry.group]
             group.num_unfinished -= 1
             if not group.num_unfinished:
@@ -302,14 +314,19 @@ class RequestBuffer:
             load += entry.prompt_tokens + entry.generated
             reserved += entry.reserved
             entry.state, entry.engine = "running", engine
-            if entry.kv and entry.kv[0] != engine:
-                self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
-                entry.kv = None
+            if entry.kv and entry.kv[0] != engine and not (self._pool and self._pool.pulls(entry.kv_tokens)):
+                self._locate_kv(entry, engine)
         self._count["waiting"] -= len(entries)
         self._count["running"] += len(entries)
         self._running_count[engine] += len(entries)
         self._running_load[engine] += load
         self._reserved[engine] += reserved
+
+    def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
+        """Records where the KV of a request of this engine is now; what it has at another is left there."""
+        if entry.kv and entry.kv[0] != engine:
+            self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
+        entry.kv, entry.kv_tokens = kv, kv_tokens
 
     def _stop(self, engine: int, entry: Entry) -> None:
         self._running_count[engine] -= 1

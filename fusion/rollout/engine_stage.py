@@ -38,6 +38,17 @@ TOTALS = (
 )
 """Totals of `InferEngine.status` whose increase a stage reports."""
 
+POOL_TOTALS = (
+    "kv_pool_hits",
+    "kv_pool_pulls",
+    "kv_pool_misses",
+    "kv_pool_damaged",
+    "kv_pool_evictions",
+    "kv_pool_bytes",
+    "kv_pool_s",
+)
+"""… and those of an engine that shares its KV"""
+
 MAX_PENDING = 64
 """Maximum number of finished samples that a card collects before it puts them to the queue in one message."""
 
@@ -115,7 +126,7 @@ class EngineStage:
         if not self.engine.is_leader:
             return
         before, self._reported = self._reported, self.engine.status()
-        for name in TOTALS:
+        for name in (*TOTALS, *(name for name in POOL_TOTALS if name in self._reported)):
             metrics.add(f"rollout/{name}", self._reported[name] - before[name], rule="sum")
         if decoded := self._reported["decoded_sequences"] - before["decoded_sequences"]:
             drafted = self._reported["accepted_tokens"] - before["accepted_tokens"]

@@ -6,7 +6,8 @@
     engine ─ finishes ─► Output ─── put ──────────┴─► queue    tokens, logprobs and versions of all its parts
 
 Nothing but the queue holds them, so any engine may resume them, and a checkpoint of the queue contains them. Their KV,
-where it is kept, stays with the engine that computed it (`fusion.inference.parked`); `kv_rank` leads them back to it.
+where it is kept, stays with the engine that computed it (`fusion.inference.parked`), to which `kv_rank` leads them
+back, or is in the machine's pool (`fusion.inference.pooled`).
 
 If the queue has lost what a sample has so far, the sample cannot be completed: it ends as lost, too.
 
@@ -124,6 +125,7 @@ class PartialSamples:
                 earlier=row_by_id.get(output.request_id, output.earlier),
                 versions=span_by_id.get(output.request_id),
                 kv_rank=output.kv_rank,
+                kv_tokens=output.kv_tokens,
             )
             for output in suspended
         ]

@@ -18,6 +18,7 @@ class SuspendedSample:
         earlier: id of its row in the queue (`partial_samples`), "" while it has no token.
         versions: policy versions of the oldest and the newest of its tokens; None if it gained none.
         kv_rank: the attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV was freed.
+        kv_tokens: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`).
     """
 
     id: str
@@ -25,6 +26,7 @@ class SuspendedSample:
     earlier: str
     versions: tuple[int, int] | None
     kv_rank: int | None = None
+    kv_tokens: int = 0
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SuspendedSample:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from distqueue import LocalQueue, PackedBatch
+from distqueue.payload.sweep import memory
 from fusion.colocate import Deployment, Worker, WorkerSpec
 from fusion.colocate.paced import PacedEngine, observe_load
 from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
@@ -20,6 +23,8 @@ from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig, open_device
 from fusion.npu.pacer import CATCH_UP_S, Pacer
 from fusion.offload import HostPool
+from fusion.rollout.kv_pool.files import KVFiles
+from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.telemetry import summarize
 from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
@@ -43,12 +48,12 @@ def model(tmp_path):
     return made
 
 
-def _engine(model, pace=None, memory=None):
-    kept = "keep" if memory else "recompute"
+def _engine(model, pace=None, memory=None, store=None):
+    kept = "pool" if store else "keep" if memory else "recompute"
     config = RolloutConfig(max_length=256, max_seqs=64, max_batch_tokens=512, max_kv_tokens=8192, suspended_kv=kept)
     given = model, Mesh.single(), model.device, config, 5, False, memory
     cost = pace and EngineCost(pace, Parallel(), config.max_seqs)
-    made = PacedEngine(*given, pacer=Pacer(), cost=cost) if pace else EmbeddedEngine(*given)
+    made = PacedEngine(*given, pacer=Pacer(), cost=cost, kv_store=store) if pace else EmbeddedEngine(*given)
     made.allocate_kv()
     return made
 
@@ -107,8 +112,16 @@ def test_a_token_stands_for_many_and_a_second_for_many(model):
     assert steps[8, 8.0][1]["decode"] == pytest.approx(steps[8, 1.0][1]["decode"] / 8)
 
 
-def test_kv_goes_to_the_host_and_comes_back_in_the_time_of_the_cards_link(model):
-    made = _engine(model, _pace(16, 1e3), HostPool(model.device))
+@pytest.fixture
+def shared_memory():
+    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_kv_goes_to_the_host_and_comes_back_in_the_time_of_the_cards_link(model, shared_memory, pooled):
+    store = KVFiles(KVPoolSpec("run"), 0, shared_memory) if pooled else None
+    made = _engine(model, _pace(16, 1e3), HostPool(model.device), store)
     request = Request("r0", (3, 4, 5) * 20, SamplingParams(max_tokens=99), exact_tokens=99)
     made.submit([request])
     made.step()
@@ -120,7 +133,7 @@ def test_kv_goes_to_the_host_and_comes_back_in_the_time_of_the_cards_link(model)
     made.release_kv()
     made.allocate_kv()
     made.resume()
-    made.submit([replace(request, response=tuple(output.tokens), kv_rank=0)])
+    made.submit([replace(request, response=tuple(output.tokens), kv_rank=0, kv_tokens=output.kv_tokens)])
     made.step()
     assert made.pacer.modelled_s["kv"] - out == pytest.approx(nbytes / link.back_bytes_per_s.value / 1e3)
     assert made.pacer.ideal_s["kv"] == 0

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rollout import assign_groups
+from fusion.rollout import PoolRouting, assign_groups
+from fusion.rollout.router import LeastLoaded
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
@@ -16,3 +17,31 @@ def test_every_group_once_and_loads_close(loads, engines):
 
 def test_engines_that_have_more_get_less():
     assert assign_groups({"a": 5, "b": 3, "c": 3}, [6, 0]) == [["c"], ["a", "b"]]
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    st.none() | st.integers(0, 7),
+    st.integers(0, 40),
+)
+def test_a_request_goes_to_its_kv_while_the_engines_are_balanced_and_else_to_the_least_loaded(counts, home, spread):
+    routing, num_running = PoolRouting(spread, 512), dict(enumerate(counts))
+    least = LeastLoaded(num_running).first()
+    assert counts[least] == min(counts) and least == counts.index(min(counts))
+    engine = routing.choose_engine(num_running, kv_home=home, least_loaded=least)
+    balanced = home in num_running and num_running[home] <= min(counts) + spread
+    assert engine == (home if balanced else least)
+    assert routing.pulls(512) and not routing.pulls(511)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(st.none() | st.integers(0, 4), max_size=60))
+def test_requests_with_kv_leave_the_counts_within_the_spread(counts, homes):
+    """… if they were: an engine gets none that would make it exceed the least loaded by more than one over it."""
+    routing, loaded = PoolRouting(3, 512), LeastLoaded(dict(enumerate(counts)))
+    for home in homes:
+        engine = routing.choose_engine(loaded.num_running, kv_home=home, least_loaded=loaded.first())
+        loaded.add(engine)
+        now = loaded.num_running
+        assert now[engine] <= min(now.values()) + 4
+        assert now[loaded.first()] == min(now.values())
+    assert sum(loaded.num_running.values()) == sum(counts) + len(homes)

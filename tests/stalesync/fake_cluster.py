@@ -139,12 +139,14 @@ class FakeCluster:
         more = self.random.randint(least, 4)
         total = self.generated[id] = self.generated.get(id, 0) + more
         version = self.ledger.version
+        kv_rank = self.random.choice([None, 0]) if total else None
         return SuspendedSample(
             id,
             total,
             f"{id}~{total}" if total else "",
             (version, version) if more else None,
-            self.random.choice([None, 0]) if total else None,
+            kv_rank,
+            kv_tokens=0 if kv_rank is None or self.spec.kv_pool is None else total,
         )
 
     def settle(self):

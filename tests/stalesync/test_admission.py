@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.rollout import PoolRouting
 from stalesync import admission as admission_module
 from stalesync.admission import Admission
 from stalesync.commands import AwaitSamples, Dispatch, Publish
@@ -31,6 +32,7 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
     batch, size = random.randint(1, 6), random.randint(1, 3)
     filters = random.choice([0, batch, 10 * batch])
     chunks, outcomes = random.random() < 0.5, random.choice(OUTCOMES)
+    keeps_kv = random.random() < 0.5
     spec = spec_of(
         deployment,
         group_size=size,
@@ -41,7 +43,8 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         max_filtered_groups=filters,
         ahead=bound > 0,
         scores_beside=beside,
-        keeps_kv=random.random() < 0.5,
+        keeps_kv=keeps_kv,
+        kv_pool=PoolRouting(random.randint(0, 3), 4) if keeps_kv and random.random() < 0.5 else None,
         num_probes=random.randint(0, 2),
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)

@@ -80,7 +80,7 @@ def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_wit
     run = restored()
     run.step()
     old = {id: request for id, request in run.dispatched.items() if not id.startswith("new-")}
-    assert old == {"e0-10/2": ("e0-10/2", "e0-10", "e0-10/2~57", None, 0)}
+    assert old == {"e0-10/2": ("e0-10/2", "e0-10", "e0-10/2~57", None, 0, 0)}
     assert run.trained.keys() == {*STATE["ledger"]["finished"], "e0-10"} and not run.ended
     assert all(len({sample.id for sample in samples}) == 4 for samples in run.trained.values())
     texts = {fields["id"]: fields["text"] for fields in STATE["texts"]}

@@ -84,7 +84,7 @@ def test_a_run_that_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, t
     ("options", "starts"),
     [
         ([], (3, 5)),
-        (["rollout.chunk_tokens=2", "rollout.batch_invariant=true"], (5,)),
+        (["rollout.chunk_tokens=2", "rollout.suspended_kv=pool", "rollout.batch_invariant=true"], (5,)),
         (["rollout.drafts=both", "rollout.draft_tree=2", "data.rows=8", "rollout.batch_invariant=true"], (5,)),
     ],
     ids=["resumed", "chunks", "drafts"],

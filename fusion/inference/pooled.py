@@ -1,0 +1,341 @@
+"""Keep the KV of requests that leave the engine where any engine of the machine continues them: in a pool of files.
+
+    rank of engine A:  end of a chunk, suspend ─► park: card ─► host ─► file of this rank     KVStore: names, formats,
+    rank of engine B:  submit ─► fetch: file ─► host, verified ─┐                             limits, and removes files
+    all ranks of B:         agree: each has its own ────────────┴► parked ─► restored, as `parked.py` does
+                                   one has not ─────────────────► recomputed
+
+Each rank writes the heads and layers that it holds, and the rank that records routing the routing, too. When a request
+is placed whose KV is in the pool (`Request.kv_tokens`), all ranks of its attention rank look for their files; they
+agree in one exchange, so that all continue behind the KV or all compute it again. A file is used once: its reader
+removes it, and the next chunk of the request has another.
+
+Invariants (tests/inference/test_pooled.py): KV is used only for exactly the tokens and the policy version that it was
+computed for; a file that is missing, damaged, or another's is counted, and its request is recomputed on all ranks; new
+weights free all that a rank has parked and fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fusion.inference import scheduler
+from fusion.inference.blocks import BlockName, names_of, next_name, root_name
+from fusion.inference.kv_cache import KVCache
+from fusion.inference.parked import Entry, HostMemory, ParkedKV
+from fusion.inference.request import Request
+from fusion.inference.routing import RoutingCache
+from fusion.model import Mesh
+
+log = logging.getLogger(__name__)
+
+DAMAGED, MISSING, PULLED, HIT = range(4)
+"""What a rank has found: the last two are KV that another has parked, or itself. Ranks agree on the smallest"""
+
+
+class KVDamaged(RuntimeError):
+    """A file is not what was written for its request; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class KVKey:
+    """What a file of the pool holds. ``shard``: which part of which layers; ``prefix``: name of the chain of all tokens
+    under the policy version, in hexadecimal; ``num_tokens``: of them, the last one not computed yet included."""
+
+    shard: str
+    request: str
+    version: int
+    prefix: str
+    num_tokens: int
+
+
+class FoundKV(Protocol):
+    """An open file of the pool, whose header is verified. ``routing``: shape of the routing in it, with the bytes of an
+    element behind, () for none; ``own``: whether this rank wrote it."""
+
+    computed: int
+    kv_bytes: int
+    routing: tuple[int, ...]
+    own: bool
+
+    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
+        """Reads the payload into uint8 tensors of its sizes, and verifies it there.
+
+        Raises:
+            KVDamaged: the checksum differs, or the file has ended.
+        """
+
+    def close(self) -> None: ...
+
+
+class KVStore(Protocol):
+    """The pool of one machine, as one rank sees it; implemented by `fusion.rollout.kv_pool.KVFiles`."""
+
+    takes_suspended: bool
+    """Whether what a suspended engine had is continued elsewhere before the weights change; if not, its KV would be
+    copied for nothing"""
+    evictions: int
+    """Files removed to make room, or for lack of space, since construction"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory that this rank has parked."""
+
+    def park(
+        self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
+    ) -> bool:
+        """Writes KV; returns False if there is no place. ``charged_bytes``: counts against the limits."""
+
+    def find(self, key: KVKey) -> FoundKV | None:
+        """Opens the file of this rank's part, whoever wrote it; None: there is none.
+
+        Raises:
+            KVDamaged: it is not a file of this user, or its header is not what was asked for.
+        """
+
+    def discard(self, key: KVKey) -> None:
+        """Removes a file, whoever wrote it."""
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Removes what this rank has parked of these requests; ids without any are ignored."""
+
+    def clear(self) -> None:
+        """Removes all that this rank has parked."""
+
+    def computed(self, id: str) -> int:
+        """Returns the number of tokens of the KV that this rank has parked of a request; 0: none."""
+
+
+@dataclass
+class PoolCounts:
+    """Totals of one rank: requests continued behind KV that it wrote itself (``hits``), or another rank or engine
+    (``pulls``); requests whose KV was not there (``misses``) or not what it should be (``damaged``); bytes fetched, and
+    seconds spent reading, writing and verifying files."""
+
+    hits: int = 0
+    pulls: int = 0
+    misses: int = 0
+    damaged: int = 0
+    fetched_bytes: int = 0
+    seconds: float = 0.0
+
+
+class PooledKV(ParkedKV):
+    """Parks the KV of one rank in the pool, and fetches it from there.
+
+    Args:
+        memory: host memory through which KV is copied.
+        store: None: this rank has no pool; it parks and finds nothing, and agrees with the others.
+        max_blocks: bound on the blocks fetched and not restored yet, the same on all ranks; None: no bound.
+        charged_block_bytes: of a block against the limits of the store, the same on all ranks.
+        names_blocks: whether restored blocks are shared by name.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        cache: KVCache,
+        mesh: Mesh,
+        *,
+        store: KVStore | None,
+        routing: RoutingCache | None,
+        max_blocks: int | None,
+        charged_block_bytes: int,
+        names_blocks: bool,
+    ):
+        super().__init__(memory, cache, routing, max_blocks)
+        self.store, self.counts = store, PoolCounts()
+        self._shard = _shard_of(mesh, cache)
+        self._charged_block_bytes, self._names_blocks = charged_block_bytes, names_blocks
+
+    def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
+        """Writes the KV of running sequences to files. Their blocks may be released and written afterwards."""
+        self._free_restored()
+        for seq in sequences:
+            count = self._count(seq)
+            if count and self.store is not None:
+                (region,) = self._take([count * self._cache.block_bytes])
+                entry = self._copy_out(seq, region)
+                entry.copied.synchronize()
+                self._write(seq.request.id, entry)
+
+    def suspend(self, running: Iterable[scheduler.Sequence], waiting: Iterable[scheduler.Sequence]) -> None:
+        """Parks what the running sequences have, and what was fetched for waiting ones, unless that would be of no
+        use."""
+        if self.store is None or not self.store.takes_suspended:
+            self.abandon(list(self._entries))
+            return
+        self.park(running)
+        for seq in waiting:
+            if entry := self._entries.pop(seq.request.id, None):
+                entry.copied.synchronize()
+                self._write(seq.request.id, entry)
+
+    def fetch(
+        self,
+        requests: Sequence[Request],
+        sequences: Mapping[str, scheduler.Sequence],
+        *,
+        version: int,
+        agree: Callable[[list[int]], list[int]],
+    ) -> None:
+        """Fetches the KV of a step's new requests that have some in the pool, for those that all ranks find; sets their
+        `parked`. Collective over the engine.
+
+        Args:
+            requests: the new ones of the whole engine.
+            sequences: by id, those that were placed on this attention rank.
+            version: the policy version of the weights.
+            agree: returns the smallest value over all ranks, of each place.
+        """
+        began = time.perf_counter()
+        wanted = [request.id for request in requests if request.kv_tokens]
+        if not wanted:
+            return
+        self._free_restored()
+        found = [self._fetch(sequences[id], version) if id in sequences else HIT for id in wanted]
+        for id, result in zip(wanted, agree(found), strict=True):
+            if id in sequences:
+                self._settle_fetch(sequences[id], result)
+        if self.store is not None:
+            self.store.forget(wanted)  # another attention rank has it now, or it is of no use
+        self.counts.seconds += time.perf_counter() - began
+
+    def claim(self, seq: scheduler.Sequence) -> None:
+        """Does nothing: KV is fetched, by all ranks at once."""
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Removes what this rank has written of these requests. What it has fetched stays: the orders to forget come
+        from the one who knows where files are left, and may be later than the request itself."""
+        if self.store is not None:
+            self.store.forget(ids)
+
+    def clear(self) -> None:
+        """Frees everything: the weights are others."""
+        self.abandon(list(self._entries))
+        if self.store is not None:
+            self.store.clear()
+
+    @property
+    def host_bytes(self) -> int:
+        return super().host_bytes + (0 if self.store is None else self.store.nbytes)
+
+    def totals(self) -> dict[str, int]:
+        """Returns the totals of this rank, named as in `Counters`."""
+        counts = self.counts
+        return {
+            "kv_pool_hits": counts.hits,
+            "kv_pool_pulls": counts.pulls,
+            "kv_pool_misses": counts.misses,
+            "kv_pool_damaged": counts.damaged,
+            "kv_pool_evictions": 0 if self.store is None else self.store.evictions,
+            "kv_pool_bytes": counts.fetched_bytes,
+            "kv_pool_us": round(counts.seconds * 1e6),
+        }
+
+    def computed(self, id: str) -> int:
+        """Returns the number of tokens of a request whose KV this rank has in the pool."""
+        return 0 if self.store is None else self.store.computed(id)
+
+    def __contains__(self, id: str) -> bool:
+        return self.computed(id) > 0
+
+    def _write(self, id: str, entry: Entry) -> None:
+        """Writes an entry to a file, and gives its region back."""
+        assert self.store is not None
+        began = time.perf_counter()
+        key, _ = self._key(id, entry.since, entry.tokens, entry.names)
+        charged = entry.blocks * self._charged_block_bytes
+        self.store.park(key, computed=entry.computed, kv=entry.region, routing=entry.routing, charged_bytes=charged)
+        self._give(entry)
+        self.counts.seconds += time.perf_counter() - began
+
+    def _fetch(self, seq: scheduler.Sequence, version: int) -> int:
+        """Reads the KV of a sequence into an entry, verified; returns what was found."""
+        if self.store is None:
+            return MISSING
+        key, names = self._key(seq.request.id, version, seq.tokens, [])
+        try:
+            found = self.store.find(key)
+            if found is None:
+                return MISSING
+            with closing(found):
+                return self._read(seq, found, version, names)
+        except KVDamaged as error:
+            log.warning("KV of request %r is computed again: its file in the pool is damaged: %s", key.request, error)
+            return DAMAGED
+        finally:
+            self.store.discard(key)
+
+    def _read(self, seq: scheduler.Sequence, found: FoundKV, version: int, names: list[BlockName]) -> int:
+        count = -(-found.computed // self._cache.block_size)
+        if found.kv_bytes != count * self._cache.block_bytes:
+            raise KVDamaged(f"{found.kv_bytes} bytes of KV for {found.computed} tokens")
+        routing = self._empty_routing(found)
+        if self._max_blocks is not None and self.blocks + count > self._max_blocks:
+            return MISSING
+        (region,) = self._take([found.kv_bytes])
+        try:
+            found.read(region, routing.view(-1).view(torch.uint8))
+        except BaseException:
+            self._give_regions([region])
+            raise
+        self._entries[seq.request.id] = Entry(
+            tokens=list(seq.tokens),
+            computed=found.computed,
+            since=version,
+            names=names[: found.computed // self._cache.block_size] if self._names_blocks else [],
+            blocks=count,
+            region=region,
+            routing=routing if self._routing is not None else None,
+            copied=self._event(),
+        )
+        return HIT if found.own else PULLED
+
+    def _empty_routing(self, found: FoundKV) -> torch.Tensor:
+        """Returns a tensor for the routing in a file, which must be there exactly where this rank records it."""
+        if self._routing is None:
+            if found.routing:
+                raise KVDamaged("it has routing, which this rank does not record")
+            return torch.empty(0, dtype=torch.uint8)
+        _, *cell = self._routing.cell
+        expected = (found.computed, *cell, self._routing.dtype.itemsize)
+        if found.routing != expected:
+            raise KVDamaged(f"it has routing {found.routing}, not {expected}")
+        return torch.empty(expected[:-1], dtype=self._routing.dtype)
+
+    def _settle_fetch(self, seq: scheduler.Sequence, result: int) -> None:
+        entry, counts = self._entries.get(seq.request.id), self.counts
+        if result >= PULLED:
+            assert entry is not None
+            seq.parked, seq.since = entry.computed, entry.since
+            seq.names = list(entry.names)
+            counts.hits += result == HIT
+            counts.pulls += result == PULLED
+            counts.fetched_bytes += entry.region.numel()
+            return
+        self.abandon([seq.request.id])
+        counts.damaged += result == DAMAGED
+        counts.misses += result == MISSING
+
+    def _key(
+        self, id: str, version: int, tokens: Sequence[int], names: Sequence[BlockName]
+    ) -> tuple[KVKey, list[BlockName]]:
+        """Returns the key of a request's KV, and the names of its full blocks; ``names``: those known already."""
+        size = self._cache.block_size
+        chain = names_of(version, tokens, size, names)
+        tail = next_name(chain[-1] if chain else root_name(version), tokens[len(chain) * size :])
+        return KVKey(self._shard, id, version, tail.hex(), len(tokens)), chain
+
+
+def _shard_of(mesh: Mesh, cache: KVCache) -> str:
+    """Returns which part of which layers a rank's KV is: the same on corresponding ranks of engines in one layout."""
+    layout = mesh.parallel
+    return f"tp {mesh.tp_rank}/{layout.tp}, pp {mesh.pp_rank}/{layout.pp}, {cache.dtype}, {list(cache.host_shape(1))}"

@@ -1,0 +1,266 @@
+"""Write, find and remove the files of one rank in the KV pool of its machine, as `pool.py` plans.
+
+    park ─► memory: /dev/shm ─ over the limit ─► disk: rollout.kv_spill       folder.py: both, and who may see what
+                    │                                │
+    find ◄──────────┴────────────────────────────────┘  first in memory: a file is on disk before it leaves it
+
+A reader opens a file without following links, and verifies owner, mode, header and checksum before any byte of the copy
+that it has read is used. The name of a file is a digest that includes the run and the boot of the host, so KV of
+another host is not found on a shared disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from distqueue.errors import FULL, StorageFull
+from distqueue.payload.sweep import PREFIX, NodeProcess, memory
+from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVStore
+from fusion.rollout.kv_pool.folder import PoolFolder, is_private
+from fusion.rollout.kv_pool.header import PREAMBLE, Header, file_name, header_bytes, payload_sum
+from fusion.rollout.kv_pool.pool import Command, KVPoolSpec, Place, PoolPlan, Remove, Spill, Write
+
+MIN_FREE = 0.5
+"""Share of the file system in memory that the pool leaves free: the queue's segments are there, too"""
+
+MAX_IDLE_BYTES = 256 << 20
+"""Files in memory that a rank keeps to write into again; at most an eighth of its limit"""
+
+MAX_TRIES = 3
+"""Places that are tried for a file: memory, memory after others were moved or evicted, disk"""
+
+log = logging.getLogger(__name__)
+
+
+class OpenKV:
+    """An open file; implements `FoundKV`."""
+
+    def __init__(self, handle: int, header: Header, own: bool):
+        self._handle, self._header, self.own = handle, header, own
+        self.computed, self.kv_bytes, self.routing = header.computed, header.kv_bytes, header.routing
+
+    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
+        """Reads the payload and verifies it, as `FoundKV.read`."""
+        parts = [_bytes_of(part) for part in (kv, routing)]
+        try:
+            for part in parts:
+                _read_all(self._handle, part)
+        except OSError as error:
+            raise KVDamaged(str(error)) from None
+        if payload_sum(parts) != self._header.sum:
+            raise KVDamaged("the payload's checksum differs")
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+class KVFiles:
+    """The files of one rank; implements `KVStore`. Not thread-safe.
+
+    Args:
+        root: shared memory.
+
+    Raises:
+        StorageFull: there is no space for its folders.
+    """
+
+    def __init__(self, spec: KVPoolSpec, rank: int, root: Path | None = None):
+        boot, limit = NodeProcess.of(os.getpid()).boot, spec.max_memory_bytes
+        name = f"{PREFIX}kv-{spec.run}-{boot[:8]}"
+        idle_bytes = MAX_IDLE_BYTES if limit is None else min(MAX_IDLE_BYTES, limit // 8)
+        in_memory = PoolFolder((root or memory()) / name, rank, min_free=MIN_FREE, max_idle_bytes=idle_bytes)
+        self._folders: dict[Place, PoolFolder] = {"memory": in_memory}
+        if spec.spill is not None:
+            self._folders["disk"] = PoolFolder(Path(spec.spill) / name, rank)
+        self._run_on_host = f"{spec.run} {boot}"
+        self._plan = PoolPlan(limit, spec.max_disk_bytes if spec.spill is not None else 0)
+        self._names: dict[str, str] = {}
+        """Request → name of the file that this rank has written; `_computed`: and the tokens of which it has KV"""
+        self._computed: dict[str, int] = {}
+        self._warned = False
+        self.takes_suspended, self.evictions = spec.takes_suspended, 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._plan.held_bytes("memory")
+
+    def computed(self, id: str) -> int:
+        return self._computed.get(id, 0)
+
+    def park(
+        self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
+    ) -> bool:
+        parts = [_bytes_of(kv)] + ([] if routing is None else [_bytes_of(routing)])
+        header = Header(
+            shard=self._shard_of(key),
+            request=key.request,
+            version=key.version,
+            prefix=key.prefix,
+            num_tokens=key.num_tokens,
+            computed=computed,
+            kv_bytes=kv.numel() * kv.itemsize,
+            routing=() if routing is None else (*routing.shape, routing.itemsize),
+            sum=payload_sum(parts),
+        )
+        content = [memoryview(header.encode()), *parts]
+        full: OSError | None = None
+        for _ in range(MAX_TRIES):
+            place = self._make_room(key.request, charged_bytes)
+            if place is None:
+                break
+            try:
+                self._folders[place].write(self._name(key), content)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                full = error
+                self._plan.observe_full(key.request)
+                continue
+            self._names[key.request], self._computed[key.request] = self._name(key), computed
+            return True
+        self._count_full(charged_bytes, full)
+        return False
+
+    def find(self, key: KVKey) -> FoundKV | None:
+        """Opens a file in memory, else on disk: its writer moves it there before it removes it here."""
+        name = self._name(key)
+        for folder in self._folders.values():
+            try:
+                handle = folder.open(name)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise KVDamaged(str(error)) from None
+            try:
+                return OpenKV(handle, self._verified(handle, key), own=self._names.get(key.request) == name)
+            except BaseException:
+                os.close(handle)
+                raise
+        return None
+
+    def discard(self, key: KVKey) -> None:
+        name = self._name(key)
+        for folder in self._folders.values():
+            folder.take(name)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        for command in self._plan.forget(ids):
+            self._execute(command)
+
+    def clear(self) -> None:
+        for command in self._plan.clear():
+            self._execute(command)
+
+    def close(self) -> None:
+        """Removes this rank's files, and the folders if no other rank is in them."""
+        self.clear()
+        for folder in self._folders.values():
+            folder.close()
+        self._folders = {}
+
+    def _name(self, key: KVKey) -> str:
+        return file_name(self._shard_of(key), key)
+
+    def _shard_of(self, key: KVKey) -> str:
+        """Returns what only ranks of this run and host with the same part of the same layers have in common."""
+        return f"{self._run_on_host} {key.shard}"
+
+    def _make_room(self, id: str, nbytes: int) -> Place | None:
+        """Moves and removes files as planned; returns where the new one goes, None: nowhere."""
+        place: Place | None = None
+        for command in self._plan.park(id, nbytes):
+            if isinstance(command, Write):
+                place = command.place
+            else:
+                self._execute(command)
+        return place
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Spill(id):
+                self._spill(id)
+            case Remove(id, place, evicted):
+                self._lose(id, self._folders[place])
+                self.evictions += evicted
+
+    def _lose(self, id: str, folder: PoolFolder) -> None:
+        del self._computed[id]
+        folder.remove(self._names.pop(id))
+
+    def _spill(self, id: str) -> None:
+        """Moves a file to disk. If another engine has taken it, nothing is left to move."""
+        name, source, content = self._names[id], self._folders["memory"], b""
+        try:
+            content = source.read(name)
+            self._folders["disk"].write(name, [memoryview(content)])
+            source.remove(name)
+        except FileNotFoundError:
+            self._plan.observe_gone(id)
+            self._lose(id, source)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._plan.observe_full(id)
+            self._lose(id, source)
+            self._count_full(len(content), error)
+
+    def _count_full(self, nbytes: int, error: OSError | None) -> None:
+        """Counts KV for which there is no space, and says so once."""
+        self.evictions += 1
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "rollout.suspended_kv=pool: no space for %s bytes of KV%s: such requests are computed again; enlarge "
+                "/dev/shm (docker run --shm-size), raise rollout.max_parked_kv_mib, or set rollout.kv_spill",
+                f"{nbytes:,}",
+                f" ({error})" if error else "",
+            )
+
+    def _verified(self, handle: int, key: KVKey) -> Header:
+        """Returns the header of an open file.
+
+        Raises:
+            KVDamaged: it is not this user's own, or not what was asked for.
+        """
+        about = os.fstat(handle)
+        if not is_private(about):
+            raise KVDamaged(f"it belongs to user {about.st_uid}, with mode {stat.filemode(about.st_mode)}")
+        preamble = os.read(handle, PREAMBLE.size)
+        size = header_bytes(preamble)
+        header = Header.decode(preamble, os.read(handle, size))
+        header.check(shard=self._shard_of(key), key=key, file_bytes=about.st_size, header_bytes=PREAMBLE.size + size)
+        return header
+
+
+def open_files(spec: KVPoolSpec, rank: int) -> KVFiles | None:
+    """Opens a rank's files in the pool; None, with a warning, if there is no space for its folders."""
+    try:
+        return KVFiles(spec, rank)
+    except StorageFull as error:
+        log.warning("rollout.suspended_kv=pool: %s: this card's KV is computed again", error)
+        return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _read_all(handle: int, part: memoryview) -> None:
+    while part.nbytes:
+        read = os.readv(handle, [part])
+        if not read:
+            raise KVDamaged(f"the file ends {part.nbytes} bytes early")
+        part = part[read:]
+
+
+if TYPE_CHECKING:
+
+    def _satisfies_interface(files: KVFiles) -> KVStore:
+        return files

@@ -1,0 +1,57 @@
+"""Whole runs whose engines share one KV pool: bit by bit those without chunks, and nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from distqueue.payload.sweep import memory
+from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_until, weights_of
+
+OPTIONS = """cluster.npus=2 parallel=single run.steps=3 run.eval_prompts=0 training.lr=1e-3
+rollout.max_response_length=48 rollout.forced_median=24 rollout.batch_invariant=true""".split()
+POOL = "rollout.suspended_kv=pool rollout.chunk_tokens=8 rollout.kv_pull_tokens=8 rollout.kv_spread=1".split()
+SAMPLED = ("critic/", "actor/", "training/", "response_length/")
+"""Prefixes of the metrics that depend on samples, rewards and log-probabilities, and on nothing else"""
+
+
+def _pools():
+    return {*memory().glob("distqueue-kv-*")}
+
+
+@pytest.mark.extended
+def test_chunks_behind_pooled_kv_are_bitwise_the_run_without_chunks(base, tmp_path):
+    before = _pools()
+    for name, options in (("plain", []), ("pooled", POOL)):
+        done = train(base, tmp_path, f"run.name={name}", *OPTIONS, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert _pools() <= before, "nothing is left in shared memory"
+    plain, pooled = (rows_of(tmp_path / name) for name in ("plain", "pooled"))
+    for one, other in zip(plain, pooled, strict=True):
+        names = [name for name in one if name.startswith(SAMPLED)]
+        assert [one[name] for name in names] == [other[name] for name in names] and len(names) > 10
+    ours, theirs = (weights_of(tmp_path / name / "hf") for name in ("plain", "pooled"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    figures = "hits", "pulls", "misses", "damaged", "evictions", "bytes", "s"
+    counts = {name: sum(row[f"rollout/kv_pool_{name}"] for row in pooled) for name in figures}
+    assert counts["hits"] + counts["pulls"] > 20 and counts["bytes"] > 0
+    assert counts["damaged"] == counts["evictions"] == 0
+    assert "rollout/kv_pool_hits" not in plain[0]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["worker", "controller"])
+def test_a_killed_run_leaves_no_kv(base, start, tmp_path, victim):
+    before = _pools()
+    long = ["rollout.max_response_length=200", "rollout.forced_median=100", "run.steps=1000"]
+    run = start(*OPTIONS, *POOL, *long)
+    wait_until(run, 60, lambda: any([*folder.glob("files/*")] for folder in _pools() - before))
+    below = descendants(run.pid)
+    cards = [pid for pid, command in below.items() if "ray::Card" in command]
+    os.kill(run.pid if victim == "controller" else cards[0], signal.SIGKILL)
+    run.communicate()
+    assert_gone(below, within_s=30)
+    assert _pools() <= before
