@@ -24,7 +24,7 @@ from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams, sequence
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.budget import DraftBudget
-from fusion.rollout.drafts.drafter import MIN_MATCH, TextDrafter
+from fusion.rollout.drafts.drafter import MAX_MATCH, MIN_MATCH, TextDrafter
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
 from fusion.rollout.drafts.window import WindowBudget
 
@@ -68,7 +68,7 @@ def server(args: argparse.Namespace) -> Figures:
 def _measure_index(texts: list[Tokens], live: list[Tokens]) -> tuple[float, float, float]:
     """Return microseconds to index a token of the texts, and to draft for a sequence of ``live``; bytes a token."""
     indexes = make_indexes()
-    index, tokens = indexes.new([], MIN_MATCH), sum(map(len, texts))
+    index, tokens = indexes.new([], MIN_MATCH, MAX_MATCH), sum(map(len, texts))
     places = [(index, indexes.open(index, SIBLING)) for _ in texts]
     insert_us = _cpu_us(lambda: indexes.extend(places, texts)) / tokens
     nbytes = indexes.nbytes / tokens
@@ -147,7 +147,7 @@ def _replay(
     many). ``right_weight``: of history that has earned a reward, where other history counts 1; 0: history is not used.
     Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
     indexes, texts = make_indexes(), said.texts
-    index = indexes.new([], MIN_MATCH)
+    index = indexes.new([], MIN_MATCH, MAX_MATCH)
     if right_weight:
         weights = [right_weight if right else 1 for right in said.right]
         indexes.extend([(index, indexes.open(index, HISTORY, weight)) for weight in weights], said.history)

@@ -33,8 +33,9 @@ from fusion.rollout.drafts.prompt import Prompt
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes, make_indexes
 from fusion.rollout.drafts.window import WindowBudget
 
-MIN_MATCH = 3
-"""Tokens of a sequence that must occur elsewhere for a draft (RhymeRL, arXiv 2508.18588: 7 down to 3)"""
+MIN_MATCH, MAX_MATCH = 3, 7
+"""Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
+to 3): the more are compared, the fewer places say what follows"""
 
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
@@ -268,7 +269,7 @@ class TextDrafter:
             self._drop(last)
             if self.exchange is not None:
                 self.exchange.end_group(key)
-        index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH)
+        index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH, MAX_MATCH)
         self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
         prompt = self._prompts[key] = Prompt(key, self._version, index, history)
         prompt.join(request.group)
