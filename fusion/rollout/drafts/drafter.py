@@ -147,7 +147,8 @@ class TextDrafter:
         self.totals.asked += len(places)
         self.totals.found += int(np.count_nonzero(np.diff(found.offsets)))
         owners = np.repeat(np.arange(len(places)), np.diff(found.offsets))
-        chosen = self.budget.choose(owners, found.probabilities, len(sequences), max_tokens)
+        urgent = np.array([sequences[i].request.priority == 0 for i, _ in read])[owners]
+        chosen = self.budget.choose(owners, found.probabilities, len(sequences), max_tokens=max_tokens, urgent=urgent)
         for n, (i, _) in enumerate(read):
             drafts[i] = self._draft_of(sequences[i], found, chosen, n)
         return drafts

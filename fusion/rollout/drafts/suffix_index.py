@@ -2,9 +2,9 @@
 
 An index holds the prompt and any number of sequences that begin with it: the responses of a group, and earlier
 rollouts of the same prompt. `draft` returns the tokens that followed the longest suffix of a sequence, of at most
-`max_match` tokens, that occurs elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in SuffixDecoding (arXiv 2411.04975); more
-are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4). Nodes come most probable first, so that any
-beginning of a draft is the best tree of its size.
+`max_match` tokens, that occurs elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in
+SuffixDecoding (arXiv 2411.04975); more are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4).
+Nodes come most probable first, so that any beginning of a draft is the best tree of its size.
 
 The share of a token: occurrences of the text before it followed by the token over those followed by anything.
 Sequences count with their weight; one of weight 0 only reads. The caller says how often a token of a share is right

@@ -27,7 +27,7 @@ class AllTokens(DraftBudget):
     def skips(self, num_sequences):
         return False
 
-    def choose(self, owners, probabilities, num_sequences, max_tokens):
+    def choose(self, owners, probabilities, num_sequences, *, max_tokens, urgent):
         return np.ones(len(owners), bool)
 
     def __init__(self):
@@ -120,6 +120,18 @@ def test_groups_of_one_prompt_at_the_same_time_are_siblings():
         made.end(seq)
     fourth = sequence("d", [1], [9, 2, 3, 4], group="e1-1")
     assert paths(made, fourth) == [[5]] and made._drafted[id(fourth)][1].tolist() == [HISTORY]
+
+
+def test_where_few_tokens_are_verified_those_of_probes_and_of_requests_that_came_back_come_first():
+    made = drafter()
+    made.budget = WindowBudget()
+    said, rest = [2, 3, 4, 5, 6, 7], [[2, 3, 4], [2, 3, 4], [2, 3, 4]]
+    paths(made, sequence("a", [1], said), depth=0)
+    live = [sequence(name, [1], text) for name, text in zip("bcd", rest, strict=True)]
+    for seq, priority in zip(live, (1, 0, 1), strict=True):
+        seq.request = replace(seq.request, priority=priority)
+    drafts = made.draft(live, [8] * 3, max_tokens=2)
+    assert [draft and list(draft.tokens) for draft in drafts] == [None, [5, 6], None]
 
 
 def test_siblings_can_be_left_out():
