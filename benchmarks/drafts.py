@@ -37,8 +37,8 @@ TARGETS = {
     "server.bytes_per_token": ("at most", 120.0),
     "text.probe.tokens_per_forward": ("at least", 2.4),
     "text.history.tokens_per_forward": ("at least", 4.0),
-    "real.1.ratio": ("at least", 1.8),
-    "real.4.ratio": ("at least", 1.8),
+    **{f"real.{live}.ratio": ("at least", 1.8) for live in (1, 2, 4)},
+    **{f"real.{live}.accepted": ("at least", 3.5) for live in (1, 2, 4)},
     "real.32.ratio": ("at least", 0.95),
     "paced.ratio": ("at least", 1.5),
 }

@@ -44,12 +44,13 @@ MAX_PROMPT = 1024
 @dataclass
 class DraftTotals:
     """Totals since construction. ``asked``: sequences for which a draft was looked up; ``found``: for which there was
-    one; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up; ``read``: tokens of
+    one; ``verified``: drafts; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up; ``read``: tokens of
     other engines that were added to an index, ``unread``: that were not, as nothing here could use them; ``dropped``,
     ``expired``: prompts whose text found no room, or was not used for too long."""
 
     asked: int = 0
     found: int = 0
+    verified: int = 0
     seconds: float = 0.0
     read: int = 0
     unread: int = 0
@@ -161,6 +162,7 @@ class TextDrafter:
         accepted, was_tried = is_kept[rows], is_kept[np.array(one.parents)[rows]]
         self.budget.acceptance.observe(shares[was_tried], accepted[was_tried])
         self.budget.observe_draft(one.seq.request.id, max(one.depths), len(kept) - 1)
+        self.totals.verified += 1
         for source in (SIBLING, HISTORY):
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
