@@ -44,9 +44,10 @@ MAX_PROMPT = 1024
 @dataclass
 class DraftTotals:
     """Totals since construction. ``asked``: sequences for which a draft was looked up; ``found``: for which there was
-    one; ``verified``: drafts; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up; ``read``: tokens of
-    other engines that were added to an index, ``unread``: that were not, as nothing here could use them; ``dropped``,
-    ``expired``: prompts whose text found no room, or was not used for too long."""
+    one; ``verified``: drafts that were; ``drafted``, ``accepted``: their tokens, and those kept, by source;
+    ``seconds``: of looking up; ``read``: tokens of other engines that were added to an index, ``unread``: that were
+    not, as nothing here could use them; ``dropped``, ``expired``: prompts whose text found no room, or was not used for
+    too long."""
 
     asked: int = 0
     found: int = 0
