@@ -36,8 +36,12 @@ EXPLORE_EVERY = 200
 MIN_EXPLORED = 8
 """Tokens, at least, of the largest steps that are verified only to measure; with many sequences two of each"""
 
-LOOK_EVERY = 16
-"""While drafts do not pay, they are looked up after 1, 2, 4 and 8 steps, then every this many."""
+LOOK_EVERY, LOOK_EVERY_EMPTY = 16, 4
+"""While drafts do not pay, or where there are none, they are looked up after 1, 2, 4 and 8 steps, then every this many:
+to look for them costs time, too"""
+
+REFUSED_STEPS = 64
+"""Steps in which drafts did not pay, one after the other, after which only some of the text is read (`refuses`)"""
 
 MAX_OUTLIER = 3.0
 """A step counts at most as this many times what was expected of it."""
@@ -120,6 +124,10 @@ class DraftBudget:
         """Costs by size, of the sizes that were measured"""
         self._steps_without: dict[int, int] = defaultdict(int)
         """Size → steps since drafts were verified"""
+        self._empty: dict[int, bool] = defaultdict(bool)
+        """Size → whether there was no draft when they were looked up last"""
+        self.refuses = False
+        """Whether there have been drafts that did not pay for `REFUSED_STEPS`"""
         self._explored: dict[int, int] = defaultdict(int)
         """Size → steps that were verified only to measure"""
 
@@ -145,7 +153,7 @@ class DraftBudget:
         they do not pay."""
         size = _size(num_sequences)
         steps = self._steps_without[size]
-        skips = steps % LOOK_EVERY > 0 and steps.bit_count() > 1
+        skips = steps % (LOOK_EVERY_EMPTY if self._empty[size] else LOOK_EVERY) > 0 and steps.bit_count() > 1
         self._steps_without[size] += skips
         return skips
 
@@ -166,10 +174,11 @@ class DraftBudget:
             num_sequences: that decode in this step, with a draft or without.
             urgent: bool [n], tokens of sequences that come first; None: none.
         """
-        chosen = np.zeros(len(owners), bool)
+        chosen, size = np.zeros(len(owners), bool), _size(num_sequences)
+        self._empty[size] = not len(owners)
         if not len(owners):
+            self._steps_without[size] += 1
             return chosen
-        size = _size(num_sequences)
         fit = self._nearest(size)
         order = in_order(probabilities, urgent)[:max_tokens]
         best = 0
@@ -186,6 +195,7 @@ class DraftBudget:
             if rates[best] < MIN_GAIN * rates[0]:
                 best = 0
         self._steps_without[size] = self._steps_without[size] + 1 if best == 0 else 0
+        self.refuses = self._steps_without[size] >= REFUSED_STEPS
         chosen[order[:best]] = True
         return chosen
 

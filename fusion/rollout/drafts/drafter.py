@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
@@ -39,6 +40,10 @@ to 3): the more are compared, the fewer places say what follows"""
 
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
+
+
+READ_WHILE_REFUSED = 8
+"""While the budget refuses drafts, one of this many groups is read: to read all costs time, too"""
 
 
 @dataclass
@@ -135,11 +140,13 @@ class TextDrafter:
 
     def _draft(self, sequences: Items[Sequence], max_depth: Items[int], max_tokens: int) -> list[Draft | None]:
         self._drafted.clear()  # a draft that found no room was not verified
+        drafts: list[Draft | None] = [None] * len(sequences)
+        if self.budget.skips(len(sequences)):
+            return drafts  # what is generated meanwhile is read at once later: that takes less time
         self._drop_oldest()
         read = self._read(sequences)
-        drafts: list[Draft | None] = [None] * len(sequences)
         places = [place for _, place in read]
-        if not places or self.budget.skips(len(sequences)):
+        if not places:
             return drafts
         limit = 1 << 30 if self._max_depth is None else self._max_depth
         depths = [min(max_depth[i], limit, self.budget.max_depth(sequences[i].request.id)) for i, _ in read]
@@ -209,7 +216,7 @@ class TextDrafter:
             return  # it never ran
         self._read([seq])
         self.budget.end(seq.request.id)
-        prompt = self._live.pop(seq.request.id)
+        prompt = self._live.pop(seq.request.id, None)
         if prompt is not None:
             prompt.live.discard(seq.request.id)
 
@@ -221,6 +228,8 @@ class TextDrafter:
         for i, seq in enumerate(sequences):
             request = seq.request.id
             if request not in self._live:
+                if self.budget.refuses and crc32(seq.request.group.encode()) % READ_WHILE_REFUSED:
+                    continue
                 self._begin(seq)
             prompt = self._live[request]
             if prompt is None:

@@ -134,6 +134,43 @@ def test_where_few_tokens_are_verified_those_of_probes_and_of_requests_that_came
     assert [draft and list(draft.tokens) for draft in drafts] == [None, [5, 6], None]
 
 
+def test_a_step_without_drafts_reads_nothing_and_the_next_one_reads_all():
+    made, skips = drafter(), [False]
+    made.budget.skips = lambda num_sequences: skips[0]
+    first, second = sequence("a", [1], [2, 3, 4]), sequence("b", [1], [9, 2, 3, 4])
+    assert paths(made, first, second) == [None, None]
+    skips[0], size = True, made.nbytes
+    for token in (5, 6, 7):
+        first.tokens.append(token)
+        assert paths(made, first, second) == [None, None] and made.nbytes == size
+    skips[0] = False
+    assert paths(made, first, second) == [None, [5, 6, 7]]
+    skips[0] = True
+    second.tokens += [5, 8]
+    made.end(second)
+    skips[0] = False
+    assert paths(made, sequence("c", [1], [3, 4, 5, 8], group="h")) == [None]
+    made.end(first)
+    assert paths(made, sequence("d", [1], [2, 3, 4, 5], group="i")) == [[6, 7]]
+
+
+def test_while_drafts_are_refused_some_groups_are_read():
+    made, read = drafter(), {}
+    for refuses in (True, False):
+        made.budget.refuses = refuses
+        groups = [sequence(f"r{i}-{refuses}", [i], [2, 3, 4, 5], group=f"g{i}-{refuses}") for i in range(200)]
+        paths(made, *groups)
+        for seq in groups:
+            made.end(seq)
+        again = [sequence(f"s{i}-{refuses}", [i], [2, 3, 4], group=f"h{i}-{refuses}") for i in range(200)]
+        made.budget.refuses = False
+        read[refuses] = sum(path is not None for path in paths(made, *again))
+        for seq in again:
+            made.end(seq)
+    assert 10 < read[True] < 40 and read[False] == 200
+    assert not made._live
+
+
 def test_siblings_can_be_left_out():
     made = drafter(siblings=False)
     first, second = sequence("a", [1], [2, 3, 4, 5, 6, 7]), sequence("b", [1], [2, 3, 4])
