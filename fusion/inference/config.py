@@ -82,6 +82,9 @@ class RolloutConfig:
     draft_mib: int = 1024
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
+    draft_group_mib: int = 256
+    """MiB of these that the text of one prompt may take, its last group included; beyond that the prompt is dropped,
+    and its running responses are generated without drafts."""
     draft_max_age: int | None = None
     """Training steps after which the text of a prompt is dropped if no request has used it; null: only where draft_mib
     is exceeded. Useful where data.rows is null, as then no prompt comes again."""
@@ -112,7 +115,7 @@ class RolloutConfig:
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("drafts", DRAFTS)
         check.one_of("draft_budget", DRAFT_BUDGETS)
-        check.integer("draft_tree", "draft_mib", at_least=1)
+        check.integer("draft_tree", "draft_mib", "draft_group_mib", at_least=1)
         check.integer("draft_max_age", at_least=1, null=True)
         check.integer("probe", at_least=0, null=True)
         self._check_unused(check)
@@ -134,7 +137,7 @@ class RolloutConfig:
 
     def _check_unused(self, check: Checks) -> None:
         """Refuses options of drafts where there are none to which they apply."""
-        for name in ("draft_tree", "draft_budget", "draft_mib", "draft_max_age", "draft_exchange"):
+        for name in ("draft_tree", "draft_budget", "draft_mib", "draft_group_mib", "draft_max_age", "draft_exchange"):
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
             check.that(name, not unused, f"{json.dumps(default)} (the default) with rollout.drafts=none")

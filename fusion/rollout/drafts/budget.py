@@ -224,6 +224,6 @@ def in_order(probabilities: np.ndarray, urgent: np.ndarray | None) -> np.ndarray
     return np.argsort(-weighted, kind="stable")
 
 
-def _size(num_sequences: float) -> int:
+def _size(num_sequences: int) -> int:
     """Steps of similar numbers of sequences have one size: 1, 2, 3-4, 5-8, …"""
-    return int(np.ceil(np.log2(max(1.0, num_sequences))))
+    return (max(1, num_sequences) - 1).bit_length()

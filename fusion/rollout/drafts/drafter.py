@@ -7,7 +7,8 @@
 
 An index belongs to a prompt, whichever epoch it comes from. Where the text exceeds `max_bytes`, prompts without running
 requests are dropped, those used longest ago first; then the others, whose running requests are not drafted for any
-more. Every rank with the same schedule makes the same drafts, as they depend only on the calls.
+more; likewise a prompt whose own text exceeds `max_group_bytes`. Every rank with the same schedule makes the same
+drafts, as they depend only on the calls.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
 
 
+UNCHECKED_TOKENS = 256
+"""By which the text of a prompt may grow until its bytes are counted again"""
+
 READ_WHILE_REFUSED = 8
 """While the budget refuses drafts, one of this many groups is read: to read all costs time, too"""
 
@@ -74,7 +78,7 @@ class TextDrafter:
         max_children: tokens of a draft behind one; 1: drafts are single paths.
         max_depth: tokens of a path, at most; None: as the budget says.
         budget: how much of the drafts is verified; None: `DraftBudget`.
-        max_bytes: of all text, indexed.
+        max_bytes: of all text, indexed; ``max_group_bytes``: of one prompt's, its last group included.
         max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
         clock: seconds, for the totals only.
     """
@@ -88,18 +92,22 @@ class TextDrafter:
         max_children: int = 1,
         max_depth: int | None = None,
         max_bytes: int = 1 << 30,
+        max_group_bytes: int = 1 << 28,
         max_age: int | None = None,
         budget: DraftBudget | WindowBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexes, self._siblings, self._history = indexes, siblings, history
-        self._max_children, self._max_depth, self._max_bytes = max_children, max_depth, max_bytes
+        self._max_children, self._max_depth = max_children, max_depth
+        self._max_bytes, self._max_group_bytes = max_bytes, max_group_bytes
         self.budget: DraftBudget | WindowBudget = budget or DraftBudget()
         self.totals, self._clock = DraftTotals(), clock
         self.exchange: TextExchange | None = None
         """With other engines, on the first rank of those with one schedule"""
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
         """By a digest of the prompt, the one used last at the end"""
+        self._grown: dict[bytes, None] = {}
+        """Prompts whose text has grown by more than `UNCHECKED_TOKENS` since its bytes were counted"""
         self._live: dict[str, Prompt | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
         self._restored: dict[bytes, list[array[int]]] = {}
@@ -123,6 +131,7 @@ class TextDrafter:
             history=config.drafts_history,
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,
+            max_group_bytes=config.draft_group_mib << 20,
             max_age=config.draft_max_age,
             budget=WindowBudget() if config.draft_budget == "window" else DraftBudget(),
         )
@@ -242,7 +251,7 @@ class TextDrafter:
                 text.extend(tokens)
                 changed.append(place)
                 new.append(tokens)
-                self._num_tokens += len(tokens)
+                self._count(prompt, len(tokens))
                 if self.exchange is not None:
                     known = len(seq.request.response)
                     self.exchange.note(prompt.key, seq.request.group, request, text, known)
@@ -286,7 +295,7 @@ class TextDrafter:
         self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
         prompt = self._prompts[key] = Prompt(key, self._version, index, history)
         prompt.join(request.group)
-        self._num_tokens += prompt.num_tokens
+        self._count(prompt, prompt.num_tokens)
         for name, text in begun.items():
             self._append(prompt, self._open(prompt, prompt.texts, name), name, text)
         return prompt
@@ -302,7 +311,13 @@ class TextDrafter:
     def _append(self, prompt: Prompt, text: array[int], request: str, tokens: array[int]) -> None:
         self._indexes.extend([(prompt.index, prompt.numbers[request])], [tokens])
         text.extend(tokens)
-        self._num_tokens += len(tokens)
+        self._count(prompt, len(tokens))
+
+    def _count(self, prompt: Prompt, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        prompt.unchecked += num_tokens
+        if prompt.unchecked > UNCHECKED_TOKENS:
+            self._grown[prompt.key] = None
 
     def _read_piece(self, piece: Piece) -> int:
         """Adds what another engine has generated to the index of its prompt; returns the number of tokens added."""
@@ -343,16 +358,28 @@ class TextDrafter:
             self._num_tokens += len(piece.tokens)
 
     def _drop_oldest(self) -> None:
+        for key in self._grown:
+            prompt = self._prompts.get(key)
+            if prompt is None:
+                continue
+            prompt.unchecked = 0
+            nbytes = self._indexes.nbytes_of(prompt.index) + prompt.num_tokens * array("i").itemsize
+            if nbytes > self._max_group_bytes:
+                self._drop_running(prompt)
+        self._grown.clear()
         while self.nbytes > self._max_bytes and self._restored:
             self._drop_restored(next(iter(self._restored)))
             self.totals.dropped += 1
         while self.nbytes > self._max_bytes and self._prompts:
             prompts = self._prompts.values()
-            oldest = next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts))
-            for request in oldest.live:
-                self._live[request] = None
-            self._forget(oldest)
-            self.totals.dropped += 1
+            self._drop_running(next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts)))
+
+    def _drop_running(self, prompt: Prompt) -> None:
+        """Drops a prompt for which there is no room; its running requests are not drafted for any more."""
+        for request in prompt.live:
+            self._live[request] = None
+        self._forget(prompt)
+        self.totals.dropped += 1
 
     def _drop_restored(self, key: bytes) -> list[array[int]]:
         texts = self._restored.pop(key, [])

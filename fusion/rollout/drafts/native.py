@@ -103,6 +103,9 @@ class NativeIndexes:
         self.nbytes -= self._library.suffix_index_bytes(pointer)
         self._library.suffix_index_delete(pointer)
 
+    def nbytes_of(self, index: int) -> int:
+        return self._library.suffix_index_bytes(self._pointers[index])
+
     def __del__(self) -> None:
         for pointer in self._pointers.values():
             self._library.suffix_index_delete(pointer)

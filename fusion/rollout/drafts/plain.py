@@ -172,6 +172,9 @@ class PlainIndexes:
     def remove(self, index: int) -> None:
         del self._indexes[index]
 
+    def nbytes_of(self, index: int) -> int:
+        return self._indexes[index].nbytes
+
     @property
     def nbytes(self) -> int:
         return sum(index.nbytes for index in self._indexes.values())

@@ -23,6 +23,8 @@ class Prompt:
     numbers: dict[str, int] = field(default_factory=dict)
     texts: dict[str, array[int]] = field(default_factory=dict)
     past: dict[str, dict[str, array[int]]] = field(default_factory=dict)
+    unchecked: int = 0
+    """Tokens added since the bytes of its text were counted"""
 
     @property
     def num_tokens(self) -> int:

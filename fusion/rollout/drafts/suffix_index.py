@@ -78,6 +78,9 @@ class SuffixIndexes(Protocol):
     def remove(self, index: int) -> None:
         """Free an index."""
 
+    def nbytes_of(self, index: int) -> int:
+        """Return the bytes of an index."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of all indexes."""

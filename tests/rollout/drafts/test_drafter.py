@@ -189,6 +189,21 @@ def test_prompts_without_running_requests_are_dropped_first_when_memory_is_short
     assert paths(made, running)[0][:2] == [8, 9], "what runs is kept"
 
 
+def test_a_prompt_with_more_text_than_it_may_have_is_dropped_alone_and_counted():
+    made = drafter(max_group_bytes=200_000)
+    small, large = sequence("s", [1], [2, 3, 4, 5, 6, 2, 3, 4]), sequence("l", [9], [], group="l")
+    for start in range(0, 6000, 100):
+        large.tokens += range(start, start + 100)
+        assert paths(made, small, large)[0][:5] == [5, 6, 2, 3, 4], "others are kept"
+        own = sum(made._indexes.nbytes_of(one.index) + 4 * one.num_tokens for one in made._prompts.values())
+        assert own == made.nbytes < 200_000 + 60_000
+    assert made.totals.dropped == 1 and made._live["l"] is None and len(made._prompts) == 1
+    for seq in (small, large):
+        made.end(seq)
+    again = sequence("m", [9], [2, 3, 4], group="m")
+    assert paths(made, again) == [None] and made._live["m"] is not None, "its next group begins anew"
+
+
 def test_text_that_is_not_used_for_too_long_is_dropped_and_counted():
     made = drafter(max_age=2)
     for i in range(3):
