@@ -91,9 +91,10 @@ def _cpu_us(work: Callable[[], Any]) -> float:
 def text(args: argparse.Namespace) -> Figures:
     """Replay the responses of two epochs in several orders."""
     groups = texts_of_two_epochs(args)
-    together = [list(range(GROUP))]
-    one_first = [[0], list(range(1, GROUP))]
-    four = [list(range(i, i + 4)) for i in range(0, GROUP, 4)]
+    size = max(len(group.texts) for group in groups)
+    together = [list(range(size))]
+    one_first = [[0], list(range(1, size))]
+    four = [list(range(i, i + 4)) for i in range(0, size, 4)]
     modes: dict[str, tuple[list[list[int]], bool, int, int]] = {
         "none": (together, False, 0, 1),
         "siblings": (together, True, 0, 1),
