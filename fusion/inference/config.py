@@ -74,6 +74,9 @@ class RolloutConfig:
     pay."""
     draft_tree: int = 1
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
+    draft_history: int = 1
+    """Number of earlier groups of a prompt of which text is history, at most 8. 1: what the last one said replaces what
+    was said before; more: text counts half as much as that of the next group."""
     draft_budget: str = "measured"
     """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
     by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
@@ -116,6 +119,7 @@ class RolloutConfig:
         check.one_of("drafts", DRAFTS)
         check.one_of("draft_budget", DRAFT_BUDGETS)
         check.integer("draft_tree", "draft_mib", "draft_group_mib", at_least=1)
+        check.integer("draft_history", at_least=1, at_most=8)
         check.integer("draft_max_age", at_least=1, null=True)
         check.integer("probe", at_least=0, null=True)
         self._check_unused(check)
@@ -141,6 +145,8 @@ class RolloutConfig:
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
             check.that(name, not unused, f"{json.dumps(default)} (the default) with rollout.drafts=none")
+        unused = self.draft_history != RolloutConfig.draft_history and not self.drafts_history
+        check.that("draft_history", not unused, f"1 (the default) with rollout.drafts={self.drafts}")
         unused = bool(self.probe) and not self.drafts_siblings
         check.that("probe", not unused, f"0 or null with rollout.drafts={self.drafts}: no sibling is drafted from")
 

@@ -40,8 +40,8 @@ LOOK_EVERY, LOOK_EVERY_EMPTY = 16, 4
 """While drafts do not pay, or where there are none, they are looked up after 1, 2, 4 and 8 steps, then every this many:
 to look for them costs time, too"""
 
-REFUSED_STEPS = 64
-"""Steps in which drafts did not pay, one after the other, after which only some of the text is read (`refuses`)"""
+PLAIN_STEPS_FITTED, FIT_EVERY = 32, 4
+"""After this many steps without drafts, every fourth one is fitted: to fit one costs time, too"""
 
 MAX_OUTLIER = 3.0
 """A step counts at most as this many times what was expected of it."""
@@ -126,8 +126,8 @@ class DraftBudget:
         """Size → steps since drafts were verified"""
         self._empty: dict[int, bool] = defaultdict(bool)
         """Size → whether there was no draft when they were looked up last"""
-        self.refuses = False
-        """Whether there have been drafts that did not pay for `REFUSED_STEPS`"""
+        self._num_plain = 0
+        """Steps without drafts"""
         self._explored: dict[int, int] = defaultdict(int)
         """Size → steps that were verified only to measure"""
 
@@ -146,7 +146,10 @@ class DraftBudget:
         size = _size(step.decodes + step.drafted)
         if size not in self._fits:
             self._fits[size] = CostFit(self._nearest(size))
-        self._fits[size].observe(step)
+        fit = self._fits[size]
+        self._num_plain += not step.drafted
+        if step.drafted or fit.plain_steps < PLAIN_STEPS_FITTED or self._num_plain % FIT_EVERY == 0:
+            fit.observe(step)
 
     def skips(self, num_sequences: int) -> bool:
         """Whether a step of this many sequences goes without drafts, so that none need be looked up: most steps while
@@ -195,7 +198,6 @@ class DraftBudget:
             if rates[best] < MIN_GAIN * rates[0]:
                 best = 0
         self._steps_without[size] = self._steps_without[size] + 1 if best == 0 else 0
-        self.refuses = self._steps_without[size] >= REFUSED_STEPS
         chosen[order[:best]] = True
         return chosen
 

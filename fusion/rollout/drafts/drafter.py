@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import numpy as np
 
@@ -45,9 +44,6 @@ MAX_PROMPT = 1024
 
 UNCHECKED_TOKENS = 256
 """By which the text of a prompt may grow until its bytes are counted again"""
-
-READ_WHILE_REFUSED = 8
-"""While the budget refuses drafts, one of this many groups is read: to read all costs time, too"""
 
 
 @dataclass
@@ -74,7 +70,8 @@ class TextDrafter:
     """Implements `Drafter`.
 
     Args:
-        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last group.
+        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last groups.
+        max_history: of these groups; text counts half as much as that of the next one.
         max_children: tokens of a draft behind one; 1: drafts are single paths.
         max_depth: tokens of a path, at most; None: as the budget says.
         budget: how much of the drafts is verified; None: `DraftBudget`.
@@ -89,6 +86,7 @@ class TextDrafter:
         *,
         siblings: bool = True,
         history: bool = True,
+        max_history: int = 1,
         max_children: int = 1,
         max_depth: int | None = None,
         max_bytes: int = 1 << 30,
@@ -98,6 +96,7 @@ class TextDrafter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexes, self._siblings, self._history = indexes, siblings, history
+        self._max_history, self._newest_weight = max_history, 1 << (max_history - 1)
         self._max_children, self._max_depth = max_children, max_depth
         self._max_bytes, self._max_group_bytes = max_bytes, max_group_bytes
         self.budget: DraftBudget | WindowBudget = budget or DraftBudget()
@@ -110,7 +109,7 @@ class TextDrafter:
         """Prompts whose text has grown by more than `UNCHECKED_TOKENS` since its bytes were counted"""
         self._live: dict[str, Prompt | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
-        self._restored: dict[bytes, list[array[int]]] = {}
+        self._restored: dict[bytes, list[list[array[int]]]] = {}
         """History that was loaded, of prompts that have had no request since, those used longest ago first"""
         self._restored_version: int | None = None
         """The first policy since then"""
@@ -129,6 +128,7 @@ class TextDrafter:
             make_indexes(),
             siblings=config.drafts_siblings,
             history=config.drafts_history,
+            max_history=config.draft_history,
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,
             max_group_bytes=config.draft_group_mib << 20,
@@ -225,7 +225,7 @@ class TextDrafter:
             return  # it never ran
         self._read([seq])
         self.budget.end(seq.request.id)
-        prompt = self._live.pop(seq.request.id, None)
+        prompt = self._live.pop(seq.request.id)
         if prompt is not None:
             prompt.live.discard(seq.request.id)
 
@@ -237,8 +237,6 @@ class TextDrafter:
         for i, seq in enumerate(sequences):
             request = seq.request.id
             if request not in self._live:
-                if self.budget.refuses and crc32(seq.request.group.encode()) % READ_WHILE_REFUSED:
-                    continue
                 self._begin(seq)
             prompt = self._live[request]
             if prompt is None:
@@ -280,19 +278,21 @@ class TextDrafter:
 
     def _begin_group(self, key: bytes, request: Request, last: Prompt | None) -> Prompt:
         """Creates the index of a prompt for another group, with what the last one said as history."""
-        history: list[array[int]] = []
+        history: list[list[array[int]]] = []
         begun: dict[str, array[int]] = {}
         if last is None:
             history = self._drop_restored(key)
         else:
             begun = last.past.get(request.group, {})
             if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
-                history = last.next_history(request.group)
+                history = last.next_history(self._max_history, request.group)
             self._drop(last)
             if self.exchange is not None:
                 self.exchange.end_group(key)
         index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH, MAX_MATCH)
-        self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
+        for age, texts in enumerate(history):
+            weight = self._newest_weight >> age
+            self._indexes.extend([(index, self._indexes.open(index, HISTORY, weight)) for _ in texts], texts)
         prompt = self._prompts[key] = Prompt(key, self._version, index, history)
         prompt.join(request.group)
         self._count(prompt, prompt.num_tokens)
@@ -302,7 +302,8 @@ class TextDrafter:
 
     def _open(self, prompt: Prompt, texts: dict[str, array[int]], request: str) -> array[int]:
         """Begins a response, ``texts``: those of its group; a request that is generated again has no other."""
-        source, weight = (SIBLING, 1 if self._siblings else 0) if texts is prompt.texts else (HISTORY, 1)
+        source = SIBLING if texts is prompt.texts else HISTORY
+        weight = self._newest_weight if source == HISTORY or self._siblings else 0
         prompt.numbers[request] = self._indexes.open(prompt.index, source, weight)
         self._num_tokens -= len(texts.get(request, ()))
         text = texts[request] = array("i")
@@ -340,21 +341,28 @@ class TextDrafter:
     def history(self, max_tokens: int) -> list[Piece]:
         """Return what the next group of each prompt would have as history, of the prompts used last first, for
         `load_history`."""
-        texts_by_prompt = list(self._restored.items())
-        texts_by_prompt += [(key, prompt.next_history()) for key, prompt in self._prompts.items()]
+        groups_by_prompt = list(self._restored.items())
+        groups_by_prompt += [(key, prompt.next_history(self._max_history)) for key, prompt in self._prompts.items()]
         pieces: list[Piece] = []
-        for key, texts in reversed(texts_by_prompt if self._history else []):
-            max_tokens -= sum(map(len, texts))
+        for key, groups in reversed(groups_by_prompt if self._history else []):
+            texts = [(age, text) for age, texts in enumerate(groups) for text in texts]
+            max_tokens -= sum(len(text) for _, text in texts)
             if max_tokens < 0:
                 break
-            pieces += [Piece(key, "", str(number), 0, text[:]) for number, text in enumerate(texts)]
+            pieces += [Piece(key, str(age), str(number), 0, text[:]) for number, (age, text) in enumerate(texts)]
         return pieces
 
     def load_history(self, pieces: Items[Piece]) -> None:
         """Load what `history` has returned into a drafter that has seen nothing yet."""
         self._restored_version = None
+        ages = {str(age): age for age in range(self._max_history)} | {"": 0}
         for piece in reversed(pieces) if self._history else ():
-            self._restored.setdefault(piece.prompt, []).insert(0, piece.tokens)
+            age = ages.get(piece.group)
+            if age is None:  # saved by a run that kept more
+                continue
+            groups = self._restored.setdefault(piece.prompt, [])
+            groups += [[] for _ in range(age + 1 - len(groups))]
+            groups[age].insert(0, piece.tokens)
             self._num_tokens += len(piece.tokens)
 
     def _drop_oldest(self) -> None:
@@ -381,10 +389,10 @@ class TextDrafter:
         self._forget(prompt)
         self.totals.dropped += 1
 
-    def _drop_restored(self, key: bytes) -> list[array[int]]:
-        texts = self._restored.pop(key, [])
-        self._num_tokens -= sum(map(len, texts))
-        return texts
+    def _drop_restored(self, key: bytes) -> list[list[array[int]]]:
+        groups = self._restored.pop(key, [])
+        self._num_tokens -= sum(len(text) for texts in groups for text in texts)
+        return groups
 
     def _forget(self, prompt: Prompt) -> None:
         """Drops a prompt; what other engines have is asked for again if a request of it comes."""

@@ -22,9 +22,6 @@ FIRST, STEP, MAX_WINDOW = 2, 2, 32
 class WindowBudget:
     """Implements what `TextDrafter` asks of a `DraftBudget`."""
 
-    refuses = False
-    """A window never refuses."""
-
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self._windows: dict[str, int] = {}

@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -108,6 +109,29 @@ def test_history_is_what_the_last_group_of_the_prompt_said():
         assert paths(made, newest) == [None], "the last group said no more than this; the one before is forgotten"
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_history_of_several_groups_ages(resumes):
+    """Of three groups the last one counts four times, the one before twice; what is older is forgotten."""
+    made = drafter(max_history=3)
+    said = [[7] * 9, [8] * 9, [5] * 3, [5, 5, 6], [6, 4], [9]]  # behind 2, 3, 4, in the groups of six epochs
+    for epoch, tokens in enumerate(said):
+        if resumes:
+            pieces, made = made.history(10_000), drafter(max_history=3)
+            made.load_history(pieces)
+        counts = Counter()
+        for age, earlier in enumerate(reversed(said[max(0, epoch - 3) : epoch])):
+            counts.update({token: (4 >> age) * count for token, count in Counter(earlier).items()})
+        group = [sequence(f"{epoch}/{i}", [1], [2, 3, 4], group=f"e{epoch}") for i in range(len(tokens))]
+        found = paths(made, *group, depth=1)
+        if epoch:
+            token, count = min(counts.items(), key=lambda one: (-one[1], one[0]))
+            assert found == [[token]] * len(tokens)
+            assert made._drafted[id(group[0])][0].tolist() == [count / counts.total()]
+        for seq, token in zip(group, tokens, strict=True):
+            seq.tokens.append(token)
+            made.end(seq)
+
+
 def test_groups_of_one_prompt_at_the_same_time_are_siblings():
     made = drafter()
     first, second = sequence("a", [1], [2, 3, 4, 5], group="e0-1"), sequence("b", [1], [2, 3, 4], group="e0-2")
@@ -152,23 +176,6 @@ def test_a_step_without_drafts_reads_nothing_and_the_next_one_reads_all():
     assert paths(made, sequence("c", [1], [3, 4, 5, 8], group="h")) == [None]
     made.end(first)
     assert paths(made, sequence("d", [1], [2, 3, 4, 5], group="i")) == [[6, 7]]
-
-
-def test_while_drafts_are_refused_some_groups_are_read():
-    made, read = drafter(), {}
-    for refuses in (True, False):
-        made.budget.refuses = refuses
-        groups = [sequence(f"r{i}-{refuses}", [i], [2, 3, 4, 5], group=f"g{i}-{refuses}") for i in range(200)]
-        paths(made, *groups)
-        for seq in groups:
-            made.end(seq)
-        again = [sequence(f"s{i}-{refuses}", [i], [2, 3, 4], group=f"h{i}-{refuses}") for i in range(200)]
-        made.budget.refuses = False
-        read[refuses] = sum(path is not None for path in paths(made, *again))
-        for seq in again:
-            made.end(seq)
-    assert 10 < read[True] < 40 and read[False] == 200
-    assert not made._live
 
 
 def test_siblings_can_be_left_out():
