@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class Prompt:
     """``groups``: whose responses are the siblings, several if one was begun before the others had ended; ``live``: the
     requests that run here; ``numbers``: request → sequence in the index; ``texts``: request → its response so far, here
-    or on another engine; ``history``: what is in the index of earlier groups, the last one first; ``past``: group → request →
-    text, of other groups on other engines."""
+    or on another engine; ``history``: what is in the index of earlier groups, the last one first; ``past``: group →
+    request → text, of other groups on other engines."""
 
     key: bytes
     version: int
@@ -38,8 +38,9 @@ class Prompt:
         self.texts |= self.past.pop(group, {})
 
     def next_history(self, max_groups: int, group: str = "") -> list[list[array[int]]]:
-        """Returns what a group that begins now has as its history, of at most ``max_groups`` groups, the last one first:
-        those that said anything; ``group``: the one that begins, of which other engines may have said something."""
+        """Returns what a group that begins now has as its history, of at most ``max_groups`` groups, the last one
+        first: those that said anything; ``group``: the one that begins, of which other engines may have said
+        something."""
         past = [text for name, texts in self.past.items() if name != group for text in texts.values()]
         own = [text for text in self.texts.values() if text]
         last, *older = self.history or [[]]
