@@ -190,17 +190,9 @@ def _generated(args: argparse.Namespace) -> Iterator[Said]:
     from fusion.rewards.arithmetic import arithmetic
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder, "base")
-        if args.model is None:
-            subprocess.run(
-                [sys.executable, "scripts/make_base.py", "worked_arithmetic", str(model)], cwd=ROOT, check=True
-            )
-        device = HostMemory()
-        loaded = Transformer(ModelConfig.from_hf(str(model)), Mesh.single(), device)
-        load_weights(loaded, str(model))
+    loaded = long_answer_model(args)
     config = RolloutConfig(max_length=512, max_seqs=256)
-    engine = EmbeddedEngine(loaded, loaded.mesh, device, config=config)
+    engine = EmbeddedEngine(loaded, loaded.mesh, HostMemory(), config=config)
     engine.allocate_kv()
     data = DataConfig(source="worked_arithmetic", rows=args.prompts, prompts_per_step=args.prompts)
     tokenizer = make_tokenizer()
@@ -216,6 +208,18 @@ def _generated(args: argparse.Namespace) -> Iterator[Said]:
     for ids, (first, second) in said.items():
         responses = [tokenizer.decode(text, skip_special_tokens=True) for text in first]
         yield Said(second, first, [arithmetic("", response, answers[ids]) > 0 for response in responses])
+
+
+def long_answer_model(args: argparse.Namespace) -> Transformer:
+    """Load the base model of the long-answer task; make it, unless there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder, "base")
+        if args.model is None:
+            command = [sys.executable, "scripts/make_base.py", "worked_arithmetic", str(model)]
+            subprocess.run(command, cwd=ROOT, check=True)
+        loaded = Transformer(ModelConfig.from_hf(str(model)), Mesh.single(), HostMemory())
+        load_weights(loaded, str(model))
+    return loaded
 
 
 def _groups_of_file(path: Path, tokenizer: Path) -> Iterator[Said]:
