@@ -52,6 +52,13 @@ def random_model(seed: int, experts: bool, layers: int, kv_heads: int) -> Transf
     return made
 
 
+@pytest.fixture(scope="module", autouse=True)
+def models_are_left(card_is_left):
+    """Before the card is."""
+    yield
+    random_model.cache_clear()
+
+
 def engine_of(model: Transformer, seed: int, **rollout) -> EmbeddedEngine:
     config = RolloutConfig(**(dict(max_length=256, max_batch_tokens=512, batch_invariant=True) | rollout))
     memory = HostPool(card()) if config.keeps_kv else None
