@@ -71,7 +71,8 @@ class RolloutConfig:
     group that the engine has generated so far), `history` (what the prompt's last group said, in an earlier epoch),
     `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with batch_invariant,
     else up to rounding, as for any change of the batch. None is verified where measured costs say that it does not
-    pay."""
+    pay. They are measured to help where answers are long and a step takes many milliseconds, and to cost time with a
+    small model and many sequences (docs/figures.md), so there are none by default."""
     draft_tree: int = 1
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
     draft_history: int = 1
