@@ -24,7 +24,7 @@ from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams, sequence
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.budget import DraftBudget
-from fusion.rollout.drafts.drafter import MIN_MATCH, TextDrafter
+from fusion.rollout.drafts.drafter import MAX_MATCH, MIN_MATCH, TextDrafter
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
 from fusion.rollout.drafts.window import WindowBudget
 
@@ -68,7 +68,7 @@ def server(args: argparse.Namespace) -> Figures:
 def _measure_index(texts: list[Tokens], live: list[Tokens]) -> tuple[float, float, float]:
     """Return microseconds to index a token of the texts, and to draft for a sequence of ``live``; bytes a token."""
     indexes = make_indexes()
-    index, tokens = indexes.new([], MIN_MATCH), sum(map(len, texts))
+    index, tokens = indexes.new([], MIN_MATCH, MAX_MATCH), sum(map(len, texts))
     places = [(index, indexes.open(index, SIBLING)) for _ in texts]
     insert_us = _cpu_us(lambda: indexes.extend(places, texts)) / tokens
     nbytes = indexes.nbytes / tokens
@@ -91,9 +91,10 @@ def _cpu_us(work: Callable[[], Any]) -> float:
 def text(args: argparse.Namespace) -> Figures:
     """Replay the responses of two epochs in several orders."""
     groups = texts_of_two_epochs(args)
-    together = [list(range(GROUP))]
-    one_first = [[0], list(range(1, GROUP))]
-    four = [list(range(i, i + 4)) for i in range(0, GROUP, 4)]
+    size = max(len(group.texts) for group in groups)
+    together = [list(range(size))]
+    one_first = [[0], list(range(1, size))]
+    four = [list(range(i, i + 4)) for i in range(0, size, 4)]
     modes: dict[str, tuple[list[list[int]], bool, int, int]] = {
         "none": (together, False, 0, 1),
         "siblings": (together, True, 0, 1),
@@ -147,7 +148,7 @@ def _replay(
     many). ``right_weight``: of history that has earned a reward, where other history counts 1; 0: history is not used.
     Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
     indexes, texts = make_indexes(), said.texts
-    index = indexes.new([], MIN_MATCH)
+    index = indexes.new([], MIN_MATCH, MAX_MATCH)
     if right_weight:
         weights = [right_weight if right else 1 for right in said.right]
         indexes.extend([(index, indexes.open(index, HISTORY, weight)) for weight in weights], said.history)
@@ -189,17 +190,9 @@ def _generated(args: argparse.Namespace) -> Iterator[Said]:
     from fusion.rewards.arithmetic import arithmetic
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder, "base")
-        if args.model is None:
-            subprocess.run(
-                [sys.executable, "scripts/make_base.py", "worked_arithmetic", str(model)], cwd=ROOT, check=True
-            )
-        device = HostMemory()
-        loaded = Transformer(ModelConfig.from_hf(str(model)), Mesh.single(), device)
-        load_weights(loaded, str(model))
+    loaded = long_answer_model(args)
     config = RolloutConfig(max_length=512, max_seqs=256)
-    engine = EmbeddedEngine(loaded, loaded.mesh, device, config=config)
+    engine = EmbeddedEngine(loaded, loaded.mesh, HostMemory(), config=config)
     engine.allocate_kv()
     data = DataConfig(source="worked_arithmetic", rows=args.prompts, prompts_per_step=args.prompts)
     tokenizer = make_tokenizer()
@@ -215,6 +208,18 @@ def _generated(args: argparse.Namespace) -> Iterator[Said]:
     for ids, (first, second) in said.items():
         responses = [tokenizer.decode(text, skip_special_tokens=True) for text in first]
         yield Said(second, first, [arithmetic("", response, answers[ids]) > 0 for response in responses])
+
+
+def long_answer_model(args: argparse.Namespace) -> Transformer:
+    """Load the base model of the long-answer task; make it, unless there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder, "base")
+        if args.model is None:
+            command = [sys.executable, "scripts/make_base.py", "worked_arithmetic", str(model)]
+            subprocess.run(command, cwd=ROOT, check=True)
+        loaded = Transformer(ModelConfig.from_hf(str(model)), Mesh.single(), HostMemory())
+        load_weights(loaded, str(model))
+    return loaded
 
 
 def _groups_of_file(path: Path, tokenizer: Path) -> Iterator[Said]:

@@ -39,7 +39,7 @@ def text_server(spec: WorkerSpec) -> Iterator[Any]:
     if rollout.drafts == "none" or not rollout.draft_exchange or len(spec.drafting_ranks) < 2:
         yield None
         return
-    max_groups = 1 if rollout.drafts == "siblings" else 2
+    max_groups = 1 + rollout.draft_history if rollout.drafts_history else 1
     remote: Any = ray.remote
     server = remote(num_cpus=0)(TextServer).remote(rollout.draft_mib << 20, max_groups, rollout.draft_max_age)
     try:

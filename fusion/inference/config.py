@@ -101,9 +101,13 @@ class RolloutConfig:
     group that the engine has generated so far), `history` (what the prompt's last group said, in an earlier epoch),
     `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with batch_invariant,
     else up to rounding, as for any change of the batch. None is verified where measured costs say that it does not
-    pay."""
+    pay. They are measured to help where answers are long and a step takes many milliseconds, and to cost time with a
+    small model and many sequences (docs/figures.md), so there are none by default."""
     draft_tree: int = 1
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
+    draft_history: int = 1
+    """Number of earlier groups of a prompt of which text is history, at most 8. 1: what the last one said replaces what
+    was said before; more: text counts half as much as that of the next group."""
     draft_budget: str = "measured"
     """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
     by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
@@ -112,6 +116,9 @@ class RolloutConfig:
     draft_mib: int = 1024
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
+    draft_group_mib: int = 256
+    """MiB of these that the text of one prompt may take, its last group included; beyond that the prompt is dropped,
+    and its running responses are generated without drafts."""
     draft_max_age: int | None = None
     """Training steps after which the text of a prompt is dropped if no request has used it; null: only where draft_mib
     is exceeded. Useful where data.rows is null, as then no prompt comes again."""
@@ -152,7 +159,8 @@ class RolloutConfig:
         )
         check.one_of("drafts", DRAFTS)
         check.one_of("draft_budget", DRAFT_BUDGETS)
-        check.integer("draft_tree", "draft_mib", at_least=1)
+        check.integer("draft_tree", "draft_mib", "draft_group_mib", at_least=1)
+        check.integer("draft_history", at_least=1, at_most=8)
         check.integer("draft_max_age", at_least=1, null=True)
         check.integer("probe", at_least=0, null=True)
         self._check_unused(check)
@@ -183,10 +191,12 @@ class RolloutConfig:
             check.that(name, not unused, f"{json.dumps(default)} (the default) with suspended_kv={self.suspended_kv}")
         unused = self.max_spilled_kv_mib is not None and self.kv_spill is None
         check.that("max_spilled_kv_mib", not unused, "null with rollout.kv_spill=null")
-        for name in ("draft_tree", "draft_budget", "draft_mib", "draft_max_age", "draft_exchange"):
+        for name in ("draft_tree", "draft_budget", "draft_mib", "draft_group_mib", "draft_max_age", "draft_exchange"):
             default = getattr(RolloutConfig, name)
             unused = self.drafts == "none" and getattr(self, name) != default
             check.that(name, not unused, f"{json.dumps(default)} (the default) with rollout.drafts=none")
+        unused = self.draft_history != RolloutConfig.draft_history and not self.drafts_history
+        check.that("draft_history", not unused, f"1 (the default) with rollout.drafts={self.drafts}")
         unused = bool(self.probe) and not self.drafts_siblings
         check.that("probe", not unused, f"0 or null with rollout.drafts={self.drafts}: no sibling is drafted from")
 

@@ -255,8 +255,9 @@ class Scheduler:
                 continue
             chunks.append((seq, count))
             budget -= count
-            if self.prefix_cache and seq.since == self.version and start + count == len(seq.tokens):
-                whole = (len(seq.tokens) - 1) // size
+            whole = (len(seq.tokens) - 1) // size
+            computes_end = start <= whole * size and start + count == len(seq.tokens)  # parked KV may end behind it
+            if self.prefix_cache and seq.since == self.version and computes_end:
                 self._extend_names(seq, whole)
                 complete[_end_behind(seq, whole, size)] = seq
         return twins

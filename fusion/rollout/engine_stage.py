@@ -128,9 +128,10 @@ class EngineStage:
         before, self._reported = self._reported, self.engine.status()
         for name in (*TOTALS, *(name for name in POOL_TOTALS if name in self._reported)):
             metrics.add(f"rollout/{name}", self._reported[name] - before[name], rule="sum")
+        drafted, accepted = (self._reported[name] - before[name] for name in ("drafted_tokens", "accepted_tokens"))
+        metrics.add("rollout/wasted_tokens", drafted - accepted, rule="sum")
         if decoded := self._reported["decoded_sequences"] - before["decoded_sequences"]:
-            drafted = self._reported["accepted_tokens"] - before["accepted_tokens"]
-            metrics.add("rollout/tokens_per_forward_mean", 1 + drafted / decoded, decoded)
+            metrics.add("rollout/tokens_per_forward_mean", 1 + accepted / decoded, decoded)
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 
     def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:

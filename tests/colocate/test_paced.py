@@ -18,11 +18,14 @@ from fusion.colocate.paced import PacedEngine, observe_load
 from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
 from fusion.ep_switch import FusionConfig
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference.verification import Draft
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig, open_device
 from fusion.npu.pacer import CATCH_UP_S, Pacer
 from fusion.offload import HostPool
+from fusion.rollout.drafts.drafter import TextDrafter
+from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.telemetry import summarize
@@ -110,6 +113,32 @@ def test_a_token_stands_for_many_and_a_second_for_many(model):
     assert set(steps[8, 1.0][0]) == {"prefill", "decode"}, "which brings one of the 8; the others are decoded"
     assert 8 * later["decode"] < steps[8, 1.0][1]["decode"] < 9 * later["decode"]
     assert steps[8, 8.0][1]["decode"] == pytest.approx(steps[8, 1.0][1]["decode"] / 8)
+
+
+def test_a_draft_is_verified_in_the_time_of_a_decode_step_and_of_its_tokens_computed_beside_it(model):
+    """Nearly free on a card bound by bandwidth."""
+    said = [5, 6, 7, 8, 9, 10, 11]
+
+    class Sure(TextDrafter):
+        def draft(self, sequences, max_depth, max_tokens):
+            return [Draft(said, range(-1, len(said) - 1)) for _ in sequences] if self.drafts else [None] * 4
+
+        def observe(self, one, kept): ...
+
+    seconds = {}
+    for drafts in (False, True):
+        made = _engine(model, _pace())
+        made.scheduler.drafter = drafter = Sure(PlainIndexes())
+        made.submit([Request(f"r{n}", (3, 4, 5), SamplingParams(max_tokens=99), exact_tokens=99) for n in range(4)])
+        drafter.drafts = drafts
+        made.step()
+        before = made.pacer.modelled_s["decode"]
+        made.step()
+        seconds[drafts] = made.pacer.modelled_s["decode"] - before
+    roofline, pairs = made.cost.roofline, 4 * sum(4 + n + 1 for n in range(len(said)))
+    wanted = roofline.engine_step(4, 4 * 4, prefill_tokens=4 * len(said), attended=pairs).seconds
+    assert seconds[True] == pytest.approx(wanted)
+    assert seconds[False] < seconds[True] < 3 * seconds[False], "for up to 8 times the tokens"
 
 
 @pytest.fixture

@@ -36,6 +36,22 @@ def test_with_the_same_weights_nothing_tells_that_it_was_away(prefix_cache, batc
     assert made.parked.host_bytes == 0 and made.scheduler.blocks.available == made.scheduler.blocks.count
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_sibling_does_not_share_the_rows_of_one_that_continues_inside_a_block(batch_invariant):
+    """Both have the same tokens, as they are greedy; the KV of one was freed, so it computes the whole block itself."""
+    params = SamplingParams(max_tokens=40, stop_token_ids=(), temperature=0.0)
+    wanted = [Request(f"r{i}", (3, 4, 5) * 9, params, "g") for i in range(2)]
+    options = dict(batch_invariant=batch_invariant)
+    whole = by_id(generate(keeping(**options)[0], wanted))
+    made, had = keeping(**options)[0], {}
+    made.submit(wanted)
+    again = resumed(wanted, steps(made, 9) + suspend_and_return(made), had)
+    made.forget(["r1"])
+    assert not resumed(wanted, generate(made, again), had)
+    for id, (tokens, logprobs) in whole.items():
+        assert had[id] == (tokens, logprobs if batch_invariant else pytest.approx(logprobs, abs=1e-5))
+
+
 def test_without_keeping_the_same_tokens_are_computed_again():
     made, wanted = keeping(suspended_kv="recompute")[0], long(2)
     made.submit(wanted)

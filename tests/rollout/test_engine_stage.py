@@ -2,12 +2,15 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from distqueue import LocalQueue
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout import SuspendedSample, engine_stage
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.suffix_index import make_indexes
+from fusion.rollout.drafts.window import WindowBudget
 from fusion.telemetry import Metrics, Timeline
 from tests.helpers import run_ranks
 from tests.inference.conftest import card_is_left as card_is_left
@@ -76,6 +79,28 @@ def test_a_stage_sends_all_its_text_to_other_engines_when_it_ends():
     requests = [Request(f"g/{k}", (3, 4), params, group="g") for k in range(2)]
     stage.run(requests, stay=False, metrics=Metrics(), timeline=Timeline("card"))
     assert sent == [{"g/0": 9, "g/1": 9}]
+
+
+def test_a_stage_reports_what_drafts_have_saved_and_wasted():
+    made = engine(max_length=64)
+    made.scheduler.drafter = drafter = TextDrafter(make_indexes(), budget=WindowBudget())
+    stage, found = engine_stage.EngineStage(made, LocalQueue(["train"]), drafter=drafter), []
+    for turn in range(2):
+        params, metrics = SamplingParams(max_tokens=40, stop_token_ids=(), temperature=0.5), Metrics()
+        requests = [Request(f"g{turn}/{k}", (3, 4), params, group=f"g{turn}") for k in range(4)]
+        stage.run(requests, stay=False, metrics=metrics, timeline=Timeline("card"))
+        found.append(metrics.result())
+    for row in found:
+        drafted, accepted = row["rollout/drafted_tokens"], row["rollout/accepted_tokens"]
+        assert row["rollout/wasted_tokens"] == drafted - accepted > 0 and accepted > 0
+    totals = drafter.totals
+    assert sum(row["rollout/wasted_tokens"] for row in found) == sum(totals.drafted) - sum(totals.accepted)
+    assert sum(row["rollout/accepted_tokens"] for row in found) == sum(totals.accepted)
+    first, second = (row["rollout/accepted_tokens"] / row["rollout/draft_accepted_length_mean"] for row in found)
+    assert first + second == pytest.approx(totals.verified)
+    assert "rollout/draft_acceptance_history" not in found[0] and "rollout/draft_acceptance_history" in found[1]
+    assert 0 < found[0]["rollout/draft_hit_rate"] < 1 < found[0]["rollout/tokens_per_forward_mean"]
+    assert found[0]["timing_s/draft"] > 0 and found[0]["rollout/draft_mib_max"] > 0
 
 
 def _by_number(samples):

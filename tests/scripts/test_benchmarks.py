@@ -1,7 +1,11 @@
 """What the benchmarks compute and choose, apart from what they measure."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 
+from benchmarks import drafts_sides
 from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
 from benchmarks.growth_run import calls_of_a_step, growth_of_rss
@@ -90,3 +94,16 @@ def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_o
 def test_a_target_is_checked_where_it_was_measured():
     lines = misses({"decode": {"decode_us_at_64": 1001.0, "intercept_us": 7.0}, "memory": {"rss_growth": 0.02}})
     assert [line.split()[:2] for line in lines] == [["MISSED", "decode_us_at_64:"], ["ok", "rss_growth:"]]
+
+
+def test_every_response_of_a_group_is_replayed_in_every_order(monkeypatch):
+    draw = random.Random(0)
+    said = [[draw.randrange(9) for _ in range(30)] for _ in range(20)]
+    monkeypatch.setattr(drafts_sides, "_groups", [drafts_sides.Said(said, said[:3], [True, False, True])])
+    replay, tokens = drafts_sides._replay, []
+    monkeypatch.setattr(drafts_sides, "_replay", lambda *args: tokens.append(replay(*args)) or tokens[-1])
+    found = drafts_sides.text(SimpleNamespace())
+    modes = {"none", "siblings", "probe", "four", "history", "history_by_reward", "both", "both_tree"}
+    assert found.keys() == modes and {*map(len, said)} == {30}
+    assert [count for _, count, _, _ in tokens] == [20 * 30] * len(modes)
+    assert all(figures.keys() == {"tokens_per_forward", "accepted", "hit_rate"} for figures in found.values())

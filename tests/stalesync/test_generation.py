@@ -90,7 +90,9 @@ def _generation(**rollout):
 
 def _requests(*ids):
     count = len(ids)
-    return DispatchedRequests(ids, [id.split("/")[0] for id in ids], [""] * count, [None] * count, [0] * count, [0] * count)
+    return DispatchedRequests(
+        ids, [id.split("/")[0] for id in ids], [""] * count, [None] * count, [0] * count, [0] * count
+    )
 
 
 def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():

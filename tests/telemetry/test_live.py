@@ -62,6 +62,14 @@ def test_without_a_reference_the_kl_column_says_which_kl_it_is():
     assert columns_for({})[3].cell({}) == "–"
 
 
+def test_the_tokens_of_a_forward_pass_are_a_column_only_where_there_are_drafts():
+    row = ROW | {"rollout/tokens_per_forward_mean": 2.345}
+    assert columns_for(row) == columns_for(ROW)
+    drafted = row | {"rollout/draft_mib_max": 0.1}
+    (column,) = [one for one in columns_for(drafted) if one not in columns_for(row)]
+    assert column.title == "tokens\n/pass" and column.cell(drafted) == "2.35"
+
+
 def test_a_long_step_is_not_silent(monkeypatch):
     monkeypatch.setattr("fusion.telemetry.live.QUIET_S", 0.0)
     console = plain()

@@ -2,14 +2,15 @@
 
     acceptance   share of a token in the text ──► how often such a token was right                       (measured)
     cost         seconds of a step = c0 + c1 · decodes + c2 · drafted sequences + c3 · drafted tokens     (fitted)
-    choose       the most probable tokens of all sequences, as many as make the most tokens a second
+    choose       the most probable tokens of all sequences, as many as make the most tokens a second; those of
+                 probes, which siblings draft from, and of requests that have come back (the tail) come first
 
 The marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) with costs that are measured while the run goes on: on
 a card whose decode is bound by bandwidth drafted tokens are almost free, on a busy one they are not worth their time,
 and `choose` takes none. Steps with few and with many sequences are fitted apart, as their costs are not on one line.
 
 Invariant (property-tested): except in steps that only measure, what `choose` takes promises more tokens a second than
-any other number of tokens, and at least `MIN_GAIN` times those of taking nothing; else it takes nothing.
+any other number of tokens in this order, and at least `MIN_GAIN` times those of taking nothing; else it takes nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from fusion.inference.verification import StepCost
 MIN_GAIN = 1.03
 """Drafts are verified only if they promise this many times the tokens a second of a step without."""
 
+URGENT_WEIGHT = 2.0
+"""How many times as probable a token of a probe, or of a request that has come back, counts in the order of tokens"""
+
 FORGET = 0.98
 """Weight of the last step's past in the fit, per step"""
 
@@ -30,16 +34,20 @@ EXPLORE_EVERY = 200
 """Steps without drafts after which one is verified, to measure what it costs now"""
 
 MIN_EXPLORED = 8
-"""Tokens, at least, of a step that is verified only to measure"""
+"""Tokens, at least, of the largest steps that are verified only to measure; with many sequences two of each"""
 
-LOOK_EVERY = 16
-"""While drafts do not pay, they are looked up every this many steps."""
+LOOK_EVERY, LOOK_EVERY_EMPTY = 16, 4
+"""While drafts do not pay, or where there are none, they are looked up after 1, 2, 4 and 8 steps, then every this many:
+to look for them costs time, too"""
+
+PLAIN_STEPS_FITTED, FIT_EVERY = 32, 4
+"""After this many steps without drafts, every fourth one is fitted: to fit one costs time, too"""
 
 MAX_OUTLIER = 3.0
 """A step counts at most as this many times what was expected of it."""
 
-MIN_STEPS = 8
-"""Steps with drafts that are verified at first only to measure"""
+MIN_STEPS, MIN_PLAIN_STEPS = 8, 2
+"""Steps with drafts that are verified at first only to measure, and without any, to which they are compared"""
 
 MAX_VARIANCE = 1e6
 """Bound of the variance of a coefficient that the steps of a run tell nothing about"""
@@ -82,6 +90,8 @@ class CostFit:
         self.weights: np.ndarray = np.zeros(4) if like is None else like.weights.copy()
         self._covariance = np.diag([1e2] * 4)
         self.steps: int = 0 if like is None else like.steps
+        self.plain_steps: int = 0 if like is None else like.plain_steps
+        """Of `steps`, those without drafts"""
 
     def observe(self, step: StepCost) -> None:
         *features, seconds = step
@@ -97,6 +107,7 @@ class CostFit:
         scale = np.minimum(1.0, np.sqrt(MAX_VARIANCE / np.diag(self._covariance)))
         self._covariance *= np.outer(scale, scale)
         self.steps += 1
+        self.plain_steps += not step.drafted
 
     def of(self, decodes: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return the expected seconds of steps, [n] each."""
@@ -113,6 +124,10 @@ class DraftBudget:
         """Costs by size, of the sizes that were measured"""
         self._steps_without: dict[int, int] = defaultdict(int)
         """Size → steps since drafts were verified"""
+        self._empty: dict[int, bool] = defaultdict(bool)
+        """Size → whether there was no draft when they were looked up last"""
+        self._num_plain = 0
+        """Steps without drafts"""
         self._explored: dict[int, int] = defaultdict(int)
         """Size → steps that were verified only to measure"""
 
@@ -131,18 +146,28 @@ class DraftBudget:
         size = _size(step.decodes + step.drafted)
         if size not in self._fits:
             self._fits[size] = CostFit(self._nearest(size))
-        self._fits[size].observe(step)
+        fit = self._fits[size]
+        self._num_plain += not step.drafted
+        if step.drafted or fit.plain_steps < PLAIN_STEPS_FITTED or self._num_plain % FIT_EVERY == 0:
+            fit.observe(step)
 
     def skips(self, num_sequences: int) -> bool:
         """Whether a step of this many sequences goes without drafts, so that none need be looked up: most steps while
         they do not pay."""
         size = _size(num_sequences)
-        skips = self._steps_without[size] % LOOK_EVERY > 0
+        steps = self._steps_without[size]
+        skips = steps % (LOOK_EVERY_EMPTY if self._empty[size] else LOOK_EVERY) > 0 and steps.bit_count() > 1
         self._steps_without[size] += skips
         return skips
 
     def choose(
-        self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, max_tokens: int = 1 << 30
+        self,
+        owners: np.ndarray,
+        probabilities: np.ndarray,
+        num_sequences: int,
+        *,
+        max_tokens: int = 1 << 30,
+        urgent: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return which drafted tokens are verified, bool [n], at most ``max_tokens``.
 
@@ -150,20 +175,24 @@ class DraftBudget:
             owners: int [n], the sequence of each token, in order.
             probabilities: float64 [n], that it and all before it are right; a token comes after the one before it.
             num_sequences: that decode in this step, with a draft or without.
+            urgent: bool [n], tokens of sequences that come first; None: none.
         """
-        chosen = np.zeros(len(owners), bool)
+        chosen, size = np.zeros(len(owners), bool), _size(num_sequences)
+        self._empty[size] = not len(owners)
         if not len(owners):
+            self._steps_without[size] += 1
             return chosen
-        size = _size(num_sequences)
         fit = self._nearest(size)
-        order = np.argsort(-probabilities, kind="stable")[:max_tokens]
+        order = in_order(probabilities, urgent)[:max_tokens]
         best = 0
         if self._is_to_explore(size, fit):
-            if self._explored[size] % 2:  # few drafts, but deep ones: tells the cost of a token from that of a draft
+            # In turns many tokens, half as many, and these in few deep drafts: tells what a token costs from a draft.
+            kind = self._explored[size] % 3
+            if kind == 2:
                 order = np.arange(len(owners))[:max_tokens]
-            best = min(len(order), max(num_sequences, MIN_EXPLORED))
+            best = min(len(order), max(2 * num_sequences, MIN_EXPLORED) // (2 if kind else 1))
             self._explored[size] += 1
-        elif fit is not None:
+        elif fit is not None and fit.plain_steps >= MIN_PLAIN_STEPS:
             rates = _rates(fit, owners[order], probabilities[order], num_sequences)
             best = int(rates.argmax())
             if rates[best] < MIN_GAIN * rates[0]:
@@ -191,6 +220,12 @@ def _rates(fit: CostFit, owners: np.ndarray, probabilities: np.ndarray, num_sequ
     return (num_sequences + gains) / fit.of(num_sequences - drafted, drafted, np.arange(len(owners) + 1.0))
 
 
-def _size(num_sequences: float) -> int:
+def in_order(probabilities: np.ndarray, urgent: np.ndarray | None) -> np.ndarray:
+    """Return the order in which tokens are taken, int64 [n]: `DraftBudget.choose`."""
+    weighted = probabilities if urgent is None else probabilities * np.where(urgent, URGENT_WEIGHT, 1.0)
+    return np.argsort(-weighted, kind="stable")
+
+
+def _size(num_sequences: int) -> int:
     """Steps of similar numbers of sequences have one size: 1, 2, 3-4, 5-8, …"""
-    return int(np.ceil(np.log2(max(1.0, num_sequences))))
+    return (max(1, num_sequences) - 1).bit_length()

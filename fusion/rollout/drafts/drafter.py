@@ -7,7 +7,8 @@
 
 An index belongs to a prompt, whichever epoch it comes from. Where the text exceeds `max_bytes`, prompts without running
 requests are dropped, those used longest ago first; then the others, whose running requests are not drafted for any
-more. Every rank with the same schedule makes the same drafts, as they depend only on the calls.
+more; likewise a prompt whose own text exceeds `max_group_bytes`. Every rank with the same schedule makes the same
+drafts, as they depend only on the calls.
 """
 
 from __future__ import annotations
@@ -33,22 +34,29 @@ from fusion.rollout.drafts.prompt import Prompt
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes, make_indexes
 from fusion.rollout.drafts.window import WindowBudget
 
-MIN_MATCH = 3
-"""Tokens of a sequence that must occur elsewhere for a draft (RhymeRL, arXiv 2508.18588: 7 down to 3)"""
+MIN_MATCH, MAX_MATCH = 3, 7
+"""Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
+to 3): the more are compared, the fewer places say what follows"""
 
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
 
 
+UNCHECKED_TOKENS = 256
+"""By which the text of a prompt may grow until its bytes are counted again"""
+
+
 @dataclass
 class DraftTotals:
     """Totals since construction. ``asked``: sequences for which a draft was looked up; ``found``: for which there was
-    one; ``drafted``, ``accepted``: tokens verified and kept, by source; ``seconds``: of looking up; ``read``: tokens of
-    other engines that were added to an index, ``unread``: that were not, as nothing here could use them; ``dropped``,
-    ``expired``: prompts whose text found no room, or was not used for too long."""
+    one; ``verified``: drafts that were; ``drafted``, ``accepted``: their tokens, and those kept, by source;
+    ``seconds``: of looking up; ``read``: tokens of other engines that were added to an index, ``unread``: that were
+    not, as nothing here could use them; ``dropped``, ``expired``: prompts whose text found no room, or was not used for
+    too long."""
 
     asked: int = 0
     found: int = 0
+    verified: int = 0
     seconds: float = 0.0
     read: int = 0
     unread: int = 0
@@ -62,11 +70,12 @@ class TextDrafter:
     """Implements `Drafter`.
 
     Args:
-        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last group.
+        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last groups.
+        max_history: of these groups; text counts half as much as that of the next one.
         max_children: tokens of a draft behind one; 1: drafts are single paths.
         max_depth: tokens of a path, at most; None: as the budget says.
         budget: how much of the drafts is verified; None: `DraftBudget`.
-        max_bytes: of all text, indexed.
+        max_bytes: of all text, indexed; ``max_group_bytes``: of one prompt's, its last group included.
         max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
         clock: seconds, for the totals only.
     """
@@ -77,24 +86,30 @@ class TextDrafter:
         *,
         siblings: bool = True,
         history: bool = True,
+        max_history: int = 1,
         max_children: int = 1,
         max_depth: int | None = None,
         max_bytes: int = 1 << 30,
+        max_group_bytes: int = 1 << 28,
         max_age: int | None = None,
         budget: DraftBudget | WindowBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexes, self._siblings, self._history = indexes, siblings, history
-        self._max_children, self._max_depth, self._max_bytes = max_children, max_depth, max_bytes
+        self._max_history, self._newest_weight = max_history, 1 << (max_history - 1)
+        self._max_children, self._max_depth = max_children, max_depth
+        self._max_bytes, self._max_group_bytes = max_bytes, max_group_bytes
         self.budget: DraftBudget | WindowBudget = budget or DraftBudget()
         self.totals, self._clock = DraftTotals(), clock
         self.exchange: TextExchange | None = None
         """With other engines, on the first rank of those with one schedule"""
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
         """By a digest of the prompt, the one used last at the end"""
+        self._grown: dict[bytes, None] = {}
+        """Prompts whose text has grown by more than `UNCHECKED_TOKENS` since its bytes were counted"""
         self._live: dict[str, Prompt | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
-        self._restored: dict[bytes, list[array[int]]] = {}
+        self._restored: dict[bytes, list[list[array[int]]]] = {}
         """History that was loaded, of prompts that have had no request since, those used longest ago first"""
         self._restored_version: int | None = None
         """The first policy since then"""
@@ -113,8 +128,10 @@ class TextDrafter:
             make_indexes(),
             siblings=config.drafts_siblings,
             history=config.drafts_history,
+            max_history=config.draft_history,
             max_children=config.draft_tree,
             max_bytes=config.draft_mib << 20,
+            max_group_bytes=config.draft_group_mib << 20,
             max_age=config.draft_max_age,
             budget=WindowBudget() if config.draft_budget == "window" else DraftBudget(),
         )
@@ -132,11 +149,13 @@ class TextDrafter:
 
     def _draft(self, sequences: Items[Sequence], max_depth: Items[int], max_tokens: int) -> list[Draft | None]:
         self._drafted.clear()  # a draft that found no room was not verified
+        drafts: list[Draft | None] = [None] * len(sequences)
+        if self.budget.skips(len(sequences)):
+            return drafts  # what is generated meanwhile is read at once later: that takes less time
         self._drop_oldest()
         read = self._read(sequences)
-        drafts: list[Draft | None] = [None] * len(sequences)
         places = [place for _, place in read]
-        if not places or self.budget.skips(len(sequences)):
+        if not places:
             return drafts
         limit = 1 << 30 if self._max_depth is None else self._max_depth
         depths = [min(max_depth[i], limit, self.budget.max_depth(sequences[i].request.id)) for i, _ in read]
@@ -146,7 +165,8 @@ class TextDrafter:
         self.totals.asked += len(places)
         self.totals.found += int(np.count_nonzero(np.diff(found.offsets)))
         owners = np.repeat(np.arange(len(places)), np.diff(found.offsets))
-        chosen = self.budget.choose(owners, found.probabilities, len(sequences), max_tokens)
+        urgent = np.array([sequences[i].request.priority == 0 for i, _ in read])[owners]
+        chosen = self.budget.choose(owners, found.probabilities, len(sequences), max_tokens=max_tokens, urgent=urgent)
         for n, (i, _) in enumerate(read):
             drafts[i] = self._draft_of(sequences[i], found, chosen, n)
         return drafts
@@ -159,6 +179,7 @@ class TextDrafter:
         accepted, was_tried = is_kept[rows], is_kept[np.array(one.parents)[rows]]
         self.budget.acceptance.observe(shares[was_tried], accepted[was_tried])
         self.budget.observe_draft(one.seq.request.id, max(one.depths), len(kept) - 1)
+        self.totals.verified += 1
         for source in (SIBLING, HISTORY):
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
@@ -228,7 +249,7 @@ class TextDrafter:
                 text.extend(tokens)
                 changed.append(place)
                 new.append(tokens)
-                self._num_tokens += len(tokens)
+                self._count(prompt, len(tokens))
                 if self.exchange is not None:
                     known = len(seq.request.response)
                     self.exchange.note(prompt.key, seq.request.group, request, text, known)
@@ -257,29 +278,32 @@ class TextDrafter:
 
     def _begin_group(self, key: bytes, request: Request, last: Prompt | None) -> Prompt:
         """Creates the index of a prompt for another group, with what the last one said as history."""
-        history: list[array[int]] = []
+        history: list[list[array[int]]] = []
         begun: dict[str, array[int]] = {}
         if last is None:
             history = self._drop_restored(key)
         else:
             begun = last.past.get(request.group, {})
             if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
-                history = last.next_history(request.group)
+                history = last.next_history(self._max_history, request.group)
             self._drop(last)
             if self.exchange is not None:
                 self.exchange.end_group(key)
-        index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH)
-        self._indexes.extend([(index, self._indexes.open(index, HISTORY)) for _ in history], history)
+        index = self._indexes.new(request.prompt[-MAX_PROMPT:], MIN_MATCH, MAX_MATCH)
+        for age, texts in enumerate(history):
+            weight = self._newest_weight >> age
+            self._indexes.extend([(index, self._indexes.open(index, HISTORY, weight)) for _ in texts], texts)
         prompt = self._prompts[key] = Prompt(key, self._version, index, history)
         prompt.join(request.group)
-        self._num_tokens += prompt.num_tokens
+        self._count(prompt, prompt.num_tokens)
         for name, text in begun.items():
             self._append(prompt, self._open(prompt, prompt.texts, name), name, text)
         return prompt
 
     def _open(self, prompt: Prompt, texts: dict[str, array[int]], request: str) -> array[int]:
         """Begins a response, ``texts``: those of its group; a request that is generated again has no other."""
-        source, weight = (SIBLING, 1 if self._siblings else 0) if texts is prompt.texts else (HISTORY, 1)
+        source = SIBLING if texts is prompt.texts else HISTORY
+        weight = self._newest_weight if source == HISTORY or self._siblings else 0
         prompt.numbers[request] = self._indexes.open(prompt.index, source, weight)
         self._num_tokens -= len(texts.get(request, ()))
         text = texts[request] = array("i")
@@ -288,7 +312,13 @@ class TextDrafter:
     def _append(self, prompt: Prompt, text: array[int], request: str, tokens: array[int]) -> None:
         self._indexes.extend([(prompt.index, prompt.numbers[request])], [tokens])
         text.extend(tokens)
-        self._num_tokens += len(tokens)
+        self._count(prompt, len(tokens))
+
+    def _count(self, prompt: Prompt, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        prompt.unchecked += num_tokens
+        if prompt.unchecked > UNCHECKED_TOKENS:
+            self._grown[prompt.key] = None
 
     def _read_piece(self, piece: Piece) -> int:
         """Adds what another engine has generated to the index of its prompt; returns the number of tokens added."""
@@ -311,39 +341,58 @@ class TextDrafter:
     def history(self, max_tokens: int) -> list[Piece]:
         """Return what the next group of each prompt would have as history, of the prompts used last first, for
         `load_history`."""
-        texts_by_prompt = list(self._restored.items())
-        texts_by_prompt += [(key, prompt.next_history()) for key, prompt in self._prompts.items()]
+        groups_by_prompt = list(self._restored.items())
+        groups_by_prompt += [(key, prompt.next_history(self._max_history)) for key, prompt in self._prompts.items()]
         pieces: list[Piece] = []
-        for key, texts in reversed(texts_by_prompt if self._history else []):
-            max_tokens -= sum(map(len, texts))
+        for key, groups in reversed(groups_by_prompt if self._history else []):
+            texts = [(age, text) for age, texts in enumerate(groups) for text in texts]
+            max_tokens -= sum(len(text) for _, text in texts)
             if max_tokens < 0:
                 break
-            pieces += [Piece(key, "", str(number), 0, text[:]) for number, text in enumerate(texts)]
+            pieces += [Piece(key, str(age), str(number), 0, text[:]) for number, (age, text) in enumerate(texts)]
         return pieces
 
     def load_history(self, pieces: Items[Piece]) -> None:
         """Load what `history` has returned into a drafter that has seen nothing yet."""
         self._restored_version = None
+        ages = {str(age): age for age in range(self._max_history)} | {"": 0}
         for piece in reversed(pieces) if self._history else ():
-            self._restored.setdefault(piece.prompt, []).insert(0, piece.tokens)
+            age = ages.get(piece.group)
+            if age is None:  # saved by a run that kept more
+                continue
+            groups = self._restored.setdefault(piece.prompt, [])
+            groups += [[] for _ in range(age + 1 - len(groups))]
+            groups[age].insert(0, piece.tokens)
             self._num_tokens += len(piece.tokens)
 
     def _drop_oldest(self) -> None:
+        for key in self._grown:
+            prompt = self._prompts.get(key)
+            if prompt is None:
+                continue
+            prompt.unchecked = 0
+            nbytes = self._indexes.nbytes_of(prompt.index) + prompt.num_tokens * array("i").itemsize
+            if nbytes > self._max_group_bytes:
+                self._drop_running(prompt)
+        self._grown.clear()
         while self.nbytes > self._max_bytes and self._restored:
             self._drop_restored(next(iter(self._restored)))
             self.totals.dropped += 1
         while self.nbytes > self._max_bytes and self._prompts:
             prompts = self._prompts.values()
-            oldest = next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts))
-            for request in oldest.live:
-                self._live[request] = None
-            self._forget(oldest)
-            self.totals.dropped += 1
+            self._drop_running(next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts)))
 
-    def _drop_restored(self, key: bytes) -> list[array[int]]:
-        texts = self._restored.pop(key, [])
-        self._num_tokens -= sum(map(len, texts))
-        return texts
+    def _drop_running(self, prompt: Prompt) -> None:
+        """Drops a prompt for which there is no room; its running requests are not drafted for any more."""
+        for request in prompt.live:
+            self._live[request] = None
+        self._forget(prompt)
+        self.totals.dropped += 1
+
+    def _drop_restored(self, key: bytes) -> list[list[array[int]]]:
+        groups = self._restored.pop(key, [])
+        self._num_tokens -= sum(len(text) for texts in groups for text in texts)
+        return groups
 
     def _forget(self, prompt: Prompt) -> None:
         """Drops a prompt; what other engines have is asked for again if a request of it comes."""

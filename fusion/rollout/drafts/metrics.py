@@ -23,6 +23,7 @@ class DraftReport:
 
     def add_to(self, metrics: Metrics) -> None:
         """Adds `rollout/draft_hit_rate` (sequences with a draft, of those for which one was looked up),
+        `rollout/draft_accepted_length_mean` (tokens of a verified draft that were kept),
         `rollout/draft_acceptance_{siblings,history}` (share of drafted tokens that were kept), `timing_s/draft`,
         `rollout/draft_mib_max`, `rollout/draft_dropped_max` and `rollout/draft_expired_max` (prompts since the run
         began); and those of the exchange with other engines, if there is one."""
@@ -30,6 +31,9 @@ class DraftReport:
         self._before = replace(now, drafted=list(now.drafted), accepted=list(now.accepted))
         if asked := now.asked - before.asked:
             metrics.add("rollout/draft_hit_rate", (now.found - before.found) / asked, asked)
+        if verified := now.verified - before.verified:
+            accepted = sum(now.accepted) - sum(before.accepted)
+            metrics.add("rollout/draft_accepted_length_mean", accepted / verified, verified)
         for name, source in (("siblings", SIBLING), ("history", HISTORY)):
             if drafted := now.drafted[source] - before.drafted[source]:
                 accepted = now.accepted[source] - before.accepted[source]

@@ -28,7 +28,7 @@ def load() -> ctypes.CDLL:
     except OSError as error:  # built for another system, say, and shared with this one
         raise BuildError(f"{path} cannot be loaded: {error}") from None
     library.suffix_index_new.restype = ctypes.c_void_p
-    library.suffix_index_new.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
+    library.suffix_index_new.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
     library.suffix_index_delete.argtypes = [ctypes.c_void_p]
     library.suffix_index_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
     library.suffix_index_bytes.argtypes = [ctypes.c_void_p]
@@ -47,10 +47,10 @@ class NativeIndexes:
         self._created = 0
         self.nbytes = 0
 
-    def new(self, prompt: Sequence[int], min_match: int) -> int:
+    def new(self, prompt: Sequence[int], min_match: int, max_match: int) -> int:
         tokens = np.asarray(prompt, np.int32)
         number, self._created = self._created, self._created + 1
-        pointer = self._library.suffix_index_new(min_match, tokens.ctypes.data, len(tokens))
+        pointer = self._library.suffix_index_new(min_match, max_match, tokens.ctypes.data, len(tokens))
         self._pointers[number] = pointer
         self.nbytes += self._library.suffix_index_bytes(pointer)
         return number
@@ -102,6 +102,9 @@ class NativeIndexes:
         pointer = self._pointers.pop(index)
         self.nbytes -= self._library.suffix_index_bytes(pointer)
         self._library.suffix_index_delete(pointer)
+
+    def nbytes_of(self, index: int) -> int:
+        return self._library.suffix_index_bytes(self._pointers[index])
 
     def __del__(self) -> None:
         for pointer in self._pointers.values():

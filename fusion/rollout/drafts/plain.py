@@ -13,7 +13,7 @@ from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts
 
 ROOT, NONE = 0, -1
 MAX_COUNTED = 64
-"""Suffixes of a token that are counted"""
+"""Suffixes of a token that are counted, or passed over"""
 
 Node = tuple[int, int, float, float, int]
 """Token, parent, share, probability, source"""
@@ -31,8 +31,9 @@ class State:
 
 
 class _Index:
-    def __init__(self, prompt: Sequence[int], min_match: int) -> None:
-        self._min_match, self._states, self._start = min_match, [State(0)], ROOT
+    def __init__(self, prompt: Sequence[int], min_match: int, max_match: int) -> None:
+        self._min_match, self._max_match = min_match, max_match
+        self._states, self._start = [State(0)], ROOT
         self._sequences: list[tuple[int, int]] = []
         """Source and weight"""
         self._ends: list[int] = []
@@ -84,6 +85,11 @@ class _Index:
 
     def _children(self, state: int, max_children: int) -> Iterator[tuple[int, int, float, int]]:
         states, counts = self._states, dict[int, int]()
+        for _ in range(MAX_COUNTED):
+            link = states[state].link
+            if link == NONE or states[link].length < self._max_match:
+                break
+            state = link
         while state != NONE and states[state].length >= self._min_match and not counts:
             edges = states[state].edges
             counts = {token: count for token, target in edges.items() if (count := sum(states[target].count))}
@@ -128,9 +134,9 @@ class PlainIndexes:
         self._indexes: dict[int, _Index] = {}
         self._created = 0
 
-    def new(self, prompt: Sequence[int], min_match: int) -> int:
+    def new(self, prompt: Sequence[int], min_match: int, max_match: int) -> int:
         number, self._created = self._created, self._created + 1
-        self._indexes[number] = _Index(prompt, min_match)
+        self._indexes[number] = _Index(prompt, min_match, max_match)
         return number
 
     def open(self, index: int, source: int, weight: int = 1) -> int:
@@ -165,6 +171,9 @@ class PlainIndexes:
 
     def remove(self, index: int) -> None:
         del self._indexes[index]
+
+    def nbytes_of(self, index: int) -> int:
+        return self._indexes[index].nbytes
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,8 @@
 // longest has `length` tokens; its link leads to the longest suffix that occurs elsewhere too.
 //
 //   extend    a sequence by a token: O(1) amortised, and one count for every suffix of at least `min_match` tokens
-//   draft     from the state of a sequence: the tokens that followed its longest suffix that occurs elsewhere, as a
-//             tree, most probable first; O(1) a token, however long the text
+//   draft     from the state of a sequence: the tokens that followed its longest suffix of at most `max_match` tokens
+//             that occurs elsewhere, as a tree, most probable first; O(1) a token, however long the text
 //
 // A state counts the (weighted) occurrences of its strings, by source. Those of a string followed by a token are the
 // count of the state that the token leads to, so edges need no count of their own.
@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int32_t NONE = -1, ROOT = 0;
-constexpr int MAX_COUNTED = 64; // suffixes of a token that are counted: bounds the cost of text like "aaaa…"
+constexpr int MAX_COUNTED = 64; // suffixes of a token that are counted, or passed over: bounds the cost of "aaaa…"
 constexpr int SOURCES = 2;
 
 struct State {
@@ -62,7 +62,8 @@ struct Settings {
 
 class SuffixIndex {
  public:
-  SuffixIndex(int min_match, const int32_t* prompt, int64_t size) : min_match_(min_match), slots_(16, NONE) {
+  SuffixIndex(int min_match, int max_match, const int32_t* prompt, int64_t size)
+      : min_match_(min_match), max_match_(max_match), slots_(16, NONE) {
     states_.push_back({0});
     extend(open(0, 1), prompt, size);
     start_ = sequences_[0].state;
@@ -127,7 +128,8 @@ class SuffixIndex {
     int32_t rank; // in order of proposal
   };
 
-  // The most frequent tokens behind the longest string of the state that something follows, or behind its suffixes.
+  // The most frequent tokens behind the last `max_match` tokens of the state's strings, or, where nothing follows them,
+  // behind their longest suffix that something follows.
   void children_of(int32_t state, int max_children, std::vector<Node>& children) const {
     children.clear();
     double total = 0;
@@ -138,6 +140,11 @@ class SuffixIndex {
       const bool is_history = reached.count[1] > reached.count[0];
       children.push_back({token, NONE, 0, target, double(reached.total()), 0.0, uint8_t(is_history)});
     };
+    for (int passed = 0; passed < MAX_COUNTED; ++passed) {
+      const int32_t link = states_[state].link;
+      if (link == NONE || states_[link].length < max_match_) break;
+      state = link;
+    }
     for (; state != NONE && states_[state].length >= min_match_ && children.empty(); state = states_[state].link) {
       if (states_[state].token != NONE) add(states_[state].token, states_[state].target);
       for (int32_t e = states_[state].more; e != NONE; e = edges_[e].next) add(edges_[e].token, edges_[e].target);
@@ -222,7 +229,7 @@ class SuffixIndex {
     return mix((uint64_t(uint32_t(state)) << 32) | uint32_t(token)) & (slots_.size() - 1);
   }
 
-  int min_match_;
+  int min_match_, max_match_;
   int32_t start_ = ROOT; // state of the prompt
   std::vector<State> states_;
   std::vector<Edge> edges_;
@@ -236,8 +243,8 @@ class SuffixIndex {
 // items.
 extern "C" {
 
-void* suffix_index_new(int min_match, const int32_t* prompt, int64_t size) {
-  return new SuffixIndex(min_match, prompt, size);
+void* suffix_index_new(int min_match, int max_match, const int32_t* prompt, int64_t size) {
+  return new SuffixIndex(min_match, max_match, prompt, size);
 }
 
 void suffix_index_delete(void* index) {

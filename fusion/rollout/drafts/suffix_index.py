@@ -1,10 +1,10 @@
 """Predict the next tokens of a sequence from where its last tokens occurred before, in responses to one prompt.
 
 An index holds the prompt and any number of sequences that begin with it: the responses of a group, and earlier
-rollouts of the same prompt. `draft` returns the tokens that followed the longest suffix of a sequence that occurs
-elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in SuffixDecoding (arXiv 2411.04975); more
-are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4). Nodes come most probable first, so that any
-beginning of a draft is the best tree of its size.
+rollouts of the same prompt. `draft` returns the tokens that followed the longest suffix of a sequence, of at most
+`max_match` tokens, that occurs elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in
+SuffixDecoding (arXiv 2411.04975); more are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4).
+Nodes come most probable first, so that any beginning of a draft is the best tree of its size.
 
 The share of a token: occurrences of the text before it followed by the token over those followed by anything.
 Sequences count with their weight; one of weight 0 only reads. The caller says how often a token of a share is right
@@ -54,8 +54,9 @@ class Drafts:
 class SuffixIndexes(Protocol):
     """Indexes by number. Calls are for many sequences at once, as a call costs more than a draft. Not thread-safe."""
 
-    def new(self, prompt: Sequence[int], min_match: int) -> int:
-        """Create an index of a prompt. ``min_match``: tokens of a sequence that must occur elsewhere for a draft."""
+    def new(self, prompt: Sequence[int], min_match: int, max_match: int) -> int:
+        """Create an index of a prompt. ``min_match``: tokens of a sequence that must occur elsewhere for a draft;
+        ``max_match``: that are compared."""
 
     def open(self, index: int, source: int, weight: int = 1) -> int:
         """Begin a sequence behind the prompt; return its number in the index."""
@@ -76,6 +77,9 @@ class SuffixIndexes(Protocol):
 
     def remove(self, index: int) -> None:
         """Free an index."""
+
+    def nbytes_of(self, index: int) -> int:
+        """Return the bytes of an index."""
 
     @property
     def nbytes(self) -> int:

@@ -97,7 +97,7 @@ class TextStore:
     """The texts of a run.
 
     Args:
-        max_groups: of a prompt; 2: with the one before, as history.
+        max_groups: of a prompt, those before the last one as history.
         max_age: policy versions after which a prompt that is not used is dropped; None: never.
     """
 

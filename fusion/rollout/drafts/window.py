@@ -5,8 +5,8 @@
 Additive increase, as HistoSpec of RhymeRL (arXiv 2508.18588). It measures no time, so that what is drafted depends only
 on what was sampled, but it never refuses to draft where that does not pay, as `budget` does.
 
-Invariants (property-tested): a window is 2 to 32; what `choose` takes are the most probable tokens, at most
-`max_tokens`.
+Invariants (property-tested): a window is 2 to 32; what `choose` takes are the first tokens in the order of `budget`, at
+most `max_tokens`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from fusion.inference.verification import StepCost
-from fusion.rollout.drafts.budget import Acceptance
+from fusion.rollout.drafts.budget import Acceptance, in_order
 
 FIRST, STEP, MAX_WINDOW = 2, 2, 32
 
@@ -47,9 +47,15 @@ class WindowBudget:
         return False
 
     def choose(
-        self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, max_tokens: int = 1 << 30
+        self,
+        owners: np.ndarray,
+        probabilities: np.ndarray,
+        num_sequences: int,
+        *,
+        max_tokens: int = 1 << 30,
+        urgent: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return which drafted tokens are verified, bool [n], as `DraftBudget.choose`."""
         chosen = np.zeros(len(owners), bool)
-        chosen[np.argsort(-probabilities, kind="stable")[:max_tokens]] = True
+        chosen[in_order(probabilities, urgent)[:max_tokens]] = True
         return chosen

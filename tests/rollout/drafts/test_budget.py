@@ -72,6 +72,27 @@ def test_no_other_number_of_tokens_has_more_a_second(costs, probability, depth):
     assert rate(count) >= best / MIN_GAIN - 1e-9 if count == 0 else rate(count) == pytest.approx(best)
 
 
+@given(
+    sequences=st.lists(st.tuples(st.booleans(), st.floats(0.05, 0.99)), min_size=8, max_size=8),
+    token=st.floats(0.01, 3.0),
+)
+def test_tokens_of_urgent_sequences_come_first_and_no_draft_is_slower_than_none(sequences, token):
+    budget, owners = measured(1.0, 1.0, token), np.repeat(np.arange(8), 6)
+    probabilities = np.concatenate([share ** np.arange(1, 7) for _, share in sequences])
+    urgent = np.array([is_urgent for is_urgent, _ in sequences])[owners]
+    chosen = budget.choose(owners, probabilities, 8, urgent=urgent)
+    weighted = probabilities * np.where(urgent, 2.0, 1.0)
+    if 0 < chosen.sum() < len(chosen):
+        assert weighted[chosen].min() >= weighted[~chosen].max()
+    drafted, fit = len(set(owners[chosen])), budget._nearest(3)
+    with_drafts, without = ((8 - drafted, drafted, chosen.sum()), (8, 0, 0))
+    seconds, plain_seconds = (float(fit.of(*(np.array(float(x)) for x in counts))) for counts in (with_drafts, without))
+    assert (8 + probabilities[chosen].sum()) / seconds >= 8 / plain_seconds - 1e-9
+    for owner in range(8):
+        taken = np.flatnonzero(chosen[owners == owner])
+        assert taken.tolist() == list(range(len(taken))), "no token before the one that it follows"
+
+
 def test_drafts_that_do_not_pay_are_tried_again_now_and_then():
     budget = measured(1.0, 1.0, 5.0)
     owners, probabilities = drafts(8, 4, 0.5)
@@ -81,6 +102,15 @@ def test_drafts_that_do_not_pay_are_tried_again_now_and_then():
             asked += 1
             verified += bool(budget.choose(owners, probabilities, 8).any())
     assert 1 <= verified <= 4 and asked < 80
+
+
+def test_where_there_are_no_drafts_they_are_looked_up_in_every_fourth_step():
+    budget, nothing = DraftBudget(), (np.zeros(0, np.int64), np.zeros(0))
+    asked = [not budget.skips(8) and not budget.choose(*nothing, 8).any() for _ in range(400)]
+    assert asked[0] and 100 <= sum(asked) <= 104
+    owners, probabilities = drafts(8, 8, 0.9)
+    later = [not budget.skips(8) and budget.choose(owners, probabilities, 8).any() for _ in range(20)]
+    assert any(later[:4])
 
 
 @pytest.mark.parametrize("sequences", [1, 8, 64])
@@ -100,6 +130,23 @@ def test_drafts_that_are_never_right_cost_less_than_a_twentieth(sequences):
         budget.observe_step(StepCost(sequences - drafted, drafted, tokens, cost))
         seconds += cost
     assert seconds <= 1.05 * steps * (10.0 + sequences) / 1e3
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 64])
+@pytest.mark.parametrize("token", [0.0, 0.2])
+def test_drafts_that_pay_are_verified_in_most_steps_from_the_first_on(sequences, token):
+    """A short response ends before a budget that begins with steps without drafts has learned anything."""
+    budget, verified = DraftBudget(), 0
+    owners, probabilities = drafts(sequences, 8, 0.9)
+    for _ in range(40):
+        chosen = np.zeros(len(owners), bool)
+        if not budget.skips(sequences):
+            chosen = budget.choose(owners, probabilities, sequences)
+        drafted, tokens = len(set(owners[chosen])), int(chosen.sum())
+        verified += tokens >= sequences
+        seconds = 0.010 + 0.001 * (sequences + token * tokens)
+        budget.observe_step(StepCost(sequences - drafted, drafted, tokens, seconds))
+    assert verified >= 36
 
 
 def test_a_size_that_is_never_measured_drafts_only_at_first():

@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ class AllTokens(DraftBudget):
     def skips(self, num_sequences):
         return False
 
-    def choose(self, owners, probabilities, num_sequences, max_tokens):
+    def choose(self, owners, probabilities, num_sequences, *, max_tokens, urgent):
         return np.ones(len(owners), bool)
 
     def __init__(self):
@@ -108,6 +109,29 @@ def test_history_is_what_the_last_group_of_the_prompt_said():
         assert paths(made, newest) == [None], "the last group said no more than this; the one before is forgotten"
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_history_of_several_groups_ages(resumes):
+    """Of three groups the last one counts four times, the one before twice; what is older is forgotten."""
+    made = drafter(max_history=3)
+    said = [[7] * 9, [8] * 9, [5] * 3, [5, 5, 6], [6, 4], [9]]  # behind 2, 3, 4, in the groups of six epochs
+    for epoch, tokens in enumerate(said):
+        if resumes:
+            pieces, made = made.history(10_000), drafter(max_history=3)
+            made.load_history(pieces)
+        counts = Counter()
+        for age, earlier in enumerate(reversed(said[max(0, epoch - 3) : epoch])):
+            counts.update({token: (4 >> age) * count for token, count in Counter(earlier).items()})
+        group = [sequence(f"{epoch}/{i}", [1], [2, 3, 4], group=f"e{epoch}") for i in range(len(tokens))]
+        found = paths(made, *group, depth=1)
+        if epoch:
+            token, count = min(counts.items(), key=lambda one: (-one[1], one[0]))
+            assert found == [[token]] * len(tokens)
+            assert made._drafted[id(group[0])][0].tolist() == [count / counts.total()]
+        for seq, token in zip(group, tokens, strict=True):
+            seq.tokens.append(token)
+            made.end(seq)
+
+
 def test_groups_of_one_prompt_at_the_same_time_are_siblings():
     made = drafter()
     first, second = sequence("a", [1], [2, 3, 4, 5], group="e0-1"), sequence("b", [1], [2, 3, 4], group="e0-2")
@@ -120,6 +144,38 @@ def test_groups_of_one_prompt_at_the_same_time_are_siblings():
         made.end(seq)
     fourth = sequence("d", [1], [9, 2, 3, 4], group="e1-1")
     assert paths(made, fourth) == [[5]] and made._drafted[id(fourth)][1].tolist() == [HISTORY]
+
+
+def test_where_few_tokens_are_verified_those_of_probes_and_of_requests_that_came_back_come_first():
+    made = drafter()
+    made.budget = WindowBudget()
+    said, rest = [2, 3, 4, 5, 6, 7], [[2, 3, 4], [2, 3, 4], [2, 3, 4]]
+    paths(made, sequence("a", [1], said), depth=0)
+    live = [sequence(name, [1], text) for name, text in zip("bcd", rest, strict=True)]
+    for seq, priority in zip(live, (1, 0, 1), strict=True):
+        seq.request = replace(seq.request, priority=priority)
+    drafts = made.draft(live, [8] * 3, max_tokens=2)
+    assert [draft and list(draft.tokens) for draft in drafts] == [None, [5, 6], None]
+
+
+def test_a_step_without_drafts_reads_nothing_and_the_next_one_reads_all():
+    made, skips = drafter(), [False]
+    made.budget.skips = lambda num_sequences: skips[0]
+    first, second = sequence("a", [1], [2, 3, 4]), sequence("b", [1], [9, 2, 3, 4])
+    assert paths(made, first, second) == [None, None]
+    skips[0], size = True, made.nbytes
+    for token in (5, 6, 7):
+        first.tokens.append(token)
+        assert paths(made, first, second) == [None, None] and made.nbytes == size
+    skips[0] = False
+    assert paths(made, first, second) == [None, [5, 6, 7]]
+    skips[0] = True
+    second.tokens += [5, 8]
+    made.end(second)
+    skips[0] = False
+    assert paths(made, sequence("c", [1], [3, 4, 5, 8], group="h")) == [None]
+    made.end(first)
+    assert paths(made, sequence("d", [1], [2, 3, 4, 5], group="i")) == [[6, 7]]
 
 
 def test_siblings_can_be_left_out():
@@ -138,6 +194,21 @@ def test_prompts_without_running_requests_are_dropped_first_when_memory_is_short
     assert made.nbytes <= 300_000 + 120_000 and made.totals.dropped > 20
     running.tokens += [5, 6, 7]
     assert paths(made, running)[0][:2] == [8, 9], "what runs is kept"
+
+
+def test_a_prompt_with_more_text_than_it_may_have_is_dropped_alone_and_counted():
+    made = drafter(max_group_bytes=200_000)
+    small, large = sequence("s", [1], [2, 3, 4, 5, 6, 2, 3, 4]), sequence("l", [9], [], group="l")
+    for start in range(0, 6000, 100):
+        large.tokens += range(start, start + 100)
+        assert paths(made, small, large)[0][:5] == [5, 6, 2, 3, 4], "others are kept"
+        own = sum(made._indexes.nbytes_of(one.index) + 4 * one.num_tokens for one in made._prompts.values())
+        assert own == made.nbytes < 200_000 + 60_000
+    assert made.totals.dropped == 1 and made._live["l"] is None and len(made._prompts) == 1
+    for seq in (small, large):
+        made.end(seq)
+    again = sequence("m", [9], [2, 3, 4], group="m")
+    assert paths(made, again) == [None] and made._live["m"] is not None, "its next group begins anew"
 
 
 def test_text_that_is_not_used_for_too_long_is_dropped_and_counted():

@@ -18,6 +18,7 @@ from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from tests.machine import patience
 
 MIN_MATCH = 2
+MAX_MATCH = 4
 ACCEPTANCE = np.array([0.1, 0.2, 0.3, 0.35, 0.5, 0.6, 0.85, 0.9])
 WEIGHTS = 1, 3, 0, 2
 """Of sequences 0 to 3, whose sources are SIBLING, HISTORY, SIBLING, HISTORY"""
@@ -41,7 +42,7 @@ def native():
 
 
 def fill(indexes: SuffixIndexes, prompt: list[int], arrived: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
-    index = indexes.new(prompt, MIN_MATCH)
+    index = indexes.new(prompt, MIN_MATCH, MAX_MATCH)
     numbers = [indexes.open(index, i % 2, WEIGHTS[i]) for i in range(4)]
     indexes.extend([(index, numbers[i]) for i, _ in arrived], [text for _, text in arrived])
     return index, numbers
@@ -70,7 +71,7 @@ def searched(prompt: list[int], texts: list[list[int]], text: list[int], depth: 
     """The most probable path behind a text."""
     path, probability, context = [], 1.0, list(text)
     while len(path) < depth:
-        for size in range(len(context), MIN_MATCH - 1, -1):
+        for size in range(min(len(context), MAX_MATCH), MIN_MATCH - 1, -1):
             counts = {token: n for token, n in followers(prompt, texts, context[-size:]).items() if n}
             if counts:
                 break
@@ -85,7 +86,7 @@ def searched(prompt: list[int], texts: list[list[int]], text: list[int], depth: 
 
 
 @given(prompt=tokens, arrived=pieces)
-def test_a_path_is_what_most_often_followed_the_longest_suffix(prompt, arrived):
+def test_a_path_is_what_most_often_followed_the_longest_suffix_that_is_compared(prompt, arrived):
     indexes, texts = PlainIndexes(), texts_of(prompt, arrived)
     index, numbers = fill(indexes, prompt, arrived)
     drafts = indexes.draft([(index, number) for number in numbers], [4] * 4, [4] * 4, ACCEPTANCE)
@@ -126,7 +127,7 @@ def test_the_beginning_of_a_tree_is_the_tree_of_that_size(native, prompt, arrive
 
 def test_a_draft_names_where_its_tokens_occurred(native):
     for indexes in (NativeIndexes(native), PlainIndexes()):
-        index = indexes.new([9, 9, 9], min_match=2)
+        index = indexes.new([9, 9, 9], min_match=2, max_match=7)
         history, sibling, one = (indexes.open(index, source) for source in (HISTORY, SIBLING, SIBLING))
         indexes.extend([(index, history), (index, sibling)], [[1, 2, 3, 4, 5], [6, 7, 8]])
         indexes.extend([(index, one)], [[6]])
@@ -139,7 +140,7 @@ def test_a_draft_names_where_its_tokens_occurred(native):
 
 def test_repeated_text_costs_no_more_than_other_text(native):
     indexes = NativeIndexes(native)
-    index = indexes.new([], min_match=3)
+    index = indexes.new([], min_match=3, max_match=7)
     one = indexes.open(index, SIBLING)
     indexes.extend([(index, one)], [[7] * 200_000])  # quadratic cost would take minutes
     assert indexes.draft([(index, one)], [8], [8], ACCEPTANCE).tokens.tolist() == [7] * 8

@@ -28,7 +28,7 @@ def test_a_window_grows_by_2_after_a_draft_that_was_right_and_falls_to_2_after_a
 def test_the_most_probable_tokens_are_taken_and_none_before_the_one_before_it(shares, max_tokens):
     owners = np.repeat(np.arange(len(shares)), [len(one) for one in shares])
     probabilities = np.concatenate([np.zeros(0), *(np.cumprod(one) for one in shares)])
-    chosen = WindowBudget().choose(owners, probabilities, len(shares), max_tokens)
+    chosen = WindowBudget().choose(owners, probabilities, len(shares), max_tokens=max_tokens)
     assert chosen.sum() == min(max_tokens, len(owners))
     if 0 < chosen.sum() < len(owners):
         assert probabilities[chosen].min() >= probabilities[~chosen].max()
