@@ -48,8 +48,8 @@ class Entry:
     ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
     ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
     its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
-    whose KV these have in the machine's pool; ``position``: in the order of all requests ever added; ``behind``:
-    whether probes run ahead of it.
+    whose KV these have in the machine's pool; ``kv_weights``: under which weights it was computed, where engines share
+    KV; ``position``: in the order of all requests ever added; ``behind``: whether probes run ahead of it.
     """
 
     id: str
@@ -64,6 +64,7 @@ class Entry:
     newest: int = -1
     kv: tuple[int, int] | None = None
     kv_tokens: int = 0
+    kv_weights: int = 0
     position: int = 0
     behind: bool = False
 
@@ -78,7 +79,9 @@ class Entry:
         return int(self.behind and not self.generated)
 
 
-SAVED = tuple(field.name for field in fields(Entry) if field.name not in ("kv_tokens", "position", "behind"))
+SAVED = tuple(
+    field.name for field in fields(Entry) if field.name not in ("kv_tokens", "kv_weights", "position", "behind")
+)
 """Fields of an entry in the state of a buffer"""
 
 
@@ -107,6 +110,8 @@ class RequestBuffer:
 
     def __init__(self, num_probes: int = 0, pool: PoolRouting | None = None) -> None:
         self._num_probes, self._pool = num_probes, pool
+        self._weights = 0
+        """How often the weights have changed"""
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
@@ -152,6 +157,10 @@ class RequestBuffer:
         for engine, entries in by_engine.items():
             self._start(engine, entries)
         return by_engine
+
+    def observe_new_weights(self) -> None:
+        """Records that engines which share KV free all of it, because their weights are new."""
+        self._weights += 1
 
     def take_left_kv(self) -> dict[int, list[str]]:
         """Returns, by engine, the requests that were resumed elsewhere since the last call and left their KV there."""
@@ -272,7 +281,7 @@ class RequestBuffer:
         """Records where the KV of a request of this engine is now; what it has at another is left there."""
         if entry.kv and entry.kv[0] != engine:
             self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
-        entry.kv, entry.kv_tokens = kv, kv_tokens
+        entry.kv, entry.kv_tokens, entry.kv_weights = kv, kv_tokens, self._weights
 
     def _stop(self, engine: int, entries: Sequence[Entry], state: State) -> None:
         load = 0
@@ -291,6 +300,8 @@ class RequestBuffer:
             oldest_is_new = not suspended or (new and new[0].position < suspended[0][0])
             entry = new.popleft() if oldest_is_new else heapq.heappop(suspended)[1]
             if self.entries.get(entry.id) is entry:
+                if self._pool and entry.kv_weights != self._weights:
+                    entry.kv, entry.kv_tokens = None, 0
                 return entry
         return None
 
