@@ -258,6 +258,7 @@ class Admission:
         if not beside:
             yield from self.stop()
         yield Publish(self.ledger.version, beside)
+        self.buffer.observe_new_weights()
         self.stage = "fill"
         yield from self._admit(share.engines)
         yield from self._dispatch(share.engines, last=self._dispatches_once)

@@ -13,8 +13,9 @@ to one whose shard is being restarted. The latter is impossible if the node proc
     free    alive          removed once it has been free for ABANDONED_S: marked by one start of a queue, removed by
                            another, so no queue needs to live that long
 
-Folders of other users, and on shared disks of other hosts, are left alone. Everything here is readable by its owner
-only.
+Another folder of this kind (the engines' KV) is of no use to any other process, so its locks name the processes that
+hold them, and it is removed once all of these are dead. Folders of other users, and on shared disks of other hosts, are
+left alone. Everything here is readable by its owner only.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def test_kv_in_the_pool_is_used_from_where_it_is_or_freed_there(engines, most, r
     """Files that another engine reads: they are freed when the request leaves it"""
     held: dict[str, int] = {}
     for _ in range(60):
-        match random.choice(["add", "dispatch", "suspend", "suspend", "finish"]):
+        match random.choice(["add", "dispatch", "dispatch", "suspend", "suspend", "finish", "weights"]):
             case "add":
                 buffer.add(f"g{added}", [f"g{added}/{k}" for k in range(3)], 5, 100)
                 added += 1
@@ -34,11 +34,15 @@ def test_kv_in_the_pool_is_used_from_where_it_is_or_freed_there(engines, most, r
                     for entry in entries:
                         held[entry.id] = engine
                         home = files.get(entry.id)
+                        assert home is not None or not entry.kv_tokens, "KV of other weights is not asked for"
                         if home is not None and home != engine and entry.kv_tokens:
                             assert entry.kv_tokens >= PULL
                             used[entry.id] = files.pop(entry.id)
                         elif home == engine:
                             del files[entry.id]  # it takes its own back
+            case "weights" if random.random() < 0.3:
+                buffer.observe_new_weights()
+                files.clear()
             case "suspend" if held:
                 id = random.choice(sorted(held))
                 engine, tokens = held.pop(id), random.choice([0, 5, 20])
@@ -59,6 +63,7 @@ def test_kv_in_the_pool_is_used_from_where_it_is_or_freed_there(engines, most, r
                 assert left.pop(id) == engine, "by the engine that has written it, once"
         entries = buffer.entries
         assert all(entries[id].kv == (engine, 0) for id, engine in files.items())
+        assert all(entries[id].state == "waiting" for id in files)
         assert {*used} <= {*held}, "no file is left when its request has left the engine that has read it"
 
 

@@ -43,6 +43,19 @@ def test_chunks_behind_pooled_kv_are_bitwise_the_run_without_chunks(base, tmp_pa
 
 
 @pytest.mark.extended
+def test_engines_whose_cards_train_leave_their_kv_to_the_others(base, tmp_path):
+    before, spill = _pools(), tmp_path / "spill"
+    hybrid = ["fusion=hybrid", "stalesync.max_staleness=2", f"rollout.kv_spill={spill}"]
+    done = train(base, tmp_path, *OPTIONS, *POOL, *hybrid, "run.steps=6", "rollout.max_parked_kv_mib=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "run")
+    counts = {name: sum(row.get(f"rollout/kv_pool_{name}", 0) for row in rows) for name in ("pulls", "damaged")}
+    assert counts["pulls"] > 0 == counts["damaged"]
+    assert rows[-1]["distqueue/rows"] == 0
+    assert _pools() <= before and not [*spill.iterdir()]
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("victim", ["worker", "controller"])
 def test_a_killed_run_leaves_no_kv(base, start, tmp_path, victim):
     before = _pools()
