@@ -197,10 +197,15 @@ class Controller:
         return bool(generated or scored or num_chunks)
 
     def note_lost(self, now: bool = False) -> None:
-        """Reports the samples that the queue has lost; at most every `POLL_S` seconds, unless ``now``."""
+        """Reports the samples that the queue has lost, and records how many requests engines have; at most every
+        `POLL_S` seconds, unless ``now``."""
         if now or time.perf_counter() - self._lost_polled_s >= POLL_S:
             self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
             self._lost_polled_s = time.perf_counter()
+            counts = [self.admission.buffer.num_running_on(engine) for engine in self.admission.running]
+            if counts:
+                self.step_metrics.metrics.add("rollout/in_flight_max", max(counts))
+                self.step_metrics.metrics.add("rollout/in_flight_min", min(counts))
 
     def await_samples(self) -> None:
         """Waits for samples, and checks the health of the cards."""
@@ -280,6 +285,7 @@ class Controller:
         self._num_tokens = sum([sample.prompt_tokens + sample.response_tokens for sample in samples])
         metrics.add("rollout/engines", len(self.desk.share.engines))
         metrics.add("rollout/suspended_total", 0)
+        metrics.update(self.admission.buffer.take_metrics())
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
         if self._kv_tokens is not None:
             self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)

@@ -58,7 +58,7 @@ class Entry:
     its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
     whose KV these have in the machine's pool; ``position``: in the order
     of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
-    ``reserved``: KV tokens that it occupies of the bound of its engine.
+    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine.
     """
 
     id: str
@@ -76,6 +76,7 @@ class Entry:
     newest: int = -1
     kv: tuple[int, int] | None = None
     kv_tokens: int = 0
+    last_engine: int | None = None
     reserved: int = 0
 
     @property
@@ -89,7 +90,7 @@ class Entry:
         return int(self.behind and not self.generated)
 
 
-NOT_SAVED = ("position", "member", "behind", "kv_tokens", "reserved")
+NOT_SAVED = ("position", "member", "behind", "kv_tokens", "last_engine", "reserved")
 SAVED = tuple(field.name for field in fields(Entry) if field.name not in NOT_SAVED)
 """Fields of an entry in the state of a buffer"""
 
@@ -141,6 +142,8 @@ class RequestBuffer:
         """Engine → requests that it has; `_running_load` their tokens, `_reserved` what they occupy of its bound"""
         self._running_load: Counter[int] = Counter()
         self._reserved: Counter[int] = Counter()
+        self._migrated = 0
+        """Requests with tokens that were dispatched to another engine than the last one, since `take_metrics`"""
 
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
         """Adds a group of requests, which wait from now on."""
@@ -198,6 +201,15 @@ class RequestBuffer:
         left, self._left_kv = self._left_kv, {}
         return left
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the number of requests that have continued on another engine since the last call and, with an order
+        that estimates lengths, the mean relative error of the estimates for the responses that have finished."""
+        migrated, self._migrated = self._migrated, 0
+        metrics = {"rollout/migrations_total": float(migrated)}
+        if errors := self._waiting.take_errors():
+            metrics["rollout/length_error_mean"] = sum(errors) / len(errors)
+        return metrics
+
     def suspend(
         self,
         engine: int,
@@ -226,6 +238,7 @@ class RequestBuffer:
         self._count["waiting"] += 1
         entry.state = "waiting"
         entry.generated, entry.earlier = generated, earlier
+        entry.last_engine = engine
         self._locate_kv(entry, engine, None if kv_rank is None else (engine, kv_rank), kv_tokens)
         if versions is not None:
             entry.oldest, entry.newest = versions
@@ -248,7 +261,7 @@ class RequestBuffer:
             group.num_unfinished -= 1
             if not group.num_unfinished:
                 groups.append(entry.group)
-            elif self._order != "fifo":
+            if self._order != "fifo":
                 waiting = [one for one in group.members if one.state == "waiting"]
                 self._waiting.observe_finished(entry.group, num_tokens, waiting)
         self._count["running"] -= len(generated)
@@ -321,6 +334,8 @@ class RequestBuffer:
             load += entry.prompt_tokens + entry.generated
             reserved += entry.reserved
             entry.state, entry.engine = "running", engine
+            if entry.generated and entry.last_engine != engine:
+                self._migrated += 1
             if entry.kv and entry.kv[0] != engine and not (self._pool and self._pool.pulls(entry.kv_tokens)):
                 self._locate_kv(entry, engine)
         self._count["waiting"] -= len(entries)

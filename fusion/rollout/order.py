@@ -137,6 +137,10 @@ class WaitingRequests(Protocol):
     def discard(self, group: str, waiting: Sequence[Entry]) -> None:
         """Forgets a group, and its requests that still wait."""
 
+    def take_errors(self) -> list[float]:
+        """Returns the relative error of the estimate of each response that has finished since the last call, where
+        there was one."""
+
 
 def make_waiting(order: str) -> WaitingRequests:
     """Creates an empty line of requests. ``order``: a key of `ORDERS`."""
@@ -183,6 +187,9 @@ class FifoRequests:
             self._discarded.remove(request.id)
         return None
 
+    def take_errors(self) -> list[float]:
+        return []
+
     def take_all(self) -> list[Entry]:
         if self._returned or self._discarded:
             return list(iter(self.take, None))
@@ -207,9 +214,14 @@ class RankedRequests:
         """Group → number of takes when one of its requests was last taken"""
         self._taken = 0
         """Number of requests ever taken"""
+        self._errors: list[float] = []
 
     def __len__(self) -> int:
         return len(self._by_rank)
+
+    def take_errors(self) -> list[float]:
+        errors, self._errors = self._errors, []
+        return errors
 
     def add_group(self, group: str, lengths: Lengths) -> None:
         self._lengths[group] = lengths
@@ -240,6 +252,9 @@ class RankedRequests:
 
     def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
         lengths = self._lengths[group]
+        if self._knows_siblings and (lengths.earlier or lengths.finished):
+            estimate = lengths.longest if self._by_service is not None else lengths.mean
+            self._errors.append(abs(estimate - tokens) / max(1, tokens))
         lengths.finished.append(tokens)
         if self._knows_siblings:
             for request in waiting:
