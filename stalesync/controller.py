@@ -46,11 +46,8 @@ from stalesync.sample_metrics import add_sample_metrics, add_staleness_metrics
 from stalesync.samples import Sample
 from stalesync.scoring import Scorer
 from stalesync.step_metrics import StepMetrics
+from stalesync.tail import TAIL
 from stalesync.update import TRAIN, Updater
-
-TAIL = 0.1
-"""Generation's tail (`timing_s/gen_tail`): the time in which at most this fraction of a step's samples is still being
-generated"""
 
 POLL_S = 0.5
 """Interval at which the controller checks the health of the cards while it waits for samples."""

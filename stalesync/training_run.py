@@ -18,7 +18,8 @@ from fusion.colocate import Worker, WorkerSpec
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
-from stalesync.admission import MAX_REFILLS, Admission, AdmissionSpec
+from stalesync.admission import Admission
+from stalesync.admission_spec import admission_spec
 from stalesync.cards import Cards
 from stalesync.commands import Publish, SwitchToTrain
 from stalesync.config import Config
@@ -272,22 +273,3 @@ class TrainingRun:
         if num_skipped := self.source.metrics().get("data/skipped_prompts", 0):
             lines.append(f"{num_skipped:.0f} prompts were longer than data.max_prompt_length")
         return lines
-
-
-def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool) -> AdmissionSpec:
-    """Returns the settings that the decisions of a run depend on."""
-    sharing = {*spec.deployment.shared}
-    return AdmissionSpec(
-        group_size=config.algorithm.group_size,
-        num_engines=len(spec.engines),
-        shared_engines=frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks}),
-        engine_slots=spec.rollout.max_seqs * spec.infer_of_one_engine.dp,
-        max_response_tokens=spec.rollout.sampling().max_tokens,
-        max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
-        ahead=spec.ahead,
-        scores_beside=scores_beside,
-        keeps_kv=spec.rollout.keeps_kv,
-        num_probes=spec.rollout.num_probes,
-        chunks=spec.rollout.chunk_tokens is not None,
-        filters=filters,
-    )

@@ -12,6 +12,7 @@ keep their lengths when a run is repeated with another schedule, cards or stalen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from statistics import NormalDist
@@ -28,11 +29,16 @@ STREAMS = {"prompt": 16, "within": 17, "runaway": 18}
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Draws response lengths. ``median``, ``cap``: the median and the maximum length in tokens."""
+    """Draws response lengths. ``median``, ``cap``: the median and the maximum length in tokens; ``sigma_prompt``,
+    ``sigma_within``: standard deviations of the logarithm between prompts and within a group; ``runaway``: share of
+    responses that reach the cap."""
 
     seed: int
     median: float
     cap: int
+    sigma_prompt: float = SIGMA_PROMPT
+    sigma_within: float = SIGMA_WITHIN
+    runaway: float = RUNAWAY
 
     def __call__(self, prompt_id: str, member: int) -> int:
         """Returns the number of tokens of the response of a group member: 1 … cap."""
@@ -40,21 +46,31 @@ class ForcedLengths:
 
     def of_members(self, prompt_id: str, members: range) -> list[int]:
         """Returns the lengths of several members of a group."""
-        key, numbers = request_key(prompt_id), np.array(members)
-        (prompt,) = self._normals("prompt", key, np.zeros(1, np.int64))
-        within, runaway = self._normals("within", key, numbers), self._uniforms("runaway", key, numbers)
+        return self.of_groups([prompt_id], members)[0]
+
+    def of_groups(self, prompt_ids: Sequence[str], members: range) -> list[list[int]]:
+        """Returns the lengths of several members of each group."""
+        keys = np.array([request_key(id) for id in prompt_ids], np.uint64)
+        size = len(members)
+        prompts = self._normals("prompt", keys, np.zeros(len(keys), np.int64))
+        each, numbers = np.repeat(keys, size), np.tile(np.array(members, np.int64), len(keys))
+        within, chances = self._normals("within", each, numbers), self._uniforms("runaway", each, numbers)
         return [
-            self.cap if chance < RUNAWAY else self._length(SIGMA_PROMPT * prompt + SIGMA_WITHIN * own)
-            for own, chance in zip(within, runaway, strict=True)
+            [
+                self.cap
+                if chance < self.runaway
+                else self._length(self.sigma_prompt * prompt + self.sigma_within * own)
+                for own, chance in zip(within[start : start + size], chances[start : start + size], strict=True)
+            ]
+            for start, prompt in zip(range(0, len(each), size), prompts, strict=True)
         ]
 
     def _length(self, spread: float) -> int:
         return max(1, min(self.cap, round(self.median * exp(spread))))
 
-    def _uniforms(self, purpose: str, key: int, members: np.ndarray) -> list[float]:
-        keys = np.full(len(members), key, np.uint64)
+    def _uniforms(self, purpose: str, keys: np.ndarray, members: np.ndarray) -> list[float]:
         return uniforms(self.seed, keys, members, stream=STREAMS[purpose]).tolist()
 
-    def _normals(self, purpose: str, key: int, members: np.ndarray) -> list[float]:
+    def _normals(self, purpose: str, keys: np.ndarray, members: np.ndarray) -> list[float]:
         draw = NormalDist().inv_cdf
-        return [draw(one * (1 - 2.0**-52) + 2.0**-54) for one in self._uniforms(purpose, key, members)]
+        return [draw(one * (1 - 2.0**-52) + 2.0**-54) for one in self._uniforms(purpose, keys, members)]
