@@ -236,7 +236,7 @@ class Controller:
         if has_lost:
             self.note_lost(now=True)
         lost = self.groups.untrained(groups)
-        self.groups.log_trained(trained, lost)
+        self.groups.log_trained(groups, lost)
         bound = self.config.stalesync.max_staleness
         add_staleness_metrics(metrics, groups, version=ledger.version, max_staleness=bound)
         self.admission.observe_trained(trained, lost)
