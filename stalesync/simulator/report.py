@@ -94,11 +94,11 @@ def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
 
 
 def _table(outcomes: Mapping[Case, Outcome]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("fusion")
     for name in ("staleness", "supernodes", "tokens/s", "linearity", "utilisation", "of bound", "bound tokens/s"):
         table.add_column(name, justify="right")
-    for name in ("step s", "tail s", "train s", "switch s", "controller s"):
+    for name in ("step s", "tail s", "train s", "switch s", "control s"):
         table.add_column(name, justify="right")
     for case, outcome in outcomes.items():
         share = linearity(outcomes, case)
@@ -118,19 +118,25 @@ def _table(outcomes: Mapping[Case, Outcome]) -> Table:
 
 
 def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="lost share of the cards' time", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        title="lost share of the cards' time, and what is sent between supernodes in a step",
+        title_justify="left",
+    )
     for name in ("fusion", "staleness", "supernodes"):
         table.add_column(name)
     for kind in LOSSES:
         table.add_column(kind, justify="right")
-    for name in ("GB between supernodes: weights", "gradients", "limits speed", "limits linearity"):
+    for name in ("weights", "gradients", "limits speed", "limits linearity"):
         table.add_column(name, justify="right")
     for case, outcome in outcomes.items():
         table.add_row(
             case.deployment,
             str(case.max_staleness),
             str(case.supernodes),
-            *(f"{outcome.lost[kind]:.1%}" for kind in LOSSES),
+            *(f"{max(0.0, outcome.lost[kind]):.1%}" for kind in LOSSES),
             f"{outcome.weights_network_gb:,.0f}",
             f"{outcome.gradients_network_gb:,.0f}",
             outcome.limit,
