@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,17 @@ class _Axes:
         most = max(outcome.tokens_per_s for outcome in outcomes.values())
         ideal = [outcome.tokens_per_s * last / case.supernodes for case, outcome in outcomes.items()]
         self.most = max(most, *ideal)
-        self.ticks = [self.most * part / 5 for part in range(6)]
+        tick = _round_below(self.most / 4)
+        self.ticks = [tick * number for number in range(int(self.most / tick) + 1)]
 
     def x(self, supernodes: int) -> float:
         return LEFT + (supernodes - self._first) / self._span * (WIDTH - RIGHT - LEFT)
 
     def y(self, tokens_per_s: float) -> float:
         return HEIGHT - BOTTOM - tokens_per_s / self.most * (HEIGHT - TOP - BOTTOM)
+
+
+def _round_below(value: float) -> float:
+    """Returns the largest of 1, 2 and 5 times a power of ten that is at most ``value``."""
+    power = 10.0 ** floor(log10(value))
+    return max(power * factor for factor in (1, 2, 5) if power * factor <= value)

@@ -118,13 +118,8 @@ def _table(outcomes: Mapping[Case, Outcome]) -> Table:
 
 
 def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1),
-        title="lost share of the cards' time, and what is sent between supernodes in a step",
-        title_justify="left",
-    )
+    title = "lost share of the cards' time, and GB sent between supernodes in a step"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     for name in ("fusion", "staleness", "supernodes"):
         table.add_column(name)
     for kind in LOSSES:
