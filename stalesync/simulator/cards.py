@@ -18,7 +18,8 @@ from fusion.rollout import SuspendedSample
 from fusion.training.division import split_groups, split_over_ranks
 from stalesync.commands import DispatchedRequest
 from stalesync.simulator.clock import Clock
-from stalesync.simulator.engine import Listener, RequestSize, SimulatedEngine
+from stalesync.simulator.engine import SimulatedEngine
+from stalesync.simulator.engine_spec import Listener, RequestSize
 from stalesync.simulator.setup import SimulationSetup
 
 

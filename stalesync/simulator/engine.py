@@ -17,52 +17,19 @@ Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whate
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from fusion.costmodel.pace import EngineCost
 from fusion.inference.placement import place
 from fusion.rollout import SuspendedSample
 from stalesync.commands import DispatchedRequest
 from stalesync.simulator.clock import Clock
-from stalesync.simulator.jump import Jump
-from stalesync.simulator.overheads import MAX_PENDING, MAX_PENDING_S
-from stalesync.simulator.rank import Plan, Rank, RankLimits
-from stalesync.simulator.rank import Sequence as EngineSequence
-
-
-@dataclass(frozen=True)
-class RequestSize:
-    """Tokens of a request: of its prompt, of its response so far, and at its end."""
-
-    prompt_tokens: int
-    generated: int
-    response_tokens: int
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
-    parked; ``adopt_s``: pause for new weights."""
-
-    cost: EngineCost
-    num_ranks: int
-    limits: RankLimits
-    chunk_tokens: int | None = None
-    keeps_kv: bool = False
-    adopt_s: float = 0.0
-
-
-@dataclass
-class Listener:
-    """Whom an engine reports to. ``samples``: response tokens by id; ``chunks``: requests at the end of a chunk;
-    ``stopped``: unfinished requests."""
-
-    samples: Callable[[int, Mapping[str, int]], None]
-    chunks: Callable[[int, Sequence[SuspendedSample]], None]
-    stopped: Callable[[int, Sequence[SuspendedSample]], None]
+from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
+from stalesync.simulator.jump import Jump, RankLines
+from stalesync.simulator.outbox import Outbox
+from stalesync.simulator.rank import Rank
+from stalesync.simulator.sequence import Plan
+from stalesync.simulator.sequence import Sequence as EngineSequence
 
 
 @dataclass
@@ -112,13 +79,8 @@ class SimulatedEngine:
         """Ranks whose running sequences do not all fit the KV cache at their ends"""
         self._parked: dict[str, tuple[int, int]] = {}
         """Request → rank and tokens of its KV on the host"""
-        self._finished: dict[str, int] = {}
-        """Samples that were not reported yet"""
-        self._reported_s = 0.0
-        self._report_due = False
-        self._lines: dict[int, list[tuple[float, float]]] = {}
-        width = len(self._lines_of(1)) * spec.num_ranks
-        self._fixed, self._growth = np.zeros(width), np.zeros(width)
+        self._outbox = Outbox(clock, self._end_of_step, lambda samples: listener.samples(number, samples))
+        self._lines = RankLines(spec.cost, spec.num_ranks)
 
     # Orders
 
@@ -130,10 +92,9 @@ class SimulatedEngine:
         self.ranks = [Rank(self.spec.limits) for _ in range(self.spec.num_ranks)]
         self.step, self._ends, self._num_unfinished = 0, [], 0
         self._preparing, self._overcommitted = set(), set()
-        self._fixed[:] = 0.0
-        self._growth[:] = 0.0
+        self._lines.clear()
         self._orders = _Orders(submit=list(requests))
-        self._reported_s = max(time, self.clock.now)
+        self._outbox.open(max(time, self.clock.now))
         self._schedule(time, self._next)
 
     def submit(self, requests: Sequence[DispatchedRequest]) -> None:
@@ -185,7 +146,7 @@ class SimulatedEngine:
         if self._apply_orders():
             return
         if not self._num_unfinished:
-            self._report()
+            self._outbox.send()
             if self._stay:
                 self._idle = True
             else:
@@ -249,7 +210,7 @@ class SimulatedEngine:
 
     def _prefill(self, plans: dict[int, Plan]) -> None:
         """Begins a step in which ranks prefill."""
-        seconds = float((self._fixed + self._growth * self.step).max())
+        seconds = self._lines.seconds(self.step)
         for number, plan in plans.items():
             copy_s = self.spec.cost.back_s(plan.restored * self.spec.limits.block_size) if plan.restored else 0.0
             self.kv_copy_s += copy_s
@@ -286,7 +247,7 @@ class SimulatedEngine:
 
     def _decode(self, count: int) -> None:
         """Begins a jump over steps in which every rank only decodes."""
-        jump = self._jump = Jump(self.clock.now, self.step, count, self._fixed, self._growth)
+        jump = self._jump = self._lines.jump(self.clock.now, self.step, count)
         self._schedule(self.clock.now + jump.seconds, lambda: self._end_jump(jump, count))
 
     def _end_jump(self, jump: Jump, steps: int) -> None:
@@ -306,7 +267,7 @@ class SimulatedEngine:
             rank.leave(seq, self.step)
             self._num_unfinished -= 1
             if seq.complete:
-                self._finished[seq.request.id] = seq.limit - seq.prompt_tokens
+                self._outbox.add(seq.request.id, seq.limit - seq.prompt_tokens)
             else:
                 if not self._park(seq):
                     rank.keep_cached(seq, self.step)
@@ -316,9 +277,13 @@ class SimulatedEngine:
                 self._preparing.add(seq.rank)
         if chunks:
             self._listener.chunks(self.number, chunks)
-        if self._finished:
-            self._report_if_due()
+        self._outbox.send_if_due()
         self._next()
+
+    def _end_of_step(self) -> float:
+        """Returns the time at which the current step ends; now, where no step only decodes."""
+        jump, now = self._jump, self.clock.now
+        return now if jump is None else jump.time_of(jump.boundary(now))
 
     @staticmethod
     def _void(entry: tuple[int, int, EngineSequence]) -> bool:
@@ -326,46 +291,15 @@ class SimulatedEngine:
 
     def _refresh(self, number: int) -> None:
         """Updates the lines of a rank whose decoding sequences have changed."""
-        rank, count = self.ranks[number], self.spec.num_ranks
-        for row, (fixed, slope) in enumerate(self._lines_of(rank.decoding)):
-            self._fixed[row * count + number] = fixed + slope * rank.offset
-            self._growth[row * count + number] = slope * rank.decoding
+        rank = self.ranks[number]
+        self._lines.set(number, decoding=rank.decoding, offset=rank.offset)
         (self._overcommitted.add if rank.overcommitted else self._overcommitted.discard)(number)
 
-    def _lines_of(self, decoding: int) -> list[tuple[float, float]]:
-        lines = self._lines.get(decoding)
-        if lines is None:
-            lines = self.spec.cost.decode_lines(max(1, decoding))
-            lines = self._lines[decoding] = lines if decoding else [(0.0, 0.0)] * len(lines)
-        return lines
-
-    # Reports
-
-    def _report_if_due(self) -> None:
-        """Reports finished samples, or arranges that they are reported when they have waited long enough."""
-        due_s = self._reported_s + MAX_PENDING_S
-        if len(self._finished) >= MAX_PENDING or self.clock.now > due_s:
-            self._report()
-        elif not self._report_due:
-            self._report_due = True
-            self.clock.at(due_s, self._report_at_boundary)
-
-    def _report_at_boundary(self) -> None:
-        jump, self._report_due = self._jump, False
-        if jump is None:
-            self._report()
-        elif self._finished:
-            self.clock.at(jump.time_of(jump.boundary(self.clock.now)), self._report)
-
-    def _report(self) -> None:
-        if self._finished:
-            finished, self._finished = self._finished, {}
-            self._reported_s = self.clock.now
-            self._listener.samples(self.number, finished)
+    # The end of a stage
 
     def _stop(self) -> None:
         """Ends the stage: reports samples and unfinished requests."""
-        self._report()
+        self._outbox.send()
         suspended, copied = [], [0] * len(self.ranks)
         for number, rank in enumerate(self.ranks):
             for seq in list(rank.running):

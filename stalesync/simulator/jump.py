@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from fusion.costmodel.pace import EngineCost
+
 Array = np.ndarray[Any, Any]
 
 
@@ -110,3 +112,40 @@ def _steps_until(piece: Piece, seconds: float) -> int:
     while steps and piece.seconds(steps - 1) >= seconds:
         steps -= 1
     return steps
+
+
+class RankLines:
+    """Keeps the lines of all ranks of an engine: a column for each rank, which changes when its sequences do."""
+
+    def __init__(self, cost: EngineCost, num_ranks: int) -> None:
+        self._cost, self._num_ranks = cost, num_ranks
+        self._by_decoding: dict[int, list[tuple[float, float]]] = {}
+        width = len(self._lines(1)) * num_ranks
+        self._fixed, self._growth = np.zeros(width), np.zeros(width)
+
+    def clear(self) -> None:
+        """Empties all ranks: they decode nothing."""
+        self._fixed[:] = 0.0
+        self._growth[:] = 0.0
+
+    def set(self, rank: int, *, decoding: int, offset: int) -> None:
+        """Sets what a rank decodes: ``decoding`` sequences, the sum of whose contexts in step k is ``offset`` + k x
+        ``decoding``."""
+        for row, (fixed, slope) in enumerate(self._lines(decoding)):
+            self._fixed[row * self._num_ranks + rank] = fixed + slope * offset
+            self._growth[row * self._num_ranks + rank] = slope * decoding
+
+    def seconds(self, step: int) -> float:
+        """Returns the seconds of a step in which all ranks decode."""
+        return float((self._fixed + self._growth * step).max())
+
+    def jump(self, begins_s: float, first: int, count: int) -> Jump:
+        """Returns ``count`` such steps from number ``first`` on."""
+        return Jump(begins_s, first, count, self._fixed, self._growth)
+
+    def _lines(self, decoding: int) -> list[tuple[float, float]]:
+        lines = self._by_decoding.get(decoding)
+        if lines is None:
+            lines = self._cost.decode_lines(max(1, decoding))
+            lines = self._by_decoding[decoding] = lines if decoding else [(0.0, 0.0)] * len(lines)
+        return lines

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_PENDING, MAX_PENDING_S = 64, 0.2
-"""As in `fusion/rollout/engine_stage.py`: the number of finished samples that a card collects before it puts them to
-the queue, and the seconds that one waits for others"""
-
 
 @dataclass(frozen=True)
 class Overheads:

@@ -30,7 +30,7 @@ from stalesync.commands import (
 from stalesync.garbage import collecting_seldom
 from stalesync.simulator.cards import Message, SimulatedCards
 from stalesync.simulator.clock import Clock
-from stalesync.simulator.engine import RequestSize
+from stalesync.simulator.engine_spec import RequestSize
 from stalesync.simulator.lengths import Lengths, SimulatedPrompt
 from stalesync.simulator.record import Decision, StepRecord, Totals
 from stalesync.simulator.setup import SimulationSetup

@@ -17,9 +17,9 @@ from fusion.model import Parallel
 from stalesync.admission import AdmissionSpec
 from stalesync.admission_spec import admission_spec
 from stalesync.config import Config
-from stalesync.simulator.engine import EngineSpec
+from stalesync.simulator.engine_spec import EngineSpec
 from stalesync.simulator.overheads import Overheads
-from stalesync.simulator.rank import RankLimits
+from stalesync.simulator.sequence import RankLimits
 
 
 @dataclass(frozen=True)

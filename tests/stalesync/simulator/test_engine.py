@@ -18,9 +18,10 @@ from fusion.inference.sequence import Sequence
 from fusion.model import Parallel
 from stalesync.commands import DispatchedRequest
 from stalesync.simulator.clock import Clock
-from stalesync.simulator.engine import EngineSpec, Listener, RequestSize, SimulatedEngine
-from stalesync.simulator.overheads import MAX_PENDING, MAX_PENDING_S
-from stalesync.simulator.rank import RankLimits
+from stalesync.simulator.engine import SimulatedEngine
+from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
+from stalesync.simulator.outbox import MAX_PENDING, MAX_PENDING_S
+from stalesync.simulator.sequence import RankLimits
 from tests.stalesync.simulator.configs import engine_cost
 
 COST = engine_cost(layout=Parallel(4, ep=4), scale=2)
