@@ -19,7 +19,7 @@ LOSSES = {
     "underfilled": "engines decode in batches that are not full, as in the tail, or prefill again",
     "waiting": "cards have no work: they wait for other engines, for the other side, or for samples",
     "switch": "switches, adoption of weights, KV copies",
-    "training": "bubbles, uneven replicas, gradients between supernodes",
+    "training": "bubbles, uneven replicas, gradients between supernodes, the reference's pass",
     "controller": "cards wait until the controller has called them all",
 }
 """Kind of lost time → what it is"""

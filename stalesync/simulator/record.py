@@ -45,8 +45,8 @@ class Totals:
     """Totals of a run, in seconds of the run; card-seconds are summed over cards.
 
     ``generating_card_s``: of the steps of engines; ``switching_card_s``: of switches and adoptions;
-    ``training_card_s``: of training; ``queue_busy_s``: of the queue's actor; ``done``: the work that was done, that of
-    samples which are not trained yet included.
+    ``training_card_s``: of training; ``queue_busy_s``: of the queue's actor; ``done``: the work of all trained samples;
+    its decodes are all that were done, also of samples that are not trained yet.
     """
 
     generating_card_s: float
