@@ -46,11 +46,8 @@ from stalesync.sample_metrics import add_sample_metrics, add_staleness_metrics
 from stalesync.samples import Sample
 from stalesync.scoring import Scorer
 from stalesync.step_metrics import StepMetrics
+from stalesync.tail import TAIL
 from stalesync.update import TRAIN, Updater
-
-TAIL = 0.1
-"""Generation's tail (`timing_s/gen_tail`): the time in which at most this fraction of a step's samples is still being
-generated"""
 
 POLL_S = 0.5
 """Interval at which the controller checks the health of the cards while it waits for samples."""
@@ -246,7 +243,7 @@ class Controller:
         if has_lost:
             self.note_lost(now=True)
         lost = self.groups.untrained(groups)
-        self.groups.log_trained(trained, lost)
+        self.groups.log_trained(groups, lost)
         bound = self.config.stalesync.max_staleness
         add_staleness_metrics(metrics, groups, version=ledger.version, max_staleness=bound)
         self.admission.observe_trained(trained, lost)

@@ -94,12 +94,14 @@ class Groups:
             if all(member.outcome.error or member.id in self.lost for member in members)
         ]
 
-    def log_trained(self, groups: Sequence[str], lost: Iterable[str]) -> None:
-        """Records how the groups that were passed to training ended; ``lost``: those of which no sample was left."""
+    def log_trained(self, groups: Mapping[str, Sequence[Sample]], lost: Iterable[str]) -> None:
+        """Records how the groups that were passed to training ended, and the lengths of their samples in order of ids;
+        ``lost``: those of which no sample was left."""
         untrained, ledger = set(lost), self.admission.ledger
         outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
         for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
-            self.folder.log_groups(self.step, [group for _, group in run], ended, lag=lag)
+            tokens = {group: _tokens(groups[group]) for _, group in run}
+            self.folder.log_groups(self.step, tokens, ended, lag=lag, tokens=tokens)
 
     def _record(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
         response_tokens = {sample.id: sample.response_tokens for sample in generated}
@@ -166,3 +168,7 @@ class Groups:
         del self.prompts[group]
         self._discarded.setdefault(reason, []).extend(member.id for member in members)
         self._ended += members
+
+
+def _tokens(members: Sequence[Sample]) -> dict[str, Any]:
+    return {"prompt_tokens": members[0].prompt_tokens, "response_tokens": [one.response_tokens for one in members]}

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
-from fusion.rollout import PoolRouting
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
-from stalesync.admission import MAX_REFILLS, Admission, AdmissionSpec
+from stalesync.admission import Admission
+from stalesync.admission_spec import admission_spec
 from stalesync.cards import Cards
 from stalesync.commands import Publish, SwitchToTrain
 from stalesync.config import Config
@@ -32,7 +32,6 @@ from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
-from stalesync.prompts.lengths import ForcedLengths
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
 from stalesync.scoring import Scorer
@@ -281,32 +280,3 @@ class TrainingRun:
         if num_skipped := self.source.metrics().get("data/skipped_prompts", 0):
             lines.append(f"{num_skipped:.0f} prompts were longer than data.max_prompt_length")
         return lines
-
-
-def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool) -> AdmissionSpec:
-    """Returns the settings that the decisions of a run depend on."""
-    sharing = {*spec.deployment.shared}
-    return AdmissionSpec(
-        group_size=config.algorithm.group_size,
-        num_engines=len(spec.engines),
-        shared_engines=frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks}),
-        engine_slots=spec.rollout.max_seqs * spec.infer_of_one_engine.dp,
-        max_response_tokens=spec.rollout.sampling().max_tokens,
-        max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
-        ahead=spec.ahead,
-        scores_beside=scores_beside,
-        keeps_kv=spec.rollout.keeps_kv or spec.rollout.pools_kv,
-        kv_pool=PoolRouting(spec.rollout.kv_spread, spec.rollout.kv_pull_tokens) if spec.rollout.pools_kv else None,
-        num_probes=spec.rollout.num_probes,
-        chunk_tokens=spec.rollout.max_chunk_tokens,
-        order=spec.rollout.order,
-        exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
-        filters=filters,
-    )
-
-
-def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
-    """Returns the function that gives the lengths of a group's responses where they are forced, for the order
-    `oracle`."""
-    lengths = ForcedLengths.of(spec.rollout, spec.seed)
-    return lambda group: () if lengths is None else lengths.of_members(group, range(group_size))

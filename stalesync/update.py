@@ -25,6 +25,7 @@ from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
+from fusion.training.division import split_groups
 from stalesync import in_flight
 from stalesync.cards import Cards
 from stalesync.samples import Sample, by_id
@@ -197,12 +198,12 @@ class Updater:
 
     def _minibatches(self, groups: Iterable[str], samples: list[Sample]) -> list[list[list[str]]]:
         """Returns sample ids by minibatch and replica."""
-        chunks = _split_groups(list(groups), self.spec.algorithm.minibatches)
+        chunks = split_groups(list(groups), self.spec.algorithm.minibatches)
         if len(chunks) == 1:
             return [_split_over_replicas(samples, self.spec.train.dp)]
         return [
             _split_over_replicas([sample for sample in samples if sample.prompt.id in chunk], self.spec.train.dp)
-            for chunk in chunks
+            for chunk in map(set, chunks)
         ]
 
     def _shares(self, samples: list[Sample]) -> list[list[str]]:
@@ -221,9 +222,3 @@ def _split_over_replicas(samples: list[Sample], num_replicas: int) -> list[list[
     tokens = [sample.prompt_tokens + sample.response_tokens for sample in samples]
     ids = [sample.id for sample in samples]
     return [[ids[index] for index in share] for share in split_over_ranks(tokens, num_replicas)]
-
-
-def _split_groups(groups: list[str], num_chunks: int) -> list[set[str]]:
-    """Splits ``groups`` into ``num_chunks`` runs of even size, or fewer if there are fewer groups."""
-    size = -(-len(groups) // num_chunks) if groups else 1
-    return [set(groups[start : start + size]) for start in range(0, len(groups), size)]

@@ -24,17 +24,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
 from fusion.costmodel.layouts import misfit
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.roofline import Roofline, Work, attention_pairs
+from fusion.costmodel.roofline import Line, Roofline, Work, attention_pairs
 from fusion.costmodel.setup import Setup, TrainingLimits
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.switch_time import adopt_s, to_infer, to_train
 from fusion.costmodel.traffic import switch_traffic
 from fusion.ep_switch.config import FusionConfig
+from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
 
@@ -111,6 +113,22 @@ class EngineLoad:
     drafts: tuple[tuple[int, int], ...] = ()
 
 
+class StepSums(NamedTuple):
+    """The sums of an `EngineLoad` without drafts, on which the seconds of the step depend, in tokens of the run.
+
+    ``decodes``, ``contexts``: sequences that decode, and the sum of their contexts; ``first_tokens``,
+    ``first_contexts``: the same of those whose prefill ends; ``prefill_tokens``, ``attended``: tokens of the pieces of
+    prompts, and their `attention_pairs`.
+    """
+
+    decodes: int
+    contexts: int
+    first_tokens: int = 0
+    first_contexts: int = 0
+    prefill_tokens: int = 0
+    attended: float = 0.0
+
+
 @dataclass(frozen=True)
 class EngineCost:
     """Cost of an engine's steps in a layout. ``full_batch``: sequences at which an attention rank decodes best."""
@@ -144,6 +162,42 @@ class EngineCost:
         else:
             prefill = roofline.prefill(tokens * scale, attended * scale).seconds
         return self._by_kind(decode.seconds, prefill) or {"decode": 0.0}, self._by_kind(ideal, prefill)
+
+    def step_s(self, sums: StepSums) -> float:
+        """Costs an attention rank's step from the sums of what it computes: as `__call__`, in total."""
+        scale = self.pace.token_scale
+        first = (scale - 1) / scale
+        batch = sums.decodes + sums.first_tokens * first
+        attended = sums.attended * scale
+        if not batch:
+            modelled_s = self.roofline.prefill(sums.prefill_tokens * scale, attended * scale).seconds
+            return self.pace.run_seconds(modelled_s)
+        kv_tokens = (sums.contexts + sums.first_contexts * first) * scale
+        lines = self.lines(batch + sums.prefill_tokens)
+        return self.pace.run_seconds(max(line(kv_tokens, attended) for line in lines) * scale)
+
+    def decode_lines(self, batch: int) -> list[tuple[float, float]]:
+        """Returns (seconds, seconds for each token of context) of lines whose maximum is the cost of a step that
+        decodes ``batch`` sequences."""
+        scale = self.pace.token_scale
+        return [
+            (
+                self.pace.run_seconds(line.fixed * scale),
+                self.pace.run_seconds((line.per_pair + line.per_kv) * scale * scale),
+            )
+            for line in self.lines(batch)
+        ]
+
+    def lines(self, tokens: float) -> tuple[Line, ...]:
+        """Returns `Roofline.step_lines`, computed once for each number of tokens."""
+        lines = self._lines.get(tokens)
+        if lines is None:
+            lines = self._lines[tokens] = self.roofline.step_lines(tokens)
+        return lines
+
+    @cached_property
+    def _lines(self) -> dict[float, tuple[Line, ...]]:
+        return {}
 
     def out_s(self, kv_tokens: int) -> float:
         """Estimates the seconds in which a die copies the KV of this many tokens of the run to the host."""
@@ -212,6 +266,8 @@ class SwitchCost:
     """Seconds of loading the optimizer, which overlaps with training."""
     adopt_s: float
     """Seconds of an engine's pause to adopt weights that were received while it generated."""
+    network_bytes: float = 0.0
+    """Bytes that all dies receive from other supernodes (or nodes, where there are none) in a switch to generation."""
 
     @classmethod
     def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:
@@ -223,11 +279,13 @@ class SwitchCost:
         setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)
         here, there = setup.sides
         sizes, topology = estimate_memory(setup), pace.hardware.topology
-        away = to_infer(setup, switch_traffic(pace.shape, here, there, topology=topology), sizes)
+        moved = switch_traffic(pace.shape, here, there, topology=topology)
+        away = to_infer(setup, moved, sizes)
         back = to_train(setup, switch_traffic(pace.shape, there, here, topology=topology), sizes)
         return cls(
             infer_s=pace.run_seconds(away.seconds),
             train_s=pace.run_seconds(back.seconds),
             onload_s=pace.run_seconds(back.onload_s),
             adopt_s=pace.run_seconds(adopt_s(setup)),
+            network_bytes=float(moved.received[LEVELS.index("network")].sum()),
         )

@@ -14,8 +14,10 @@ all their tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.memory import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES, stage_weights
@@ -54,6 +56,18 @@ class Work:
             hbm_bytes=self.hbm_bytes * times,
             link_bytes=self.link_bytes * times,
         )
+
+
+class Line(NamedTuple):
+    """A bound of an engine step's seconds: ``fixed`` + ``per_pair`` x (KV tokens + attended pairs of prefill) +
+    ``per_kv`` x KV tokens."""
+
+    fixed: float
+    per_pair: float
+    per_kv: float
+
+    def __call__(self, kv_tokens: float, attended: float = 0.0) -> float:
+        return self.fixed + self.per_pair * (kv_tokens + attended) + self.per_kv * kv_tokens
 
 
 def attention_pairs(count: float, before: float = 0.0) -> float:
@@ -108,6 +122,26 @@ class Roofline:
             total += self._bound(flops, read, self.hardware.forward_reached.value)
             total += self._links(stage, tokens, passes=1)
         return total
+
+    def step_lines(self, tokens: float) -> tuple[Line, ...]:
+        """Returns lines whose maximum is the seconds of `engine_step` for this many tokens, decoded and prefilled: per
+        kind of stage one line for operations and one for HBM, summed over the stages in every combination."""
+        hardware = self.hardware
+        compute = 1 / (hardware.flops.value * hardware.forward_reached.value)
+        memory = 1 / hardware.hbm_bytes_per_s.value
+        fixed = self.exchanges * hardware.collective_s.value + self._launches
+        fixed += sum(self._links(stage, tokens, passes=1).seconds for stage in self._stages)
+        lines = [Line(fixed, 0.0, 0.0)]
+        for stage, count in Counter(self._stages).items():
+            flops = count * compute * self._flops(stage, tokens, 0.0)
+            read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
+            read = count * memory * (read + tokens * self._kv_bytes * stage.layers)
+            bounds = (
+                Line(flops, count * compute * self._pair_flops * stage.layers, 0.0),
+                Line(read, 0.0, count * memory * self._kv_bytes * stage.layers),
+            )
+            lines = [Line(*map(sum, zip(line, bound, strict=True))) for line in lines for bound in bounds]
+        return tuple(lines)
 
     def ideal_decode_s(self, sequences: float, kv_tokens: float, full: float) -> float:
         """Estimates the seconds of these sequences as their share of a decode step of ``full`` sequences with equally

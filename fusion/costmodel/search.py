@@ -156,14 +156,14 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
 def _deployments(setup: Setup) -> list[DeploymentEstimate]:
     """Ranks the deployments over the same dies, each with the best layouts for its cards; the fastest first."""
     world, node = setup.train.world, setup.hardware.topology.ranks_per_node
-    estimates = [_deployment(setup, "colocated", train_dies=world, infer_dies=world)]
+    estimates = [estimate_deployment(setup, "colocated", train_dies=world, infer_dies=world)]
     for dies in sorted({part // node * node for part in (world // 4, world // 2, 3 * world // 4)} - {0}):
-        estimates.append(_deployment(setup, "separate", train_dies=dies, infer_dies=world - dies))
-        estimates.append(_deployment(setup, "hybrid", train_dies=dies, infer_dies=world))
+        estimates.append(estimate_deployment(setup, "separate", train_dies=dies, infer_dies=world - dies))
+        estimates.append(estimate_deployment(setup, "hybrid", train_dies=dies, infer_dies=world))
     return sorted((deployment for deployment in estimates if deployment is not None), key=lambda d: d.step_s)
 
 
-def _deployment(setup: Setup, name: str, *, train_dies: int, infer_dies: int) -> DeploymentEstimate | None:
+def estimate_deployment(setup: Setup, name: str, *, train_dies: int, infer_dies: int) -> DeploymentEstimate | None:
     """Estimates a deployment with its best layouts; None if nothing fits. In `hybrid` no engine spans dies that train
     and dies that do not."""
     first = train_dies if name == "separate" else 0

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
-from fusion.inference.request import Request
+
+class Placeable(Protocol):
+    """The fields of `Request` that its place depends on."""
+
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def kv_rank(self) -> int | None: ...
 
 
-def place(loads: list[int], requests: Iterable[Request]) -> list[int]:
+def place(loads: list[int], requests: Iterable[Placeable]) -> list[int]:
     """Returns the attention rank of each new request: where its KV is parked, and siblings together, as long as the
     ranks stay balanced.
 

@@ -49,7 +49,7 @@ class Scheduler:
         self.blocks, self.max_seqs, self.max_batch_tokens = blocks, max_seqs, max_batch_tokens
         self.prefix_cache = prefix_cache
         self.version = version
-        self.waiting = WaitingLine()
+        self.waiting: WaitingLine[Sequence] = WaitingLine()
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefix_hit_tokens = 0

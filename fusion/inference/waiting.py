@@ -12,43 +12,57 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from fusion.inference.sequence import Sequence
+
+class Prioritized(Protocol):
+    """The field of `Request` that the order depends on."""
+
+    @property
+    def priority(self) -> int: ...
+
+
+class HasRequest(Protocol):
+    """A sequence, of whatever scheduler."""
+
+    @property
+    def request(self) -> Prioritized: ...
+
+
+Waiting = TypeVar("Waiting", bound=HasRequest)
 
 PREEMPTED = -1
 """Comes before every priority."""
 
 
-class WaitingLine:
+class WaitingLine(Generic[Waiting]):
     """Holds the waiting sequences in the order in which they are admitted."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self._heap: list[tuple[int, int, Waiting]] = []
         """(priority, place among equals, sequence)"""
         self._front = self._back = 0
         """Place of the last one preempted, and of the last one that came"""
 
-    def append(self, seq: Sequence) -> None:
+    def append(self, seq: Waiting) -> None:
         """Adds a sequence behind those of its priority."""
         self._back += 1
         heapq.heappush(self._heap, (seq.request.priority, self._back, seq))
 
-    def appendleft(self, seq: Sequence) -> None:
+    def appendleft(self, seq: Waiting) -> None:
         """Adds a preempted sequence in front of all."""
         self._front -= 1
         heapq.heappush(self._heap, (PREEMPTED, self._front, seq))
 
     @property
-    def first(self) -> Sequence:
+    def first(self) -> Waiting:
         return self._heap[0][2]
 
-    def popleft(self) -> Sequence:
+    def popleft(self) -> Waiting:
         """Takes out the first one."""
         return heapq.heappop(self._heap)[2]
 
-    def remove(self, chosen: Callable[[Sequence], bool]) -> list[Sequence]:
+    def remove(self, chosen: Callable[[Waiting], bool]) -> list[Waiting]:
         """Takes out the sequences for which ``chosen`` holds; returns them in order."""
         removed = [seq for seq in self if chosen(seq)]
         gone = set(map(id, removed))
@@ -56,7 +70,7 @@ class WaitingLine:
         heapq.heapify(self._heap)
         return removed
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Waiting]:
         return (seq for _, _, seq in sorted(self._heap, key=lambda one: one[:2]))
 
     def __len__(self) -> int:

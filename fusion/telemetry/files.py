@@ -50,13 +50,21 @@ class JsonLines:
         write_all(self._fd, "".join(lines).encode())
 
     def write_each(
-        self, before: Mapping[str, Any], field: str, values: Iterable[str], after: Mapping[str, Any]
+        self,
+        before: Mapping[str, Any],
+        field: str,
+        values: Iterable[str],
+        after: Mapping[str, Any],
+        own: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Append an object for each of the strings, by one system call: the fields ``before``, ``field`` with the
-        string, the fields ``after``; neither of these is empty. What the objects have in common is encoded once."""
+        string, the fields ``after``, and those of the string in ``own``; none of these is empty. What the objects have
+        in common is encoded once."""
         head = f"{ENCODER.encode(finite(before))[:-1]}, {ENCODER.encode(field)}: "
-        tail = f", {ENCODER.encode(finite(after))[1:]}\n"
-        write_all(self._fd, "".join([f"{head}{ENCODER.encode(value)}{tail}" for value in values]).encode())
+        tail = ENCODER.encode(finite(after))[1:-1]
+        more = {value: f", {ENCODER.encode(fields)[1:-1]}" for value, fields in (own or {}).items()}
+        lines = [f"{head}{ENCODER.encode(value)}, {tail}{more.get(value, '')}}}\n" for value in values]
+        write_all(self._fd, "".join(lines).encode())
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -4,7 +4,8 @@ runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object per step
             tensorboard/      the same figures as TensorBoard events
             samples.jsonl     a few samples of every step: step, prompt, response, reward
-            groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), lag
+            groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), and of
+                              trained ones lag, prompt_tokens, response_tokens
             control.jsonl     changes to generation during the run, and requests that were refused
             timeline.json     spans of every card; open it in https://ui.perfetto.dev
             checkpoints/      step-<n>: from which a run resumes
@@ -108,12 +109,24 @@ class RunFolder:
         for sample in _spaced(samples, self.samples_per_step):
             self._samples.write({"step": step, **describe(sample)})
 
-    def log_groups(self, step: int, groups: Iterable[str], ended: str, lag: int | None = None) -> None:
-        """Write how groups have ended; `lag`: policy versions between the admission and the training of each."""
+    def log_groups(
+        self,
+        step: int,
+        groups: Iterable[str],
+        ended: str,
+        lag: int | None = None,
+        tokens: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write how groups have ended.
+
+        Args:
+            lag: policy versions between the admission and the training of each.
+            tokens: group → `prompt_tokens` and `response_tokens`, a list.
+        """
         if self._groups is None:
             self._groups = JsonLines(self.path / "groups.jsonl")
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
-        self._groups.write_each({"step": step}, "group", groups, others)
+        self._groups.write_each({"step": step}, "group", groups, others, tokens)
 
     def log_spans(self, *spans: Iterable[Span]) -> None:
         """Add the spans of any cards to timeline.json."""

@@ -6,7 +6,8 @@
 
     config        TrainingConfig, AlgorithmConfig: the config groups `training` and `algorithm`
     interface     TrainEngine: the interface of a trainer as used by the other packages
-    batch         Sequences; split_over_ranks, plan_micro_batches: division over ranks and micro-batches, pure
+    batch         Sequences; plan_micro_batches: division over micro-batches, pure
+    division      split_over_ranks, split_groups: division over ranks and minibatches, pure
     pipeline      1F1B as programs of passes and messages, pure;    stage      Stage runs them
     logprobs      log-probability and entropy over a split vocabulary, one collective
     algorithms/   advantages and losses, one file each;             loss       input, output and functions of losses

@@ -1,10 +1,10 @@
 from .batch import Sequences as Sequences
 from .batch import plan_micro_batches as plan_micro_batches
-from .batch import split_over_ranks as split_over_ranks
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .config import AlgorithmConfig as AlgorithmConfig
 from .config import TrainingConfig as TrainingConfig
+from .division import split_over_ranks as split_over_ranks
 from .engine import EmbeddedTrainEngine as EmbeddedTrainEngine
 from .interface import TrainEngine as TrainEngine
 from .optimizer import ShardedAdamW as ShardedAdamW

@@ -1,6 +1,6 @@
-"""Pack sequences, and divide them over ranks and micro-batches.
+"""Pack sequences, and divide them over micro-batches.
 
-    samples ─ split_over_ranks ─► one data-parallel rank ─ plan_micro_batches ─► micro-batches of ≤ token_budget tokens
+    samples ─ `division` ─► one data-parallel rank ─ plan_micro_batches ─► micro-batches of ≤ token_budget tokens
     | prompt 0 | response 0 | prompt 1 | response 1 | …      tokens_N; every other column is aligned with the token it
     | 0 0 0 0 0 1 1 1 1 1 1 | 0 0 0 0 0 0 | 1 1 1 1 | …      belongs to, so a sample's columns stay aligned
 
@@ -8,14 +8,10 @@ Invariants of `plan_micro_batches`: every sequence is in exactly one micro-batch
 budget, or a single sequence that exceeds it; no two micro-batches would fit into one; lengths ascend inside a
 micro-batch (equal lengths share one attention call); the number of micro-batches is at most 3/2 of the minimum
 (best-fit decreasing; Simchi-Levi 1994).
-
-Invariants of `split_over_ranks`: every sequence is on exactly one rank; two ranks differ by at most the longest
-sequence; a rank has no sequence only if there are fewer sequences than ranks; indices stay in order inside a rank.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -271,24 +267,6 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
         if room - lengths[index] >= 0:
             insort(free, (room - lengths[index], target))
     return [sorted(members, key=lambda i: (lengths[i], i)) for members in bins]
-
-
-def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Returns the indices of the sequences of each rank, balanced by tokens (invariants above). Longest first, each to
-    the least loaded rank."""
-    if ranks == 1:
-        return [list(range(len(lengths)))]
-    # A rank's tokens, its number of sequences and its number, most significant first in one integer: a tuple of them
-    # would take several times as long to create and to compare.
-    one_sequence = ranks
-    one_token = one_sequence * (len(lengths) + 1)
-    heap = list(range(ranks))
-    split: list[list[int]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable: of equal ones the first
-        least_loaded = heap[0]
-        split[least_loaded % ranks].append(index)
-        heapq.heapreplace(heap, least_loaded + lengths[index] * one_token + one_sequence)
-    return [sorted(members) for members in split]
 
 
 def _tensors(rows: Sequence, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ due to its row, so that it comes back in every epoch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from statistics import NormalDist
@@ -51,22 +52,30 @@ class ForcedLengths:
 
     def of_members(self, prompt_id: str, members: range) -> list[int]:
         """Returns the lengths of several members of a group."""
-        key, numbers = request_key(prompt_id), np.array(members)
-        between, inside, runaway = self.spread
-        (prompt,) = self._normals("prompt", request_key(f"e0-{row_of(prompt_id)}"), np.zeros(1, np.int64))
-        within, chances = self._normals("within", key, numbers), self._uniforms("runaway", key, numbers)
+        return self.of_groups([prompt_id], members)[0]
+
+    def of_groups(self, prompt_ids: Sequence[str], members: range) -> list[list[int]]:
+        """Returns the lengths of several members of each group."""
+        keys = np.array([request_key(id) for id in prompt_ids], np.uint64)
+        rows = np.array([request_key(f"e0-{row_of(id)}") for id in prompt_ids], np.uint64)
+        size, (between, inside, runaway) = len(members), self.spread
+        prompts = self._normals("prompt", rows, np.zeros(len(keys), np.int64))
+        each, numbers = np.repeat(keys, size), np.tile(np.array(members, np.int64), len(keys))
+        within, chances = self._normals("within", each, numbers), self._uniforms("runaway", each, numbers)
         return [
-            self.cap if chance < runaway else self._length(between * prompt + inside * own)
-            for own, chance in zip(within, chances, strict=True)
+            [
+                self.cap if chance < runaway else self._length(between * prompt + inside * own)
+                for own, chance in zip(within[start : start + size], chances[start : start + size], strict=True)
+            ]
+            for start, prompt in zip(range(0, len(each), size), prompts, strict=True)
         ]
 
     def _length(self, spread: float) -> int:
         return max(1, min(self.cap, round(self.median * exp(spread))))
 
-    def _uniforms(self, purpose: str, key: int, members: np.ndarray) -> list[float]:
-        keys = np.full(len(members), key, np.uint64)
+    def _uniforms(self, purpose: str, keys: np.ndarray, members: np.ndarray) -> list[float]:
         return uniforms(self.seed, keys, members, stream=STREAMS[purpose]).tolist()
 
-    def _normals(self, purpose: str, key: int, members: np.ndarray) -> list[float]:
+    def _normals(self, purpose: str, keys: np.ndarray, members: np.ndarray) -> list[float]:
         draw = NormalDist().inv_cdf
-        return [draw(one * (1 - 2.0**-52) + 2.0**-54) for one in self._uniforms(purpose, key, members)]
+        return [draw(one * (1 - 2.0**-52) + 2.0**-54) for one in self._uniforms(purpose, keys, members)]

@@ -134,3 +134,14 @@ def test_the_published_run_takes_about_as_long_as_it_took():
     sequences = work.samples / (infer.world // infer.tp)
     step = generating.decode_step(sequences, sequences * (work.prompt + work.response / 2))
     assert work.longest * step.seconds == pytest.approx(373.65, rel=0.15)
+
+
+@pytest.mark.parametrize("model, layout", [("pangu_718b", Parallel(256, tp=2, ep=128)), ("olmoe_7b", Parallel(1))])
+@pytest.mark.parametrize("pp", [1, 3])
+def test_an_engine_step_is_the_maximum_of_its_lines(model, layout, pp):
+    layout = Parallel(layout.world * pp, tp=layout.tp, ep=layout.ep, pp=pp)
+    roofline = Roofline(load_shape(model, SHAPES).shape, hardware_named("ascend_910c"), layout)
+    for sequences, kv, tokens, attended in ((1, 5, 0, 0), (64, 400_000, 0, 0), (3, 900, 700, 9e5), (0.5, 3, 4096, 8e6)):
+        step = roofline.engine_step(sequences, kv, prefill_tokens=tokens, attended=attended)
+        lines = roofline.step_lines(sequences + tokens)
+        assert max(line(kv, attended) for line in lines) == pytest.approx(step.seconds, rel=1e-12)

@@ -1,0 +1,58 @@
+"""Simulates training runs on clusters of any size: the run's own decisions in virtual time, costs of the cost model.
+
+    python scripts/simulate.py model=pangu_718b cluster=cloudmatrix384 supernodes=1,4,16 stalesync.max_staleness=0,1,2
+    python scripts/simulate.py model=qwen3_30b_a3b cluster.hardware=h100 cluster.npus=16 fusion=colocated,hybrid
+    python scripts/simulate.py model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 trace=runs/NAME/groups.jsonl
+
+    model=     a shape in recipes/shapes, or a Hugging Face folder
+    cluster=   a file of recipes/conf/cluster that names its hardware: one supernode, or one cluster
+    cluster.hardware= cluster.npus=
+               a card of fusion/costmodel/hardware and the number of its dies; they override those of cluster=
+    supernodes= stalesync.max_staleness= fusion=
+               each one or several values, such as 1,4,16: every combination is simulated. The prompts of a step and
+               fusion.infer_cards are those of one supernode
+    train= infer=
+               layouts of one supernode, such as tp8pp8ep32; auto: the best one for the deployment
+    rollout.forced_median=2048 rollout.forced_spread=[0.89,0.43,0.01] data.rows=
+               lengths of responses: their median; the standard deviations of their logarithm between rows and within a
+               group, and the share that reaches rollout.max_response_length; rows after which they come again
+    trace=     JSON Lines with group and response_tokens, as a run's groups.jsonl: these lengths instead
+    run.steps=20 run.seed= data.prompts_per_step=512 data.max_prompt_length=1024 (of every prompt) algorithm.group_size=
+    algorithm.minibatches= algorithm.kl_coef= training.recompute=true fusion.infer_cards= fusion.offload=
+    fusion.double_buffer= stalesync.train_tokens= rollout.max_response_length=16384 rollout.forced_median=2048
+    rollout.max_seqs=64 rollout.chunk_tokens= rollout.suspended_kv= rollout.kv_fraction= …
+               as for scripts/train.py
+    --json PATH   everything as JSON; - prints it instead of the tables
+    --png PATH    a plot of tokens/s over supernodes
+
+Needs no device and no checkpoint. docs/simulator.md states what is modelled and what is not.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+USAGE = """usage: python scripts/simulate.py [--help] model=NAME cluster=NAME [supernodes=N,...] [fusion=NAME,...]
+                                  [stalesync.max_staleness=N,...] [KEY=VALUE ...] [--json PATH] [--png PATH]"""
+
+
+def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE, __doc__, sep="\n\n", end="")
+        return 0
+    if not sys.argv[1:]:
+        print(USAGE, "error: model= and cluster= are required", sep="\n", file=sys.stderr)
+        return 2
+    sys.path.insert(0, str(ROOT))
+    from stalesync.simulator.command_line import answer
+
+    try:
+        answer(sys.argv[1:], ROOT / "recipes")
+    except ValueError as error:
+        print(USAGE, f"error: {error}", sep="\n", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

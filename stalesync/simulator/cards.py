@@ -1,0 +1,160 @@
+"""Execute the stages of all cards in virtual time: switches, engines, training.
+
+    publish ─► ready ─► engines … stopped ─► return ─► train ─► publish …          cards that train
+    publish beside ─► received ─► engines adopt between two steps                  cards that only generate
+
+A card runs its stages one after the other. A stage of several cards begins when the last of them has been called and
+is free, and ends on all of them at once, as on paced cards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion.costmodel.pace import TrainerCost
+from fusion.rollout import SuspendedSample
+from fusion.training.division import split_groups, split_over_ranks
+from stalesync.simulator.clock import Clock
+from stalesync.simulator.engine import SimulatedEngine
+from stalesync.simulator.engine_spec import Listener, RequestSize
+from stalesync.simulator.sequence import SimulatedRequest
+from stalesync.simulator.setup import SimulationSetup
+
+
+@dataclass(frozen=True)
+class Message:
+    """What an engine reports to the controller: samples (response tokens by id) or requests at the end of a chunk."""
+
+    engine: int
+    samples: Mapping[str, int]
+    chunks: Sequence[SuspendedSample] = ()
+
+
+class SimulatedCards:
+    """``arrived``: messages that the controller has not taken yet. Seconds are totals since the start: ``switch_s``
+    of card-seconds in switches, ``queue_busy_s`` of the queue's actor."""
+
+    def __init__(
+        self, setup: SimulationSetup, clock: Clock, size_of: Callable[[SimulatedRequest], RequestSize]
+    ) -> None:
+        self.setup, self.clock = setup, clock
+        listener = Listener(samples=self._put, chunks=self._put_chunks, stopped=self._note_stopped)
+        self.engines = [
+            SimulatedEngine(number, setup.engine, clock, size_of=size_of, listener=listener)
+            for number in range(len(setup.worker.engines))
+        ]
+        self.cards_of_engine = len(setup.worker.engines[0])
+        self.arrived: deque[Message] = deque()
+        self.switch_s = self.queue_busy_s = 0.0
+        self._queue_free_s = 0.0
+        self._ready_s = 0.0
+        """Time from which the published weights are on the cards that generate"""
+        self._stopped: dict[int, Sequence[SuspendedSample]] = {}
+        """Stopped engines whose unfinished requests were not taken yet"""
+        self._trainers_free_s = 0.0
+        """Time at which the last engine on cards that train has stopped"""
+        self._called_s: float | None = None
+        """Time at which the cards that train were called to return; None: they were not"""
+        self._loaded_s = 0.0
+        """Time at which the optimizer's state is loaded"""
+
+    # Weights
+
+    def publish(self) -> None:
+        """Begins to switch all cards of the actor for generation."""
+        self._ready_s = self.clock.now + self.setup.switch.infer_s
+        self._trainers_free_s = self._ready_s
+        self.switch_s += self.setup.switch.infer_s * len(self.setup.worker.deployment.actor)
+
+    @property
+    def ready_s(self) -> float:
+        return self._ready_s
+
+    def publish_beside(self, version: int, beside: Sequence[int]) -> None:
+        """Sends weights to engines that run, and switches the other cards; returns when all have adopted them."""
+        self.publish()
+        self.clock.advance_to(self._ready_s)
+        for number in beside:
+            self.engines[number].adopt(version)
+        self.clock.wait_for(lambda: all(self.engines[number].has_adopted(version) for number in beside))
+
+    def begin_return(self) -> None:
+        """Calls the cards that train to return as soon as they are free, unless that is done."""
+        if self._called_s is None:
+            self._called_s = self.clock.now
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether no engine runs: those that were started have stopped by themselves."""
+        return not any(engine.running for engine in self.engines)
+
+    def switch_to_train(self) -> None:
+        """Returns the cards that train; returns when they have."""
+        self.begin_return()
+        assert self._called_s is not None
+        returned_s = max(self._called_s, self._trainers_free_s) + self.setup.switch.train_s
+        self._called_s = None
+        self.switch_s += self.setup.switch.train_s * len(self.setup.worker.deployment.train)
+        self._loaded_s = returned_s + self.setup.switch.onload_s
+        self.clock.advance_to(returned_s)
+
+    # Engines
+
+    def start(self, number: int, requests: Sequence[SimulatedRequest], version: int, *, stay: bool) -> None:
+        """Starts an engine behind the switch of its cards."""
+        self.engines[number].start(requests, version, time=self._ready_s, stay=stay)
+
+    def suspend(self, numbers: Sequence[int]) -> dict[int, Sequence[SuspendedSample]]:
+        """Stops engines between two steps; returns the unfinished requests of each."""
+        for number in numbers:
+            self.engines[number].pause()
+        self.clock.wait_for(lambda: all(number in self._stopped for number in numbers))
+        return {number: self._stopped.pop(number) for number in numbers}
+
+    def _note_stopped(self, number: int, suspended: Sequence[SuspendedSample]) -> None:
+        self._stopped[number] = suspended
+        if number in self.setup.admission.shared_engines:
+            self._trainers_free_s = self.clock.now
+
+    # Training
+
+    def begin_training(self, samples_by_group: Mapping[str, Sequence[int]]) -> float:
+        """Begins to train groups, oldest first; returns the time of its end. ``samples_by_group``: tokens of prompt
+        and response of each sample."""
+        time = self.clock.now
+        replicas = self.setup.worker.train.dp
+        minibatches = []
+        for groups in split_groups(list(samples_by_group), self.setup.config.algorithm.minibatches):
+            lengths = [tokens for group in groups for tokens in samples_by_group[group]]
+            shares = split_over_ranks(lengths, replicas)
+            minibatches.append([[lengths[index] for index in share] for share in shares])
+        if (reference := self.setup.reference) is not None:
+            time += max(self._reference_s(reference, minibatches, replica) for replica in range(replicas))
+        for number, shares in enumerate(minibatches):
+            time += max(sum(self.setup.trainer.train(share).values()) for share in shares)
+            time = max(time, self._loaded_s) if number == 0 else time
+            time += sum(self.setup.trainer.update().values())
+        return time
+
+    @staticmethod
+    def _reference_s(cost: TrainerCost, minibatches: Sequence[Sequence[Sequence[int]]], replica: int) -> float:
+        lengths = [tokens for shares in minibatches for tokens in shares[replica]]
+        return sum(cost.forward(lengths, "logprobs").values())
+
+    # Messages
+
+    def _put(self, engine: int, samples: Mapping[str, int]) -> None:
+        """Sends samples through the queue, whose actor handles one message after the other."""
+        overheads = self.setup.overheads
+        begins_s, takes_s = max(self.clock.now, self._queue_free_s), len(samples) * overheads.queue_s_per_sample
+        self._queue_free_s = begins_s + takes_s
+        self.queue_busy_s += takes_s
+        self._deliver(self._queue_free_s + overheads.arrival_s, Message(engine, samples))
+
+    def _put_chunks(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
+        self._deliver(self.clock.now + self.setup.overheads.arrival_s, Message(engine, {}, suspended))
+
+    def _deliver(self, time: float, message: Message) -> None:
+        self.clock.at(time, lambda: self.arrived.append(message))

@@ -1,0 +1,182 @@
+"""Set up runs of one workload on growing clusters: the same work and layouts for each supernode.
+
+    request ─► base (one supernode): layouts given or searched, KV capacity ─┬─► 1 supernode  ─► Config ─► Outcome
+                                                                             └─► 16 supernodes ─► Config ─► Outcome
+
+More supernodes mean more data parallelism and more engines; TP, EP and PP stay. Prompts of a step and cards that only
+generate grow with them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.layouts import parse_layout
+from fusion.costmodel.memory import estimate_memory
+from fusion.costmodel.search import estimate_deployment, problems
+from fusion.costmodel.setup import EngineLimits, Setup, TrainingLimits, Workload
+from fusion.costmodel.shape import Shape
+from fusion.model import Parallel
+from fusion.model.options import LayoutConfig
+from stalesync.config import Config
+from stalesync.prompts.lengths import ForcedLengths
+from stalesync.simulator.lengths import DrawnLengths, Lengths, TraceLengths
+from stalesync.simulator.outcome import Outcome, outcome_of
+from stalesync.simulator.run import SimulatedRun
+from stalesync.simulator.setup import SimulationSetup
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One supernode's work. ``config``: without deployment, layouts and staleness; ``train``, ``infer``: layouts as
+    text, or auto; ``trace``: file of lengths; None: they are drawn."""
+
+    shape: Shape
+    hardware: Hardware
+    config: Config
+    train: str = "auto"
+    infer: str = "auto"
+    trace: Path | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: number of supernodes, deployment and staleness bound."""
+
+    supernodes: int
+    deployment: str
+    max_staleness: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """A deployment on one supernode: its layouts, and the KV capacity of an attention rank."""
+
+    train: Parallel
+    infer: Parallel
+    infer_cards: int | None
+    kv_tokens: int
+
+
+def check_supernodes(scenario: Scenario, supernodes: int) -> None:
+    """Checks that the cluster can be several times as large.
+
+    Raises:
+        ValueError: ``cluster.npus`` is not a whole supernode.
+    """
+    npus, size = scenario.config.cluster.npus, scenario.hardware.topology.ranks_per_supernode
+    if supernodes > 1 and (not scenario.hardware.has_supernodes or npus != size):
+        expected = f"{size}, the dies of one" if scenario.hardware.has_supernodes else "cards that have supernodes"
+        raise ValueError(
+            f"supernodes={supernodes}: cluster.npus={npus} dies of {scenario.hardware.name}, expected {expected}"
+        )
+
+
+def base_of(scenario: Scenario, deployment: str) -> Base:
+    """Chooses the layouts of a deployment on one supernode: those given, else the best that fit.
+
+    Raises:
+        ValueError: a layout does not fit the model, the dies or their memory; by key.
+    """
+    config, shape = scenario.config, scenario.shape
+    npus, infer_cards = config.cluster.npus, None
+    if deployment in ("separate", "hybrid"):
+        infer_cards = npus // 2 if config.fusion.infer_cards is None else config.fusion.infer_cards
+    train_dies = npus - (infer_cards or 0)
+    infer_dies = (infer_cards or 0) if deployment == "separate" else npus
+    if train_dies < 1 or infer_dies < 1:
+        raise ValueError(f"fusion.infer_cards={infer_cards}: expected fewer than cluster.npus={npus}")
+    setup = _plan(scenario, Parallel(train_dies), Parallel(infer_dies), train_dies if deployment == "separate" else 0)
+    if "auto" in (scenario.train, scenario.infer):
+        name = "colocated" if deployment == "full" else deployment
+        best = estimate_deployment(setup, name, train_dies=train_dies, infer_dies=infer_dies)
+        if best is None:
+            raise ValueError(f"model: no layout of {shape.name} fits fusion={deployment} on {npus} dies")
+        train, infer = best.train, best.infer
+    if scenario.train != "auto":
+        train = parse_layout("train", scenario.train, world=train_dies, shape=shape)
+    if scenario.infer != "auto":
+        infer = parse_layout("infer", scenario.infer, world=infer_dies, shape=shape)
+    setup = setup.with_layouts(train, infer, setup.infer_first)
+    sizes = estimate_memory(setup)
+    if wrong := problems(setup, sizes):
+        raise ValueError(f"train, infer: the layouts do not fit fusion={deployment}: {'; '.join(wrong)}")
+    return Base(train, infer, infer_cards, sizes.kv_tokens)
+
+
+def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
+    """Simulates one run.
+
+    Raises:
+        ValueError: the layouts do not fit the cards, by key.
+    """
+    setup = SimulationSetup.of(config_of(scenario, base, case), kv_tokens=base.kv_tokens)
+    run = SimulatedRun(setup, lengths_of(scenario))
+    run.run()
+    return outcome_of(run)
+
+
+def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
+    """Returns the config of a run on several supernodes."""
+    config, factor = copy.deepcopy(scenario.config), case.supernodes
+    config.cluster.npus *= factor
+    config.data.prompts_per_step *= factor
+    config.fusion.deployment = case.deployment
+    config.fusion.infer_cards = None if base.infer_cards is None else base.infer_cards * factor
+    config.stalesync.max_staleness = case.max_staleness
+    if config.stalesync.train_tokens is not None:
+        config.stalesync.train_tokens = config.stalesync.train_tokens * factor if case.max_staleness else None
+    config.parallel.train, config.parallel.infer = _sizes(base.train), _sizes(base.infer)
+    return config
+
+
+def lengths_of(scenario: Scenario) -> Lengths:
+    """Returns the source of prompts, from its start.
+
+    Raises:
+        ValueError: the trace cannot be read, or its groups have another size.
+    """
+    config, cap = scenario.config, scenario.config.rollout.max_response_length
+    prompt_tokens, size = config.data.max_prompt_length, config.algorithm.group_size
+    if scenario.trace is not None:
+        trace = TraceLengths.read(scenario.trace, prompt_tokens=prompt_tokens, max_response_tokens=cap)
+        if trace.group_size != size:
+            raise ValueError(
+                f"algorithm.group_size={size}: the groups of trace={scenario.trace} have {trace.group_size}"
+            )
+        return trace
+    forced = ForcedLengths.of(config.rollout, config.run.seed)
+    assert forced is not None
+    return DrawnLengths(forced, size, prompt_tokens, rows=config.data.rows)
+
+
+def _plan(scenario: Scenario, train: Parallel, infer: Parallel, infer_first: int) -> Setup:
+    config, median = scenario.config, scenario.config.rollout.forced_median or 1.0
+    limits: dict[str, Any] = {
+        name: getattr(config.rollout, name) for name in ("max_seqs", "max_batch_tokens", "kv_fraction")
+    }
+    cap = config.rollout.max_response_length
+    return Setup(
+        scenario.shape,
+        scenario.hardware,
+        train=train,
+        infer=infer,
+        infer_first=infer_first,
+        training=TrainingLimits(recompute=config.training.recompute),
+        fusion=config.fusion,
+        rollout=EngineLimits(**limits),
+        workload=Workload(
+            samples=config.data.prompts_per_step * config.algorithm.group_size,
+            prompt=config.data.max_prompt_length,
+            response=min(cap, 1.6 * median),
+            longest=cap,
+        ),
+    )
+
+
+def _sizes(layout: Parallel) -> LayoutConfig:
+    return LayoutConfig(tp=layout.tp, ep=layout.ep, pp=layout.pp, etp=layout.etp)

@@ -1,0 +1,43 @@
+"""Define what simulated engines have in common, and whom they report to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion.costmodel.pace import EngineCost
+from fusion.rollout import SuspendedSample
+from stalesync.simulator.sequence import RankLimits
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """Tokens of a request: of its prompt, of its response so far, and at its end."""
+
+    prompt_tokens: int
+    generated: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
+    parked; ``pools_kv``: where every engine finds it, within one version; ``adopt_s``: pause for new weights."""
+
+    cost: EngineCost
+    num_ranks: int
+    limits: RankLimits
+    chunk_tokens: int | None = None
+    keeps_kv: bool = False
+    pools_kv: bool = False
+    adopt_s: float = 0.0
+
+
+@dataclass
+class Listener:
+    """Whom an engine reports to. ``samples``: response tokens by id; ``chunks``: requests at the end of a chunk;
+    ``stopped``: unfinished requests."""
+
+    samples: Callable[[int, Mapping[str, int]], None]
+    chunks: Callable[[int, Sequence[SuspendedSample]], None]
+    stopped: Callable[[int, Sequence[SuspendedSample]], None]

@@ -1,0 +1,295 @@
+"""Schedule the requests of one attention rank in virtual time, by the rules of `fusion/inference/scheduler.py`.
+
+    submit ──► waiting ──plan──► running: prefill in chunks ──join──► decode one token a step ──leave──► ended
+                  ▲                 │
+                  └─────preempt─────┘   newest first; its tokens stay and are computed again
+
+A step is numbered by the steps of the engine before it. Between two changes of the running sequences the number that
+decode is constant and every context grows by one a step: the sum of contexts is a line in the step's number, kept as
+its offset, and the KV blocks are counted by `GrowingBlocks`. So nothing here visits the sequences that decode.
+
+As in the scheduler: decodes first, then prefills that have begun, then waiting requests while tokens, sequences and KV
+blocks allow; a request admitted beside a sibling that computes the same prompt computes nothing itself.
+
+Not modelled: which block is evicted. A prompt or a suspended request counts as cached until as many tokens have been
+computed as were free when the last holder left it.
+
+Cost, for w waiting requests: O(log w) for each request that begins, O(1) for each that ends.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from fusion.costmodel.pace import StepSums
+from fusion.costmodel.roofline import attention_pairs
+from fusion.inference.waiting import WaitingLine
+from stalesync.simulator.kv_blocks import GrowingBlocks
+from stalesync.simulator.sequence import Cached, Plan, RankLimits, Sequence
+
+
+class Rank:
+    """One attention rank. ``recomputed_tokens``, ``preemptions``: as the engine's totals."""
+
+    def __init__(self, limits: RankLimits) -> None:
+        self.limits = limits
+        self.waiting: WaitingLine[Sequence] = WaitingLine()
+        self.running: dict[Sequence, None] = {}
+        """In order of admission"""
+        self.prefilling: dict[Sequence, None] = {}
+        self.decoding = 0
+        self.offset = 0
+        """Sum of the contexts of step k, minus k x ``decoding``"""
+        self.decoded_tokens = self.context_sum = self.prefilled_tokens = 0
+        """Tokens decoded since the start, with the sum of their contexts, and prefilled"""
+        self.preemptions = self.recomputed_tokens = 0
+        self._counted = 0
+        """Step up to which decoded tokens are counted"""
+        self._growing = GrowingBlocks(limits.block_size)
+        self._other_blocks = 0
+        """Blocks of prefilling sequences, minus those counted more than once"""
+        self._reserved_tokens = 0
+        """Tokens of the running sequences at their ends, in whole blocks"""
+        self._cached: dict[str, Cached] = {}
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def contexts(self, step: int) -> int:
+        """Returns the sum of the contexts of step number ``step``."""
+        return self.offset + self.decoding * step
+
+    def plan(self, step: int) -> Plan:
+        """Begins prefills and waiting requests as far as there is room; returns what step number ``step`` computes
+        beside its decodes. `finish` must follow."""
+        plan, preempted = Plan(), self.preempt(step)
+        plan.last = [seq for seq in self.prefilling if seq.computed + 1 == seq.length]
+        for seq in plan.last:
+            self._grow(seq, 1)
+        budget = self.limits.max_batch_tokens - self.decoding - len(plan.last)
+        for seq in list(self.prefilling):
+            if seq.computed + 1 == seq.length:
+                continue
+            count = min(seq.length - seq.computed, budget)
+            if count > 0:
+                plan.chunks.append((seq, count))
+                self._grow(seq, count)
+                budget -= count
+        if not preempted:
+            self._admit(plan, budget, step)
+        return plan
+
+    def sums(self, plan: Plan, step: int) -> StepSums:
+        """Returns what the cost of the planned step depends on."""
+        ending = [seq for seq, count in plan.chunks if seq.computed + count == seq.length] + plan.twins
+        return StepSums(
+            decodes=self.decoding + len(plan.last),
+            contexts=self.contexts(step) + sum(seq.length for seq in plan.last),
+            first_tokens=len(ending),
+            first_contexts=sum(seq.length for seq in ending),
+            prefill_tokens=sum(count for _, count in plan.chunks),
+            attended=sum(attention_pairs(count, seq.computed) for seq, count in plan.chunks),
+        )
+
+    def finish(self, plan: Plan, step: int, version: int) -> list[Sequence]:
+        """Ends the planned step, after which there were ``step``; returns the sequences that have their first token:
+        each decodes from now on."""
+        for seq, count in [*((seq, 1) for seq in plan.last), *plan.chunks]:
+            seq.computed += count
+            self.prefilled_tokens += count
+        joined = [*plan.last, *(seq for seq, _ in plan.chunks if seq.computed == seq.length), *plan.twins]
+        for seq in joined:
+            self._join(seq, step, version)
+        return joined
+
+    def leave(self, seq: Sequence, step: int) -> None:
+        """Removes a running sequence after ``step`` steps."""
+        length = seq.length_at(step)
+        del self.running[seq]
+        if seq.decoding:
+            self.count(step)
+            self.decoding -= 1
+            self.offset -= seq.length - seq.since
+            self._growing.remove(length, step)
+            seq.length, seq.since, seq.computed, seq.decoding = length, step, length - 1, False
+        else:
+            self.prefilling.pop(seq, None)
+            self._other_blocks -= self._blocks(seq.computed)
+        self._reserved_tokens -= self._blocks(seq.limit) * self.limits.block_size
+        self._release(seq, step)
+
+    def keep_cached(self, seq: Sequence, step: int) -> None:
+        """Records that the blocks of a sequence that has left stay in the cache, until they are evicted."""
+        self._cached[seq.request.id] = Cached(seq.computed // self.limits.block_size, expires=self._expiry(step))
+
+    def withdraw(self, seq: Sequence, step: int) -> None:
+        """Returns a running sequence to the front of the waiting ones, with its tokens and without KV."""
+        self.leave(seq, step)
+        seq.known = max(seq.known, seq.computed)
+        seq.computed = seq.parked = 0
+        self.waiting.appendleft(seq)
+
+    def restart(self, step: int) -> None:
+        """Drops all KV: running sequences wait again, in front."""
+        for seq in reversed(list(self.running)):
+            self.withdraw(seq, step)
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Forgets what is cached, as new weights were adopted. What running sequences share stays theirs, and counts
+        once for each from now on."""
+        for seq in self.running:
+            self._other_blocks += seq.shared
+            seq.shared = 0
+        self._cached.clear()
+
+    def preempt(self, step: int) -> bool:
+        """Withdraws the newest sequences until the decodes of the step find blocks. Returns whether there were any."""
+        before = self.preemptions
+        while self._used(step) > self._capacity and len(self.running) > 1:
+            self.withdraw(next(reversed(self.running)), step)
+            self.preemptions += 1
+        return self.preemptions > before
+
+    @property
+    def overcommitted(self) -> bool:
+        """Whether the running sequences do not all fit the KV cache at their ends."""
+        tokens = self.limits.kv_tokens
+        return tokens is not None and self._reserved_tokens > tokens
+
+    def steps_until_full(self, step: int, most: int) -> int:
+        """Returns the number of steps from number ``step`` on, at most ``most``, for which decodes find blocks."""
+        capacity = self._capacity
+        if self._used(step + most - 1) <= capacity:
+            return most
+        low, high = 0, most  # it holds for `low` steps, and not for `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._used(step + middle - 1) <= capacity else (low, middle)
+        return low
+
+    def count(self, step: int) -> None:
+        """Updates the totals of decoded tokens to ``step`` steps."""
+        steps, first = step - self._counted, self._counted
+        self.decoded_tokens += self.decoding * steps
+        self.context_sum += self.offset * steps + self.decoding * (first + step - 1) * steps // 2
+        self._counted = step
+
+    @property
+    def _capacity(self) -> float:
+        tokens = self.limits.kv_tokens
+        return inf if tokens is None else tokens // self.limits.block_size
+
+    def _used(self, step: int) -> int:
+        """Counts the blocks held in step number ``step``."""
+        return self._growing.used(step) + self._other_blocks
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def _grow(self, seq: Sequence, count: int) -> None:
+        end = seq.computed + count
+        self._other_blocks += self._blocks(end) - self._blocks(seq.computed)
+        self._name(seq, end)
+
+    def _admit(self, plan: Plan, budget: int, step: int) -> None:
+        computing: set[tuple[str, int]] = set()
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
+            seq = self.waiting.first
+            start = seq.parked or self._find(seq)
+            twin = not seq.parked and (seq.request.group, seq.length) in computing
+            count = seq.length - start if twin else min(seq.length - start, budget)
+            wanted = self._blocks(start + count) - self._held(seq, start)
+            if wanted + len(self.running) > self._capacity - self._used(step) and self.running:
+                return
+            self.waiting.popleft()
+            self.running[seq] = None
+            plan.restored += self._blocks(seq.parked)
+            seq.computed, seq.parked = start, 0
+            self._other_blocks += self._blocks(start + count)
+            self._reserved_tokens += self._blocks(seq.limit) * self.limits.block_size
+            self._hold(seq, start)
+            self._name(seq, start + count)
+            self.recomputed_tokens += 0 if twin else max(0, seq.known - start)
+            if twin:
+                plan.twins.append(seq)
+                seq.computed = seq.length
+                continue
+            self.prefilling[seq] = None
+            plan.chunks.append((seq, count))
+            budget -= count
+            if self.limits.prefix_cache and start + count == seq.length == seq.prompt_tokens:
+                computing.add((seq.request.group, seq.length))
+
+    def _join(self, seq: Sequence, step: int, version: int) -> None:
+        self.prefilling.pop(seq, None)
+        self._other_blocks -= self._blocks(seq.length)
+        self.count(step)
+        seq.length, seq.since, seq.decoding = seq.length + 1, step, True
+        seq.ends = step + seq.limit - seq.length
+        seq.first_version = version if seq.first_version is None else seq.first_version
+        self.decoding += 1
+        self.offset += seq.length - step
+        self._growing.add(seq.length, step)
+
+    # The prefix cache
+
+    def _find(self, seq: Sequence) -> int:
+        """Returns the number of cached tokens of a sequence's beginning; the last token is always computed."""
+        if not self.limits.prefix_cache:
+            return 0
+        whole = (seq.length - 1) // self.limits.block_size
+        found = [self._valid(key) for key in (seq.request.group, seq.request.id)]
+        return min(whole, max(found)) * self.limits.block_size
+
+    def _valid(self, key: str) -> int:
+        """Returns the number of cached blocks under a key."""
+        cached = self._cached.get(key)
+        if cached is None:
+            return 0
+        if not cached.holders and cached.expires <= self.decoded_tokens + self.prefilled_tokens:
+            del self._cached[key]
+            return 0
+        return cached.blocks
+
+    def _held(self, seq: Sequence, start: int) -> int:
+        """Returns the number of blocks of its first ``start`` tokens that siblings hold."""
+        cached = self._cached.get(seq.request.group)
+        return min(start // self.limits.block_size, cached.blocks) if cached is not None and cached.holders else 0
+
+    def _hold(self, seq: Sequence, start: int) -> None:
+        """Shares the blocks of the prompt with the siblings, now and when they come."""
+        if not self.limits.prefix_cache:
+            return
+        held = self._held(seq, start)
+        self._cached.pop(seq.request.id, None)
+        cached = self._cached.setdefault(seq.request.group, Cached(0))
+        seq.shared = held
+        self._other_blocks -= held
+        cached.holders[seq] = None
+
+    def _name(self, seq: Sequence, end: int) -> None:
+        """Records that the first ``end`` tokens of a sequence are computed in this step: siblings find the whole blocks
+        of their prompt."""
+        cached = self._cached.get(seq.request.group)
+        if cached is not None and seq in cached.holders:
+            cached.blocks = max(cached.blocks, min(end, seq.prompt_tokens) // self.limits.block_size)
+
+    def _release(self, seq: Sequence, step: int) -> None:
+        self._other_blocks += seq.shared
+        counted, seq.shared = not seq.shared, 0
+        cached = self._cached.get(seq.request.group)
+        if cached is None or seq not in cached.holders:
+            return
+        del cached.holders[seq]
+        if not cached.holders:
+            cached.expires = self._expiry(step)
+        elif counted:
+            other = next(iter(cached.holders))
+            self._other_blocks += other.shared
+            other.shared = 0
+
+    def _expiry(self, step: int) -> float:
+        free_tokens = (self._capacity - self._used(step)) * self.limits.block_size
+        return self.decoded_tokens + self.prefilled_tokens + free_tokens

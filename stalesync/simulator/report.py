@@ -1,0 +1,156 @@
+"""Render the outcomes of simulated runs: a table with the published anchors beside it, or plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stalesync.simulator.cluster import Base, Case, Scenario
+from stalesync.simulator.outcome import LOSSES, Outcome
+
+PUBLISHED = {
+    "tokens_per_s": {
+        "1 supernode, separate, synchronous": 14e3,
+        "1 supernode, colocated, synchronous": 25e3,
+        "1 supernode, with staleness": 35e3,
+        "4 supernodes, synchronous": 85e3,
+        "4 supernodes, with staleness": 127e3,
+    },
+    "linearity": {"4 supernodes, synchronous": 0.85, "4 supernodes, with staleness": 0.91},
+}
+"""As published by their authors for Pangu 718B on CloudMatrix 384 supernodes; the lengths of their responses are not
+public. Nothing here is fitted to them."""
+
+
+def linearity(outcomes: Mapping[Case, Outcome], case: Case) -> float | None:
+    """Returns the speed over that of one supernode times their number; None: one supernode was not simulated."""
+    one = outcomes.get(Case(1, case.deployment, case.max_staleness))
+    return None if one is None else outcomes[case].tokens_per_s / (case.supernodes * one.tokens_per_s)
+
+
+def growing_loss(outcomes: Mapping[Case, Outcome], case: Case) -> str | None:
+    """Returns the kind of lost time whose share grew most over one supernode: what limits linearity."""
+    one = outcomes.get(Case(1, case.deployment, case.max_staleness))
+    if one is None or case.supernodes == 1:
+        return None
+    lost = outcomes[case].lost
+    return max(lost, key=lambda kind: lost[kind] - one.lost[kind])
+
+
+def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case, Outcome]) -> dict[str, Any]:
+    """Returns everything as plain data."""
+    rows = [
+        asdict(case)
+        | outcome.as_dict()
+        | {"linearity": linearity(outcomes, case), "limits_linearity": growing_loss(outcomes, case)}
+        for case, outcome in outcomes.items()
+    ]
+    config = scenario.config
+    return {
+        "model": scenario.shape.name,
+        "hardware": scenario.hardware.name,
+        "layouts": {name: {"train": str(base.train), "infer": str(base.infer)} for name, base in bases.items()},
+        "lengths": str(scenario.trace) if scenario.trace else _lengths(scenario),
+        "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "rollout")},
+        "rows": rows,
+        "published": PUBLISHED,
+    }
+
+
+def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case, Outcome]) -> Group:
+    """Renders a report of at most 140 columns."""
+    parts: list[RenderableType] = [Text(line) for line in _heading(scenario, bases)]
+    parts += [Text(), _table(outcomes), Text(), _losses(outcomes), Text()]
+    parts += [Text(line) for line in _anchors()]
+    return Group(*parts)
+
+
+def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
+    config = scenario.config
+    rollout, size = config.rollout, config.algorithm.group_size
+    lengths = f"of {scenario.trace}" if scenario.trace else ", ".join(_lengths(scenario).values())
+    lines = [
+        f"{scenario.shape.name} on {scenario.hardware.name}, per supernode {config.cluster.npus} dies and "
+        f"{config.data.prompts_per_step} prompts x {size} responses a step; {config.run.steps} steps, seed "
+        f"{config.run.seed}",
+        f"responses of at most {rollout.max_response_length:,} tokens: {lengths}",
+    ]
+    return lines + [
+        f"{name}: train {base.train}, generate {base.infer}, KV cache of {base.kv_tokens:,} tokens a rank"
+        for name, base in bases.items()
+    ]
+
+
+def _table(outcomes: Mapping[Case, Outcome]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("fusion")
+    for name in ("staleness", "supernodes", "tokens/s", "linearity", "utilisation", "of bound", "bound tokens/s"):
+        table.add_column(name, justify="right")
+    for name in ("step s", "tail s", "train s", "switch s", "control s"):
+        table.add_column(name, justify="right")
+    for case, outcome in outcomes.items():
+        share = linearity(outcomes, case)
+        table.add_row(
+            case.deployment,
+            str(case.max_staleness),
+            str(case.supernodes),
+            f"{outcome.tokens_per_s:,.0f}",
+            "" if share is None else f"{share:.1%}",
+            f"{outcome.utilisation:.1%}",
+            f"{outcome.ratio_to_bound:.3f}",
+            f"{outcome.bound_tokens_per_s:,.0f}",
+            *(f"{seconds:,.1f}" for seconds in (outcome.step_s, outcome.tail_s, outcome.train_s, outcome.switch_s)),
+            f"{outcome.controller_s:,.1f}",
+        )
+    return table
+
+
+def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
+    title = "lost share of the cards' time, and GB sent between supernodes in a step"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
+    for name in ("fusion", "staleness", "supernodes"):
+        table.add_column(name)
+    for kind in LOSSES:
+        table.add_column(kind, justify="right")
+    for name in ("weights", "gradients", "limits speed", "limits linearity"):
+        table.add_column(name, justify="right")
+    for case, outcome in outcomes.items():
+        table.add_row(
+            case.deployment,
+            str(case.max_staleness),
+            str(case.supernodes),
+            *(f"{max(0.0, outcome.lost[kind]):.1%}" for kind in LOSSES),
+            f"{outcome.weights_network_gb:,.0f}",
+            f"{outcome.gradients_network_gb:,.0f}",
+            outcome.limit,
+            growing_loss(outcomes, case) or "",
+        )
+    return table
+
+
+def _anchors() -> list[str]:
+    speeds = ", ".join(f"{name} {speed / 1000:.0f}k" for name, speed in PUBLISHED["tokens_per_s"].items())
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in PUBLISHED["linearity"].items())
+    lines = [f"{kind}: {what}" for kind, what in LOSSES.items()]
+    return [
+        *lines,
+        "",
+        f"published for Pangu 718B on CloudMatrix 384, tokens/s: {speeds}",
+        f"published linearity: {shares}. Nothing is fitted to either; their lengths are not public.",
+    ]
+
+
+def _lengths(scenario: Scenario) -> dict[str, str]:
+    rollout = scenario.config.rollout
+    between, within, runaway = rollout.forced_spread
+    return {
+        "median": f"median {rollout.forced_median:g}",
+        "spread": f"sigma {between:g} between rows and {within:g} within a group",
+        "runaway": f"{runaway:.1%} at the maximum",
+    }

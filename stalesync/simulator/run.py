@@ -1,0 +1,290 @@
+"""Run the loop in virtual time: obeys the commands of `stalesync/admission.py` as `stalesync/controller.py` does.
+
+    Admission.step, feed ─ commands ─► SimulatedRun ─► SimulatedCards ─► engines, switches, training
+           ▲                                                                     │ messages, unfinished requests
+           └────────── observe_… ◄───────────────────────────────────────────────┘
+
+The decisions are those of the real objects: ledger, request buffer and admission are driven, not imitated. The
+controller is one process: what it computes and every call of a card takes its time, during which events of the cards
+go on. Rewards take no time, and no group is filtered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fusion.rollout import SuspendedSample
+from stalesync.admission import Admission
+from stalesync.commands import (
+    AdmitGroups,
+    AwaitSamples,
+    Command,
+    Dispatch,
+    DispatchedRequests,
+    Publish,
+    Score,
+    Suspend,
+    SwitchToTrain,
+    Train,
+)
+from stalesync.garbage import collecting_seldom
+from stalesync.simulator.cards import Message, SimulatedCards
+from stalesync.simulator.clock import Clock
+from stalesync.simulator.engine_spec import RequestSize
+from stalesync.simulator.lengths import Lengths, SimulatedPrompt
+from stalesync.simulator.record import Decision, StepRecord, Totals
+from stalesync.simulator.sequence import SimulatedRequest
+from stalesync.simulator.setup import SimulationSetup
+from stalesync.simulator.work import Work
+from stalesync.staleness import StalenessLedger
+from stalesync.tail import TAIL
+
+
+class SimulatedRun:
+    """Simulates the steps of ``setup.config.run``. ``observe``: called with each decision."""
+
+    def __init__(
+        self, setup: SimulationSetup, lengths: Lengths, observe: Callable[[Decision], None] = lambda decision: None
+    ) -> None:
+        config = setup.config
+        self.setup, self._lengths, self._observe = setup, lengths, observe
+        self.clock = Clock()
+        ledger = StalenessLedger(
+            config.stalesync.max_staleness, config.data.prompts_per_step, config.stalesync.train_tokens
+        )
+        self.admission = Admission(setup.admission, ledger)
+        self.cards = SimulatedCards(setup, self.clock, self._size_of)
+        self.steps: list[StepRecord] = []
+        self._prompts: dict[str, SimulatedPrompt] = {}
+        """Prompts of the groups that have not ended, by name"""
+        self._unscored: dict[str, int] = {}
+        """Group → samples that have not arrived yet"""
+        self._record = StepRecord()
+        self._publishing = self._stopping = False
+        """Whether the cards switch for the engines; whether the engines stop by themselves"""
+        self._training_s = 0.0
+
+    def run(self) -> list[StepRecord]:
+        """Runs all steps."""
+        steps = self.setup.config.run.steps
+        config = self.setup.config
+        ahead = 1 + config.stalesync.max_staleness
+        with collecting_seldom(ahead * config.data.prompts_per_step * config.algorithm.group_size):
+            for step in range(1, steps + 1):
+                self._record, start_s = StepRecord(), self.clock.now
+                for command in self.admission.step(steps - step + 1, self.setup.share):
+                    self.execute(command)
+                self._record.seconds = self.clock.now - start_s
+                self.steps.append(self._record)
+                if (tokens := self.setup.engine.limits.kv_tokens) is not None:
+                    self.admission.observe_kv_tokens(tokens * self.setup.engine.num_ranks)
+            for command in self.admission.stop():
+                self.execute(command)
+        return self.steps
+
+    def execute(self, command: Command) -> None:
+        """Executes a command, and reports its results to `Admission`."""
+        if self._publishing and not _only_starts(command):
+            self._end_publish()
+        start_s, record = self.clock.now, self._record
+        match command:
+            case Publish():
+                self._publish(command)
+                record.switch_s += self.clock.now - start_s
+            case AdmitGroups(count):
+                self._admit(count)
+            case Dispatch():
+                self._dispatch(command)
+            case AwaitSamples():
+                self._await_samples()
+                record.generate_s += self.clock.now - start_s
+            case Suspend(engines, to_train):
+                if to_train:
+                    self.cards.begin_return()
+                self._suspend(engines)
+                record.generate_s += self.clock.now - start_s
+            case SwitchToTrain():
+                self._call(len(self.setup.worker.deployment.train))
+                self.cards.switch_to_train()
+                record.switch_s += self.clock.now - start_s
+            case Score():
+                pass
+            case Train(groups):
+                self._train(groups)
+                record.train_s += self.clock.now - start_s
+
+    def totals(self) -> Totals:
+        """Returns the totals of all steps. Called at the end of the run, when all engines have stopped."""
+        engines, cards, scale = self.cards.engines, self.cards, self.setup.engine.cost.pace.token_scale
+        done, first = Work(), (scale - 1) / scale
+        begun = sum(engine.first_tokens for engine in engines)
+        done.decodes = sum(engine.decoded_tokens for engine in engines) + begun * first
+        done.contexts = sum(engine.context_sum for engine in engines)
+        for step in self.steps:
+            done.trained += step.work.trained
+            done.trained_pairs += step.work.trained_pairs
+            done.prefilled += step.work.prefilled
+            done.prefill_pairs += step.work.prefill_pairs
+            done.updates += step.work.updates
+        size = cards.cards_of_engine
+        pauses = sum(engine.adoptions for engine in engines) * self.setup.engine.adopt_s
+        return Totals(
+            generating_card_s=sum(engine.busy_s for engine in engines) * size,
+            switching_card_s=cards.switch_s + (pauses + sum(engine.kv_copy_s for engine in engines)) * size,
+            training_card_s=self._training_s * len(self.setup.worker.deployment.train),
+            queue_busy_s=cards.queue_busy_s,
+            preemptions=sum(engine.preemptions for engine in engines),
+            recomputed_tokens=sum(engine.recomputed_tokens for engine in engines),
+            done=done,
+        )
+
+    # Commands
+
+    def _publish(self, command: Publish) -> None:
+        self._call(len(self.setup.worker.deployment.actor))
+        if command.beside:
+            self.cards.publish_beside(command.version, command.beside)
+        else:
+            self.cards.publish()
+            self._publishing = True
+
+    def _end_publish(self) -> None:
+        """Waits until the cards have switched for the engines, which may have been started meanwhile."""
+        start_s, self._publishing = self.clock.now, False
+        self.clock.advance_to(self.cards.ready_s)
+        self._record.switch_s += self.clock.now - start_s
+
+    def _admit(self, count: int) -> None:
+        prompts = self._lengths.next(count)
+        for prompt in prompts:
+            self._prompts[prompt.group] = prompt
+            self._unscored[prompt.group] = len(prompt.response_tokens)
+        self._observe(Decision("admit", [prompt.group for prompt in prompts]))
+        self.admission.observe_admitted({prompt.group: prompt.prompt_tokens for prompt in prompts})
+
+    def _dispatch(self, command: Dispatch) -> None:
+        by_engine = {engine: _requests(rows) for engine, rows in command.requests_by_engine.items()}
+        ids = {engine: [request.id for request in requests] for engine, requests in by_engine.items()}
+        self._observe(Decision("dispatch", requests_by_engine=ids))
+        self._stopping = command.last
+        for engine, requests in by_engine.items():
+            starting = engine in command.starting
+            self._call(self.cards.cards_of_engine if starting else 1)
+            if starting:
+                version = self.admission.ledger.version
+                self.cards.start(engine, requests, version, stay=not command.last)
+            else:
+                self.cards.engines[engine].submit(requests)
+        for engine, forgotten in command.forget_by_engine.items():
+            self.cards.engines[engine].forget(forgotten)
+
+    def _await_samples(self) -> None:
+        ledger, size = self.admission.ledger, self.setup.admission.group_size
+        start_s, cards = self.clock.now, self.cards
+        if self._stopping and (cards.all_stopped or self._one_engine_has_all_trainers):
+            cards.begin_return()
+        in_tail = self.admission.buffer.num("running") <= TAIL * ledger.expected_groups * size
+        self.clock.wait_for(lambda: bool(cards.arrived))
+        self._observe_arrived()
+        if in_tail:
+            self._record.tail_s += self.clock.now - start_s
+
+    @property
+    def _one_engine_has_all_trainers(self) -> bool:
+        running = [engine.number for engine in self.cards.engines if engine.running]
+        if len(running) != 1:
+            return False
+        return {*self.setup.worker.engines[running[0]]} >= {*self.setup.worker.deployment.train}
+
+    def _suspend(self, engines: Sequence[int]) -> None:
+        if not self._stopping:
+            self._call(len(engines))
+        for engine, suspended in self.cards.suspend(engines).items():
+            self.admission.observe_stopped(engine, self._merged(suspended))
+
+    def _train(self, groups: Sequence[str]) -> None:
+        """Trains groups, while cards that do not train generate."""
+        config, ledger, record = self.setup.config, self.admission.ledger, self._record
+        prompts = [self._prompts.pop(group) for group in groups]
+        record.groups, record.lags = list(groups), [ledger.lag(group) for group in groups]
+        self._observe(Decision("train", groups))
+        scale = self.setup.engine.cost.pace.token_scale
+        lengths = {one.group: [one.prompt_tokens + tokens for tokens in one.response_tokens] for one in prompts}
+        for one in prompts:
+            record.work.generate(one.prompt_tokens, one.response_tokens, scale)
+            record.work.train(lengths[one.group], scale)
+        record.work.updates = config.algorithm.minibatches if groups else 0
+        record.tokens = sum(map(sum, lengths.values()))
+        if groups:
+            self._call(len(self.setup.worker.deployment.train) * (1 + (self.setup.reference is not None)))
+            start_s, end_s = self.clock.now, self.cards.begin_training(lengths)
+            self._training_s += end_s - start_s
+            self.clock.at(end_s, lambda: None)
+            while self.clock.now < end_s:
+                self.clock.wait_for(lambda: bool(self.cards.arrived) or self.clock.now >= end_s)
+                self._observe_arrived()
+                for command in self.admission.feed():
+                    self.execute(command)
+        self.admission.observe_trained(groups)
+
+    # Observations
+
+    def _observe_arrived(self) -> None:
+        """Reports what has arrived to `Admission`."""
+        messages: list[Message] = []
+        while self.cards.arrived:
+            messages.append(self.cards.arrived.popleft())
+        generated = {id: tokens for message in messages for id, tokens in message.samples.items()}
+        self._compute(len(generated) * self.setup.overheads.controller_s_per_sample)
+        self.admission.observe_generated(generated)
+        for id in sorted(generated):
+            group = id.rsplit("/", 1)[0]
+            self._unscored[group] -= 1
+            if not self._unscored[group]:
+                del self._unscored[group]
+                prompt = self._prompts[group]
+                tokens = sum(prompt.prompt_tokens + tokens for tokens in prompt.response_tokens)
+                self.admission.observe_scored(group, tokens)
+        for message in messages:
+            if message.chunks:
+                self.admission.observe_chunks_ended(message.engine, self._merged(message.chunks))
+
+    def _merged(self, suspended: Sequence[SuspendedSample]) -> list[SuspendedSample]:
+        """Returns suspended samples with the version of their oldest token, which an earlier engine may have known."""
+        merged = []
+        for one in suspended:
+            oldest = self.admission.buffer.entries[one.id].oldest
+            if one.versions is not None and oldest >= 0:
+                newest = one.versions[1]
+                one = SuspendedSample(one.id, one.generated, one.earlier, (oldest, newest), one.kv_rank, one.kv_tokens)
+            merged.append(one)
+        return merged
+
+    def _size_of(self, request: SimulatedRequest) -> RequestSize:
+        entry, prompt = self.admission.buffer.entries[request.id], self._prompts[request.group]
+        member = int(request.id.rsplit("/", 1)[1])
+        return RequestSize(prompt.prompt_tokens, entry.generated, prompt.response_tokens[member])
+
+    # Time of the controller
+
+    def _call(self, num_cards: int) -> None:
+        """Calls cards, one after the other."""
+        seconds = num_cards * self.setup.overheads.call_s
+        if not self._publishing and self.cards.all_stopped:
+            self._record.idle_calls_s += seconds
+        self._compute(seconds)
+
+    def _compute(self, seconds: float) -> None:
+        """Spends the controller's time, while events of the cards go on."""
+        self._record.controller_s += seconds
+        self.clock.advance_to(self.clock.now + seconds)
+
+
+def _only_starts(command: Command) -> bool:
+    """Whether a command may be executed while the cards switch for the engines (as in `stalesync/controller.py`)."""
+    return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
+
+
+def _requests(rows: DispatchedRequests) -> list[SimulatedRequest]:
+    columns = rows.ids, rows.groups, rows.earlier, rows.kv_ranks, rows.priorities, rows.kv_tokens
+    return list(map(SimulatedRequest, *columns))

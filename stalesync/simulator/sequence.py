@@ -1,0 +1,84 @@
+"""Define a request in a simulated engine, and what a step of an attention rank prefills. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+
+class SimulatedRequest(NamedTuple):
+    """A request for an engine, as a row of `DispatchedRequests`."""
+
+    id: str
+    group: str
+    earlier: str = ""
+    kv_rank: int | None = None
+    priority: int = 0
+    kv_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RankLimits:
+    """Fields of `RolloutConfig` under the same names. ``kv_tokens``: capacity of the KV cache; None: no bound."""
+
+    max_seqs: int
+    max_batch_tokens: int
+    block_size: int = 16
+    kv_tokens: int | None = None
+    prefix_cache: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request in the engine.
+
+    ``length``: tokens of prompt and response after ``since`` steps, from when it decodes; before, those it begins with;
+    ``limit``: length at which this submission ends; ``complete``: whether the response ends there; ``computed``: tokens
+    whose KV is in the cache, while it does not decode; ``parked``: tokens whose KV is on the host; ``shared``: blocks
+    that count for a sibling; ``ends``: steps after which it has ended; ``first_version``: of its first new token.
+    """
+
+    request: SimulatedRequest
+    rank: int
+    prompt_tokens: int
+    length: int
+    limit: int
+    complete: bool
+    known: int = 0
+    """Tokens computed before; computing them again counts as recomputation"""
+    computed: int = 0
+    parked: int = 0
+    shared: int = 0
+    since: int = 0
+    ends: int = -1
+    decoding: bool = False
+    first_version: int | None = None
+
+    def length_at(self, step: int) -> int:
+        """Returns its tokens after ``step`` steps."""
+        return self.length + step - self.since if self.decoding else self.length
+
+
+@dataclass(slots=True)
+class Plan:
+    """A rank's part of a step that prefills. ``last``: sequences whose prefill lacks one token, which decode it;
+    ``restored``: blocks whose KV is copied from the host."""
+
+    last: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    twins: list[Sequence] = field(default_factory=list)
+    restored: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.last or self.chunks or self.twins)
+
+
+@dataclass(slots=True)
+class Cached:
+    """Blocks of a prompt or of a suspended request. ``expires``: tokens computed by the rank until they are evicted.
+    ``holders``: running sequences that hold them; one of them counts them, for the others they are `shared`."""
+
+    blocks: int
+    holders: dict[Sequence, None] = field(default_factory=dict)
+    expires: float = inf

@@ -1,0 +1,127 @@
+"""Resolve a run's config into what its simulation needs: the same deployment, decisions and costs as the run's.
+
+Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `stalesync/training_run.py`
+        └─► Pace ─► EngineSpec, TrainerCost, SwitchCost      as `fusion/colocate/paced.py`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fusion.colocate.share import InferenceShare
+from fusion.colocate.spec import WorkerSpec
+from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
+from fusion.ep_switch.config import FusionConfig
+from fusion.model import Parallel
+from stalesync.admission import AdmissionSpec
+from stalesync.admission_spec import admission_spec
+from stalesync.config import Config
+from stalesync.simulator.engine_spec import EngineSpec
+from stalesync.simulator.overheads import Overheads
+from stalesync.simulator.sequence import RankLimits
+
+
+@dataclass(frozen=True)
+class SimulationSetup:
+    """``reference``: cost of the reference model's forward pass; None: there is none."""
+
+    config: Config
+    worker: WorkerSpec
+    admission: AdmissionSpec
+    share: InferenceShare
+    engine: EngineSpec
+    trainer: TrainerCost
+    switch: SwitchCost
+    reference: TrainerCost | None
+    overheads: Overheads
+
+    @classmethod
+    def of(cls, config: Config, *, kv_tokens: int | None = None, overheads: Overheads | None = None) -> SimulationSetup:
+        """Resolves a config whose device has a pace.
+
+        Args:
+            kv_tokens: capacity of an attention rank's KV cache, in tokens of the run; None: no bound but that of the
+                config.
+            overheads: of controller and queue; None: as measured.
+
+        Raises:
+            ValueError: the layouts do not fit the cards or the modelled model, by key.
+        """
+        pace = config.pace
+        assert pace is not None, "the device has no pace"
+        train, infer = config.train_layout, config.infer_layout
+        pace.check(train, "parallel.train")
+        pace.check(infer, "parallel.infer")
+        worker = _worker_spec(config, pace)
+        rollout, first = config.rollout, worker.deployment.generate[0]
+        switch = _switch_cost(pace, train, infer, infer_first=first, fusion=_Frozen.of(config.fusion))
+        cost = EngineCost(pace, worker.infer_of_one_engine, full_batch=rollout.max_seqs)
+        bounds = [tokens for tokens in (kv_tokens, rollout.max_kv_tokens) if tokens is not None]
+        limits = RankLimits(
+            max_seqs=rollout.max_seqs,
+            max_batch_tokens=rollout.max_batch_tokens,
+            block_size=rollout.block_size,
+            kv_tokens=min(bounds, default=None),
+            prefix_cache=rollout.prefix_cache,
+        )
+        engine = EngineSpec(
+            cost=cost,
+            num_ranks=worker.infer_of_one_engine.dp,
+            limits=limits,
+            chunk_tokens=rollout.max_chunk_tokens or None,
+            keeps_kv=rollout.keeps_kv,
+            pools_kv=rollout.pools_kv,
+            adopt_s=switch.adopt_s,
+        )
+        trainer = TrainerCost(pace, train, config.training.recompute)
+        return cls(
+            config=config,
+            worker=worker,
+            admission=admission_spec(config, worker, scores_beside=True, filters=False),
+            share=InferenceShare.of(rollout, len(worker.engines)),
+            engine=engine,
+            trainer=trainer,
+            switch=switch,
+            reference=trainer if config.algorithm.kl_coef > 0 else None,
+            overheads=Overheads() if overheads is None else overheads,
+        )
+
+
+def _worker_spec(config: Config, pace: Pace) -> WorkerSpec:
+    """Returns the part of the config that every card needs, without models and tokenizers."""
+    return WorkerSpec(
+        seed=config.run.seed,
+        steps=config.run.steps * config.algorithm.minibatches,
+        model=config.model,
+        deployment=config.deployment,
+        train=config.train_layout,
+        infer=config.infer_layout,
+        fusion=config.fusion,
+        rollout=config.rollout,
+        training=config.training,
+        algorithm=config.algorithm,
+        device=config.device,
+        pace=pace,
+        ahead=config.stalesync.max_staleness > 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The fields of `FusionConfig` that a switch's cost depends on; it is the key of a cache."""
+
+    deployment: str
+    offload: str
+    double_buffer: bool
+
+    @classmethod
+    def of(cls, config: FusionConfig) -> _Frozen:
+        return cls(config.deployment, config.offload, config.double_buffer)
+
+
+@lru_cache(maxsize=64)
+def _switch_cost(pace: Pace, train: Parallel, infer: Parallel, *, infer_first: int, fusion: _Frozen) -> SwitchCost:
+    """Computes the cost of a switch once for all runs with these layouts: of 12,288 dies it takes some seconds."""
+    config = FusionConfig(deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer)
+    return SwitchCost.of(pace, train=train, infer=infer, infer_first=infer_first, fusion=config)

@@ -1,0 +1,107 @@
+"""Compute the least time in which all cards together could do a run's work: the work-conserving bound.
+
+    card-seconds = decode in full batches + every prompt prefilled once + training without bubbles + optimizer steps
+    bound        = card-seconds / cards
+
+A step of an engine takes the maximum of some lines, which are linear in contexts and attended pairs, and per token
+least in a full batch. So for each line the sum over all tokens is a lower bound of the time of all steps that compute
+them, and the largest of these is the bound used here.
+
+Invariant (property-tested): the cards of a run never take less than its bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fusion.costmodel.roofline import attention_pairs
+from fusion.costmodel.setup import TrainingLimits
+from stalesync.simulator.setup import SimulationSetup
+
+MANY = 1_000_000
+"""Tokens of a step, or micro-batches, in which what does not depend on their number no longer counts."""
+
+
+@dataclass
+class Work:
+    """Sums of tokens. ``decodes``, ``contexts``: decode steps of sequences, with their contexts; ``prefilled``,
+    ``prefill_pairs``: of prompts; ``trained``, ``trained_pairs``: of samples; ``updates``: optimizer steps."""
+
+    decodes: float = 0.0
+    contexts: float = 0.0
+    prefilled: int = 0
+    prefill_pairs: float = 0.0
+    trained: int = 0
+    trained_pairs: float = 0.0
+    updates: int = 0
+
+    def generate(self, prompt_tokens: int, response_tokens: Iterable[int], token_scale: int) -> None:
+        """Adds a group: its prompt is prefilled once. The prefill samples the first of the ``token_scale`` modelled
+        tokens of a response's first token."""
+        first = (token_scale - 1) / token_scale
+        for tokens in response_tokens:
+            self.decodes += tokens - 1 + first
+            self.contexts += (tokens - 1) * prompt_tokens + tokens * (tokens - 1) / 2 + first * prompt_tokens
+        self.prefilled += prompt_tokens
+        self.prefill_pairs += attention_pairs(prompt_tokens)
+
+    def train(self, lengths: Iterable[int], token_scale: int) -> None:
+        """Adds samples of these lengths, prompt and response."""
+        for length in lengths:
+            self.trained += length * token_scale
+            self.trained_pairs += attention_pairs(length * token_scale)
+
+
+class CardSeconds(NamedTuple):
+    """Least seconds of work, summed over cards."""
+
+    generation: float
+    training: float
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.training
+
+
+class Bound:
+    """Computes the card-seconds of work under a setup."""
+
+    def __init__(self, setup: SimulationSetup) -> None:
+        self._setup = setup
+        cost, layout = setup.engine.cost, setup.worker.infer_of_one_engine
+        self._pace, scale = cost.pace, cost.pace.token_scale
+        self._cards_of_rank = layout.tp * layout.pp
+        full = cost.full_batch
+        many, more = cost.roofline.step_lines(MANY), cost.roofline.step_lines(MANY + 1000)
+        self._lines = [
+            (
+                scale * line.fixed / full,
+                scale * scale * (line.per_pair + line.per_kv),
+                scale * max(0.0, above.fixed - below.fixed) / 1000,
+                scale * scale * line.per_pair,
+            )
+            for line, below, above in zip(cost.roofline.step_lines(full), many, more, strict=True)
+        ]
+        """Modelled seconds of a rank for a decode, a token of its context, a prefilled token and an attended pair"""
+
+    def __call__(self, work: Work) -> CardSeconds:
+        """Returns the card-seconds of work, in seconds of the run."""
+        rank_s = max(
+            work.decodes * decode + work.contexts * context + work.prefilled * token + work.prefill_pairs * pair
+            for decode, context, token, pair in self._lines
+        )
+        trainer = self._setup.trainer
+        train_s = 0.0
+        if work.trained:
+            tokens = MANY * TrainingLimits().token_budget
+            pairs = tokens * work.trained_pairs / work.trained
+            step = trainer.roofline.train_step(
+                tokens, pairs, token_budget=TrainingLimits().token_budget, recompute=trainer.recompute
+            )
+            bubble = 1 + (trainer.layout.pp - 1) / MANY
+            seconds = step.seconds / bubble / tokens * work.trained * self._pace.training_scale
+            train_s = self._pace.run_seconds(seconds) * trainer.layout.world / trainer.layout.dp
+        update_s = work.updates * trainer.update()["optimizer"] * trainer.layout.world
+        return CardSeconds(self._pace.run_seconds(rank_s) * self._cards_of_rank, train_s + update_s)

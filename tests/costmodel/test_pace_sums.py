@@ -1,0 +1,37 @@
+"""The cost of an engine's step from sums of what it computes equals that from its sequences."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.pace import SHAPES, EngineCost, EngineLoad, Pace, StepSums
+from fusion.costmodel.presets import load_shape
+from fusion.costmodel.roofline import attention_pairs
+from fusion.model import Parallel
+
+CONTEXTS = st.lists(st.integers(1, 9000), max_size=12).map(tuple)
+CHUNKS = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 900)), max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize("scale", [1, 8])
+@given(decodes=CONTEXTS, first=CONTEXTS, chunks=CHUNKS)
+def test_sums_cost_what_the_sequences_cost(scale, decodes, first, chunks):
+    pace = Pace(load_shape("qwen3_30b_a3b", SHAPES).shape, hardware_named("ascend_910c"), scale, 3.0)
+    cost = EngineCost(pace, Parallel(4, tp=2, ep=2), full_batch=16)
+    seconds, _ = cost(EngineLoad(decodes, first, chunks))
+    sums = StepSums(
+        decodes=len(decodes),
+        contexts=sum(decodes),
+        first_tokens=len(first),
+        first_contexts=sum(first),
+        prefill_tokens=sum(count for count, _ in chunks),
+        attended=sum(attention_pairs(*chunk) for chunk in chunks),
+    )
+    assert cost.step_s(sums) == pytest.approx(sum(seconds.values()), rel=1e-9)
+    if decodes:
+        lines = cost.decode_lines(len(decodes))
+        only = sum(cost(EngineLoad(decodes))[0].values())
+        assert max(fixed + each * sum(decodes) for fixed, each in lines) == pytest.approx(only, rel=1e-9)

@@ -1,0 +1,46 @@
+"""Configs of small paced runs, and their simulation."""
+
+from __future__ import annotations
+
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.pace import EngineCost, Pace
+from fusion.costmodel.presets import load_shape
+from fusion.model import Parallel
+from fusion.npu import DeviceConfig
+from stalesync.config import Config
+from stalesync.prompts.lengths import ForcedLengths
+from stalesync.simulator.lengths import DrawnLengths
+from stalesync.simulator.overheads import Overheads
+from stalesync.simulator.run import SimulatedRun
+from stalesync.simulator.setup import SimulationSetup
+
+PROMPT_TOKENS = 4
+
+
+def config_of(deployment="colocated", max_staleness=0, *, cards=4, prompts=8, group=4, steps=4, speed=96.0, **rollout):
+    """Cards under OLMoE-1B-7B, as in benchmarks/stalesync.py; ``rollout``: keys of that group."""
+    config = Config()
+    config.device = DeviceConfig("emulated", pace="olmoe_7b", pace_tokens=128, pace_speed=speed, pace_training=31.5)
+    config.cluster.npus, config.cluster.hardware = cards, "ascend_910c"
+    config.data.prompts_per_step, config.algorithm.group_size = prompts, group
+    config.fusion.deployment, config.run.steps = deployment, steps
+    config.fusion.infer_cards = cards // 2 if deployment in ("separate", "hybrid") else None
+    config.stalesync.max_staleness = max_staleness
+    values = dict(max_response_length=40, forced_median=8.0, max_seqs=4) | rollout
+    for name, value in values.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+def simulation_of(config, overheads=None, observe=lambda decision: None, kv_tokens=None):
+    forced = ForcedLengths(config.run.seed, config.rollout.forced_median, config.rollout.max_response_length)
+    lengths = DrawnLengths(forced, config.algorithm.group_size, PROMPT_TOKENS)
+    setup = SimulationSetup.of(config, overheads=overheads or Overheads(), kv_tokens=kv_tokens)
+    return SimulatedRun(setup, lengths, observe)
+
+
+def engine_cost(model="qwen3_30b_a3b", *, layout=None, scale=1, full=16):
+    from fusion.costmodel.pace import SHAPES
+
+    pace = Pace(load_shape(model, SHAPES).shape, hardware_named("ascend_910c"), scale, 1.0)
+    return EngineCost(pace, layout or Parallel(), full)

@@ -1,0 +1,126 @@
+"""`scripts/simulate.py`: what it accepts and refuses, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from stalesync.simulator.cluster import Case
+from stalesync.simulator.command_line import answer, cases_of, config_keys, parse
+from stalesync.simulator.report import linearity
+from tests import machine
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 run.steps=5 data.prompts_per_step=16
+data.max_prompt_length=64 algorithm.group_size=4 rollout.max_response_length=512 rollout.forced_median=64""".split()
+
+
+def outcome(tmp_path, *arguments):
+    answer([*SMALL, "--json", str(tmp_path / "out.json"), *arguments], ROOT / "recipes")
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_every_combination_is_simulated_and_printed(tmp_path, capsys):
+    png = tmp_path / "plot.png"
+    found = outcome(tmp_path, "fusion=colocated,hybrid", "stalesync.max_staleness=0,1", f"--png={png}")
+    rows = found["rows"]
+    assert [(row["deployment"], row["max_staleness"], row["supernodes"]) for row in rows] == [
+        (deployment, bound, 1) for deployment in ("colocated", "hybrid") for bound in (0, 1)
+    ]
+    for row in rows:
+        assert 0 < row["tokens_per_s"] <= row["bound_tokens_per_s"] and 0 < row["utilisation"] <= 1
+        assert sum(row["lost"].values()) + row["utilisation"] == pytest.approx(1)
+        assert row["max_lag"] <= row["max_staleness"] and row["linearity"] == 1
+        assert row["limit"] in row["lost"]
+    assert rows[1]["tokens_per_s"] > rows[0]["tokens_per_s"]
+    out = capsys.readouterr().out
+    assert "linearity" in out and "85%" in out and "91%" in out, "published anchors are printed beside"
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_figures_and_a_trace_its_lengths(tmp_path):
+    assert outcome(tmp_path)["rows"] == outcome(tmp_path)["rows"] != outcome(tmp_path, "run.seed=1")["rows"]
+    trace = tmp_path / "groups.jsonl"
+    trace.write_text("".join(json.dumps({"group": f"g{n}", "response_tokens": [9] * 4}) + "\n" for n in range(16)))
+    even = outcome(tmp_path, f"trace={trace}")
+    assert even["rows"][0]["tokens_per_s"] * even["rows"][0]["step_s"] == pytest.approx(16 * 4 * (64 + 9))
+
+
+@pytest.mark.extended
+def test_more_supernodes_do_more_and_send_weights_between_them(tmp_path):
+    arguments = """model=pangu_718b cluster=cloudmatrix384 supernodes=1,2 run.steps=3 data.prompts_per_step=96
+    algorithm.group_size=4 rollout.max_response_length=512 rollout.forced_median=128 train=tp8pp8ep32 infer=tp8ep256"""
+    answer([*arguments.split(), "--json", str(tmp_path / "out.json")], ROOT / "recipes")
+    one, two = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert one["dies"] == 768 and two["dies"] == 1536
+    assert 0.8 < two["linearity"] < 1.1 and two["tokens_per_s"] > 1.6 * one["tokens_per_s"]
+    assert one["weights_network_gb"] == 0 < two["weights_network_gb"]
+    assert two["controller_s"] > 1.5 * one["controller_s"], "one process calls twice as many cards"
+
+
+def test_linearity_needs_one_supernode():
+    class Fast:
+        tokens_per_s = 30.0
+
+    class Slow:
+        tokens_per_s = 10.0
+
+    one, four, other = Case(1, "colocated", 0), Case(4, "colocated", 0), Case(4, "colocated", 1)
+    outcomes = {one: Slow(), four: Fast(), other: Fast()}
+    assert linearity(outcomes, four) == 0.75 and linearity(outcomes, other) is None
+
+
+def test_cases_are_all_combinations_once():
+    swept = {"supernodes": "4,1,4", "fusion": "hybrid,colocated", "stalesync.max_staleness": "1,0"}
+    assert cases_of(swept) == [
+        Case(count, name, bound) for name in ("hybrid", "colocated") for bound in (0, 1) for count in (1, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("clutser=cloudmatrix384", "unknown argument 'clutser=cloudmatrix384'; did you mean cluster=?"),
+        ("zzzz=1", "unknown argument 'zzzz=1'; expected one of model, cluster, "),
+        ("rollout.temperature=1", "unknown argument 'rollout.temperature=1'"),
+        ("fusion=shared", "fusion='shared': expected some of separate, colocated, full, hybrid"),
+        ("supernodes=0", "supernodes=0: expected whole numbers of at least 1"),
+        ("stalesync.max_staleness=one", "stalesync.max_staleness=one: expected whole numbers of at least 0"),
+        ("supernodes=2", "supernodes=2: cluster.npus=8 dies of ascend_910c, expected 768, the dies of one"),
+        ("run.steps=1", "run.steps=1: stalesync.max_staleness=0 needs at least 2"),
+        (
+            "rollout.forced_spread=[1,1,2]",
+            "rollout.forced_spread=[1, 1, 2]: expected two standard deviations",
+        ),
+        ("rollout.max_seqs=0", "rollout.max_seqs=0: expected"),
+        ("train=tp7", "train='tp7'"),
+        ("infer=tp3", "infer='tp3'"),
+        ("rollout.forced_median=null", "rollout.forced_median=null: expected a number, or trace=FILE"),
+        ("trace=nowhere", "trace=nowhere: cannot be read"),
+        ("algorithm.minibatches=3", "algorithm.minibatches=3 does not divide data.prompts_per_step=16"),
+        ("--json", "--json needs a path"),
+        ("--png=-", "--png needs a path"),
+        ("model=gpt", "model='gpt': expected one of"),
+        ("fusion.infer_cards=8 fusion=hybrid", "fusion.infer_cards=8: expected fewer than cluster.npus=8"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments, error):
+    with pytest.raises(ValueError) as refused:
+        answer([*SMALL, *arguments.split()], ROOT / "recipes")
+    assert str(refused.value).startswith(error)
+
+
+def test_keys_of_a_run_are_accepted_where_they_have_an_effect():
+    keys = config_keys()
+    assert {"rollout.chunk_tokens", "rollout.max_seqs", "data.prompts_per_step"} <= {*keys}
+    assert not {key for key in keys if key.startswith("rollout.draft")}
+    assert parse([f"{key}=1" for key in keys]).overrides.keys() == {*keys}
+
+
+def test_the_simulator_loads_neither_torch_nor_ray():
+    code = "import sys, stalesync.simulator.command_line\nprint(sorted({'torch', 'ray', 'PIL'} & set(sys.modules)))"
+    done = machine.run([sys.executable, "-c", code], timeout_s=60, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,114 @@
+"""Simulated runs keep the invariants of real ones, and those of physics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stalesync.prompts.lengths import ForcedLengths
+from stalesync.simulator.lengths import DrawnLengths
+from stalesync.simulator.overheads import Overheads
+from stalesync.simulator.run import SimulatedRun
+from stalesync.simulator.work import Bound
+from tests.stalesync.simulator.configs import PROMPT_TOKENS, config_of, simulation_of
+
+DEPLOYMENTS = st.sampled_from(["colocated", "separate", "hybrid", "full"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(DEPLOYMENTS, st.integers(0, 2), st.sampled_from([None, None, 5]), st.booleans(), st.integers(0, 99))
+def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(deployment, bound, chunk, keeps, seed):
+    config = config_of(deployment, bound, chunk_tokens=chunk, suspended_kv="keep" if keeps else "recompute")
+    config.run.seed = seed
+    decisions = []
+    run = simulation_of(config, observe=decisions.append)
+    steps = run.run()
+    admitted = [group for one in decisions if one.kind == "admit" for group in one.groups]
+    trained = [group for step in steps for group in step.groups]
+    assert len(trained) == len({*trained}) == config.run.steps * config.data.prompts_per_step
+    assert {*trained} <= {*admitted} and len({*admitted}) == len(admitted)
+    assert all(0 <= lag <= bound for step in steps for lag in step.lags), "the ledger asserts it, too"
+    forced = ForcedLengths(seed, config.rollout.forced_median, config.rollout.max_response_length)
+    size = config.algorithm.group_size
+    lengths = [sum(own) for own in forced.of_groups(trained, range(size))]
+    assert sum(step.tokens for step in steps) == sum(lengths) + PROMPT_TOKENS * size * len(trained)
+    assert not any(engine.running for engine in run.cards.engines)
+    if len(admitted) == len(trained):
+        generated = sum(engine.decoded_tokens + engine.first_tokens for engine in run.cards.engines)
+        assert generated == sum(lengths), "a token is generated once, also where its request was suspended"
+
+
+@settings(max_examples=12, deadline=None)
+@given(DEPLOYMENTS, st.integers(0, 2), st.booleans(), st.integers(0, 99))
+def test_a_run_is_never_faster_than_its_work_conserving_bound(deployment, bound, overheads, seed):
+    config = config_of(deployment, bound, steps=3)
+    config.run.seed = seed
+    run = simulation_of(config, None if overheads else Overheads.none())
+    steps, cards = run.run(), config.cluster.npus
+    limit = Bound(run.setup)
+    assert limit(run.totals().done).total <= cards * run.clock.now * (1 + 1e-9)
+    if bound == 0:
+        for step in steps:
+            assert limit(step.work).total <= cards * step.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("deployment, bound", [("colocated", 0), ("hybrid", 1), ("separate", 2)])
+def test_cards_of_twice_the_speed_take_half_the_time(deployment, bound):
+    """With a host that takes no time; samples wait for others as long on both, so that wait is compared to 0."""
+    slow, fast = (
+        simulation_of(config_of(deployment, bound, speed=speed), Overheads.none()).run() for speed in (1e-3, 2e-3)
+    )
+    assert [step.groups for step in slow] == [step.groups for step in fast]
+    for one, other in zip(slow, fast, strict=True):
+        assert one.seconds == pytest.approx(2 * other.seconds, rel=1e-3)
+
+
+def test_a_seed_repeats_a_run_exactly_and_another_does_not():
+    def seconds(seed):
+        config = config_of("hybrid", 1)
+        config.run.seed = seed
+        return [step.seconds for step in simulation_of(config).run()]
+
+    assert seconds(1) == seconds(1) != seconds(2)
+
+
+def test_what_the_host_takes_makes_a_run_longer():
+    config = config_of()
+    free, real = (simulation_of(config, one).run() for one in (Overheads.none(), replace(Overheads(), call_s=0.5)))
+    calls = 0.5 * config.cluster.npus
+    for one, other in zip(free, real, strict=True):
+        assert other.seconds > one.seconds + 3 * calls, "switch, engines' start, return and training call every card"
+
+
+def test_generation_of_separate_cards_overlaps_with_training_at_staleness_1():
+    apart, ahead = (sum(one.seconds for one in simulation_of(config_of("separate", s)).run()) for s in (0, 1))
+    assert ahead < 0.9 * apart
+
+
+def test_a_small_kv_cache_makes_engines_preempt_and_a_run_longer():
+    config = config_of(cards=1, prompts=8, max_seqs=32)
+    ample, small = simulation_of(config), simulation_of(config, kv_tokens=64)
+    ample.run()
+    small.run()
+    assert ample.totals().preemptions == 0 < small.totals().preemptions
+    assert small.clock.now > ample.clock.now
+
+
+def test_a_source_of_prompts_is_asked_for_what_is_admitted_only():
+    config = config_of("colocated", 1, steps=3)
+
+    class Counted(DrawnLengths):
+        taken = 0
+
+        def next(self, count):
+            self.taken += count
+            return super().next(count)
+
+    forced = ForcedLengths(0, 8.0, 40)
+    lengths = Counted(forced, config.algorithm.group_size, PROMPT_TOKENS)
+    run = SimulatedRun(simulation_of(config).setup, lengths)
+    run.run()
+    assert lengths.taken == 3 * config.data.prompts_per_step, "nothing is admitted that no step can train"
