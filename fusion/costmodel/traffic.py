@@ -160,13 +160,19 @@ class _Choice:
 
     ``dies``, ``group``: the holders and the group of fast links of each [holders]. ``hold``: who holds which segment
     [G, holders]. ``due``: level → bytes to send to the dies that share this level with the holder, and no inner one
-    [G, holders].
+    [G, holders]. ``arriving``: bytes of each segment that the dies ``needers`` receive from holders [G, needers].
     """
 
     dies: Array
     group: Array
     hold: Array
     due: dict[int, Array]
+    arriving: Array
+    needers: Array
+
+    def offered(self, weight: Array) -> Array:
+        """Returns the weights of the holders, by segment [G, holders]."""
+        return self.hold * weight[self.dies]
 
 
 class _Ledger:
@@ -210,16 +216,13 @@ class _Ledger:
             needers = _sum_at(lacking, group[n], group[n]) if alone.any() else inner
             entry = np.where(alone, 1 / np.maximum(needers, 1), 0.0)
             arriving = (outside - entry) * nbytes
-            got: Array | float = 0.0
-            for level in levels:
-                near = self.domain[level]
-                within = _sum_at(hold, near[h], near[n]) / np.maximum(holders, 1)
-                if alone.any():
-                    mates = (_sum_at(lacking, near[n], near[n]) - inner) / np.maximum(needers - inner, 1)
-                    within = np.where(holders > 0, within, mates)
-                self.received[level, n] += (arriving * (within - got)).sum(0)
-                got = within
             if alone.any():
+                got: Array | float = 0.0
+                for level in levels:
+                    near = self.domain[level]
+                    mates = (_sum_at(lacking, near[n], near[n]) - inner) / np.maximum(needers - inner, 1)
+                    self.received[level, n] += np.where(holders > 0, 0.0, arriving * (mates - got)).sum(0)
+                    got = mates
                 self._forward(levels, taken_in=entry * nbytes, outside=outside, n=n)
             self._offer(levels, np.where(holders > 0, arriving, 0.0), n, hold=hold, h=h)
             if not alone.any():
@@ -244,10 +247,11 @@ class _Ledger:
             near = self.domain[level]
             total = _sum_at(due, near[n], near[h])
             due_by_level[level], before = total - before, total
-        self.choices.append(_Choice(h, self.domain[levels[-1]][h], hold, due=due_by_level))
+        group = self.domain[levels[-1]][h]
+        self.choices.append(_Choice(h, group, hold, due=due_by_level, arriving=due, needers=n))
 
     def close(self) -> Traffic:
-        weight = np.ones(self.received.shape[1])
+        weight = balanced = np.ones(self.received.shape[1])
         sent = self._sent(weight)
         for _ in range(BALANCE_ROUNDS):
             load = sent.sum(0)
@@ -258,17 +262,32 @@ class _Ledger:
             other = self._sent(weight)
             if other.sum(0).max() > 0.995 * load.max():
                 break
-            sent = other
-        return Traffic(sent=sent, received=self.received, kept=self.kept, copied=self.copied)
+            sent, balanced = other, weight
+        return Traffic(sent=sent, received=self._received(balanced), kept=self.kept, copied=self.copied)
 
     def _sent(self, weight: Array) -> Array:
         sent = self.forwarded.copy()
         for choice in self.choices:
-            offered = choice.hold * weight[choice.dies]
+            offered = choice.offered(weight)
             each = offered / np.maximum(_sum_at(offered, choice.group, choice.group), 1e-30)
             for level, due in choice.due.items():
                 sent[level, choice.dies] += (each * due).sum(0)
         return sent
+
+    def _received(self, weight: Array) -> Array:
+        received = self.received.copy()
+        for choice in self.choices:
+            offered, (*inner, outer) = choice.offered(weight), choice.due
+            group = self.domain[outer]
+            total = np.maximum(_sum_at(offered, choice.group, group[choice.needers]), 1e-30)
+            got: Array | float = 0.0
+            for level in inner:
+                near = self.domain[level]
+                within = _sum_at(offered, near[choice.dies], near[choice.needers]) / total
+                received[level, choice.needers] += (choice.arriving * (within - got)).sum(0)
+                got = within
+            received[outer, choice.needers] += (choice.arriving * (1.0 - got)).sum(0)
+        return received
 
 
 def _sum_at(values: Array, groups: Array, at: Array) -> Array:

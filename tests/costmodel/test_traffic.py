@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion.costmodel import Shape, Side, boxes, switch_traffic
@@ -60,6 +60,7 @@ def received_by_rank(plan, dies: int) -> np.ndarray:
 
 @settings(max_examples=20)
 @given(switches())
+@example((CONFIG, Parallel(4, 4, etp=2), Parallel(1), 0, TOPOLOGIES[2]))  # unequal shares over links of equal speed
 def test_every_rank_receives_what_the_plan_sends_it(case):
     paper, plan = both(*case)
     received = received_by_rank(plan, paper.received.shape[1])
