@@ -31,7 +31,8 @@ from fusion.rollout.packing import TEXT
 from fusion.telemetry import MemoryLedger, RunFolder
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
-from stalesync.admission import Admission, AdmissionSpec
+from stalesync.admission import Admission
+from stalesync.admission_spec import AdmissionSpec
 from stalesync.controller import Controller
 from stalesync.garbage import collecting_seldom
 from stalesync.generation import Generation

@@ -1,14 +1,69 @@
-"""Resolve the settings that the decisions of a run depend on. Pure: a simulation asks for them, too."""
+"""Define and resolve the settings that the decisions of a run depend on. Pure: a simulation asks for them, too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fusion.colocate.spec import WorkerSpec
 from fusion.rollout.router import PoolRouting
-from stalesync.admission import MAX_REFILLS, AdmissionSpec
-from stalesync.config import Config
-from stalesync.prompts.lengths import ForcedLengths
+
+if TYPE_CHECKING:
+    from fusion.colocate.spec import WorkerSpec
+    from stalesync.config import Config
+
+
+AHEAD = 1.25, 1.5
+"""Bounds of an engine's requests, relative to the number that it decodes at a time: at or below the first it receives
+more, up to the second."""
+
+MAX_REFILLS = 10
+"""Number of batches of groups that a step may filter before it trains the groups it has."""
+
+
+@dataclass(frozen=True)
+class AdmissionSpec:
+    """The settings of a run that its decisions depend on, in addition to the ledger's.
+
+    ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
+    whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
+    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
+    it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``filters``: whether the
+    algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
+    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, and ``exact_lengths`` for
+    it, as of `RequestBuffer`.
+    """
+
+    group_size: int
+    num_engines: int
+    shared_engines: frozenset[int]
+    engine_slots: int
+    max_response_tokens: int
+    max_filtered_groups: int
+    ahead: bool = False
+    scores_beside: bool = True
+    keeps_kv: bool = False
+    kv_pool: PoolRouting | None = None
+    num_probes: int = 0
+    chunk_tokens: int = 0
+    filters: bool = True
+    order: str = "fifo"
+    exact_lengths: Callable[[str], Sequence[int]] = lambda group: ()
+
+    @property
+    def binds_late(self) -> bool:
+        """Whether requests wait here until an engine has capacity."""
+        return self.ahead or self.chunk_tokens > 0
+
+    @property
+    def max_requests(self) -> int:
+        """Maximum number of requests of an engine, where they are bound late."""
+        return round(AHEAD[1] * self.engine_slots)
+
+    @property
+    def low_requests(self) -> int:
+        """Number of requests at or below which an engine receives more; -1: it receives all at the start."""
+        return round(AHEAD[0] * self.engine_slots) if self.binds_late else -1
 
 
 def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool) -> AdmissionSpec:
@@ -36,5 +91,7 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, fil
 def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
     """Returns the function that gives the lengths of a group's responses where they are forced, for the order
     `oracle`."""
+    from stalesync.prompts.lengths import ForcedLengths  # which loads more than a decision needs
+
     lengths = ForcedLengths.of(spec.rollout, spec.seed)
     return lambda group: () if lengths is None else lengths.of_members(group, range(group_size))

@@ -14,8 +14,7 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
-from stalesync.admission import AdmissionSpec
-from stalesync.admission_spec import admission_spec
+from stalesync.admission_spec import AdmissionSpec, admission_spec
 from stalesync.config import Config
 from stalesync.simulator.engine_spec import EngineSpec
 from stalesync.simulator.overheads import Overheads

@@ -4,7 +4,8 @@ outcomes, and checks its invariants."""
 from types import SimpleNamespace
 
 from fusion.rollout import SuspendedSample
-from stalesync.admission import Admission, AdmissionSpec
+from stalesync.admission import Admission
+from stalesync.admission_spec import AdmissionSpec
 from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, Publish, Score, Suspend, SwitchToTrain, Train
 from stalesync.staleness import StalenessLedger
 
