@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fusion.rewards import RewardOutcome
+from fusion.rollout import RequestBuffer
 from fusion.telemetry import Metrics
 from stalesync.controller import Controller
 from stalesync.garbage import NEW_OBJECTS, collecting_seldom
@@ -96,7 +97,7 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
     controller.config = SimpleNamespace(rollout=SimpleNamespace(max_response_length=8))
     controller.desk = SimpleNamespace(share=SimpleNamespace(engines=(0,)))
     controller.step_metrics = SimpleNamespace(metrics=Metrics())
-    controller.admission = SimpleNamespace(ledger=SimpleNamespace(version=0))
+    controller.admission = SimpleNamespace(ledger=SimpleNamespace(version=0), buffer=RequestBuffer())
     controller.groups = SimpleNamespace(step=5, take=lambda trained: ({"g": [sample]}, [sample]))
     controller.cards = SimpleNamespace(polling=lambda poll: nullcontext())
     controller.updater = SimpleNamespace(train=train)
