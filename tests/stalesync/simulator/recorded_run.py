@@ -8,10 +8,13 @@ prompts, `dispatch` with requests by engine, `train` with the groups, oldest fir
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def record(path):
+@contextmanager
+def recording(path):
+    """Records the decisions of runs inside the block; the process may do other runs after it."""
     from stalesync.commands import Dispatch, Train
     from stalesync.controller import Controller
     from stalesync.groups import Groups
@@ -25,7 +28,7 @@ def record(path):
     def recorded_execute(self, command, *args, **options):
         if isinstance(command, Dispatch):
             by_engine = command.requests_by_engine
-            write(kind="dispatch", requests={str(n): [one.id for one in requests] for n, requests in by_engine.items()})
+            write(kind="dispatch", requests={str(n): list(requests.ids) for n, requests in by_engine.items()})
         if isinstance(command, Train):
             write(kind="train", groups=list(command.groups))
         return execute(self, command, *args, **options)
@@ -36,6 +39,10 @@ def record(path):
         return admit(self, prompts)
 
     Controller.execute, Groups.admit = recorded_execute, recorded_admit
+    try:
+        yield
+    finally:
+        Controller.execute, Groups.admit = execute, admit
 
 
 if __name__ == "__main__":
@@ -43,5 +50,5 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "scripts")]
     import train
 
-    record(sys.argv.pop(1))
-    train.main()
+    with recording(sys.argv.pop(1)):
+        train.main()
