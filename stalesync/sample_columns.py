@@ -10,21 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import compress
-from operator import add, attrgetter
+from operator import add
 
 from stalesync.samples import Sample
-
-_read = attrgetter(
-    "id",
-    "prompt.id",
-    "prompt_tokens",
-    "response_tokens",
-    "oldest",
-    "newest",
-    "outcome.reward",
-    "outcome.error",
-)
-"""The columns of a sample, in the order of the fields of `SampleColumns`"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +20,39 @@ class SampleColumns:
     """Scored samples as columns with one value of each; not changed after they were created."""
 
     samples: Sequence[Sample]
-    ids: Sequence[str]
-    groups: Sequence[str]
-    prompt_tokens: Sequence[int]
-    response_tokens: Sequence[int]
-    oldest: Sequence[int]
-    newest: Sequence[int]
-    rewards: Sequence[float | None]
-    errors: Sequence[str | None]
+    ids: list[str]
+    groups: list[str]
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    oldest: list[int]
+    newest: list[int]
+    rewards: list[float | None]
+    errors: list[str | None]
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleColumns:
         """Reads the columns of samples, in their order."""
-        if not samples:
-            return cls(*[()] * len(fields(cls)))
-        return cls(samples, *zip(*map(_read, samples), strict=True))
+        columns = cls(
+            samples,
+            ids=[],
+            groups=[],
+            prompt_tokens=[],
+            response_tokens=[],
+            oldest=[],
+            newest=[],
+            rewards=[],
+            errors=[],
+        )
+        for sample in samples:  # one pass, as the next would find each sample out of the cache again
+            columns.ids.append(sample.id)
+            columns.groups.append(sample.prompt.id)
+            columns.prompt_tokens.append(sample.prompt_tokens)
+            columns.response_tokens.append(sample.response_tokens)
+            columns.oldest.append(sample.oldest)
+            columns.newest.append(sample.newest)
+            columns.rewards.append(sample.outcome.reward)
+            columns.errors.append(sample.outcome.error)
+        return columns
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,4 +72,4 @@ class SampleColumns:
         if all(kept):
             return self
         columns = (getattr(self, field.name) for field in fields(self))
-        return SampleColumns(*[tuple(compress(column, kept)) for column in columns])
+        return SampleColumns(*[list(compress(column, kept)) for column in columns])

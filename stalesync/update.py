@@ -121,7 +121,7 @@ class Updater:
             meanwhile()
             reports = self.cards.wait(training)
             self.record_reports(reports)
-        self._trained = list(kept.ids)
+        self._trained = kept.ids
         return len(kept) < len(scored) or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
