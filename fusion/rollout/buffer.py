@@ -183,8 +183,14 @@ class RequestBuffer:
             counts = {engine: self._running_count[engine] for engine in engines}
             by_engine = assign_all(self._waiting.take_all(), loads, counts, self._pool)
         else:
-            vacancies = {engine: room.left(self._running_count[engine], self._reserved[engine]) for engine in engines}
-            by_engine = fill(self._waiting, vacancies, room, self._groups, self._pool)
+            count, reserved = self._running_count, self._reserved
+            vacancies = {
+                engine: room.left(count[engine], reserved[engine])
+                for engine in engines
+                if count[engine] < room.requests
+            }
+            assigned = fill(self._waiting, vacancies, room, self._groups, self._pool)
+            by_engine = {engine: assigned.get(engine, []) for engine in engines}
         for engine, entries in by_engine.items():
             if entries:
                 self._start(engine, entries)
