@@ -62,10 +62,11 @@ class SampleColumns:
         """Tokens of the prompt and the response of each sample."""
         return list(map(add, self.prompt_tokens, self.response_tokens))
 
-    @cached_property
+    @property
     def without_errors(self) -> SampleColumns:
-        """The samples whose reward did not fail."""
-        return self.where([error is None for error in self.errors])
+        """The samples whose reward did not fail; itself if none did. Not cached: it would refer to itself, and its
+        samples would live until garbage is collected."""
+        return self if self.errors.count(None) == len(self) else self.where([error is None for error in self.errors])
 
     def where(self, kept: Sequence[bool]) -> SampleColumns:
         """Returns the samples for which ``kept`` is true; itself if it is for all."""
