@@ -38,9 +38,10 @@ class RewardOutcome:
 
 
 def reward_metrics(rewards: Sequence[float | None], errors: Sequence[str | None]) -> dict[str, float]:
-    """Compute, from the columns of outcomes, `critic/rewards/{mean,max,min,std}` over the scored samples (absent where there are none; std is the
-    population's), the counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_memory`, `…_bad_type`, `…_died`,
-    `…_too_long`, `…_lost`, and `reward/failed_share` of all samples, where there are any."""
+    """Compute, from the rewards and errors of outcomes, `critic/rewards/{mean,max,min,std}` over the scored samples
+    (absent where there are none; std is the population's), the counts `reward/failed`, `reward/failed_raised`,
+    `…_timeout`, `…_memory`, `…_bad_type`, `…_died`, `…_too_long`, `…_lost`, and `reward/failed_share` of all samples,
+    where there are any."""
     scored = [reward for reward in rewards if reward is not None]
     metrics: dict[str, float] = {"reward/failed": float(len(rewards) - len(scored))}
     num_by_error = Counter(errors)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusion.rewards import RewardConfig, RewardOutcome, RewardPool, RewardSample, reward_metrics
+from fusion.rewards import RewardConfig, RewardPool, RewardSample, reward_metrics
 from fusion.rewards.process import Child
 from tests.machine import patience, running, wait_for, within
 
