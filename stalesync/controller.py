@@ -42,6 +42,7 @@ from stalesync.failures import logging_errors
 from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.prompts import PromptSource
+from stalesync.sample_columns import SampleColumns
 from stalesync.sample_metrics import add_sample_metrics, add_staleness_metrics
 from stalesync.samples import Sample
 from stalesync.scoring import Scorer
@@ -87,7 +88,7 @@ class Controller:
     """The queue's figures after the last step, while it is being closed"""
     _figures: dict[str, float] = field(default_factory=dict)
     """Other figures of that step"""
-    _unlogged: Sequence[Sample] | None = None
+    _unlogged: SampleColumns | None = None
     """Samples whose groups ended in this step, until `log_samples` records them"""
 
     def train_step(self, step: int, close_last: Callable[[], None], log_last: Callable[[], None]) -> None:
@@ -231,10 +232,10 @@ class Controller:
     def train(self, trained: Sequence[str]) -> None:
         """Trains groups, while cards that do not train generate."""
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
-        groups, self._unlogged = self.groups.take(trained)
+        samples, self._unlogged = self.groups.take(trained)
         try:
             with self.cards.polling(self.keep_busy):
-                has_lost = self.updater.train(groups, ledger.version, metrics, meanwhile=self.log_samples)
+                has_lost = self.updater.train(trained, samples, ledger.version, metrics, meanwhile=self.log_samples)
         except BaseException:
             if self._unlogged is not None:  # it failed before the cards began to train
                 with logging_errors("logging the step's samples"):
@@ -242,10 +243,10 @@ class Controller:
             raise
         if has_lost:
             self.note_lost(now=True)
-        lost = self.groups.untrained(groups)
-        self.groups.log_trained(groups, lost)
+        lost = self.groups.untrained(trained, samples)
+        self.groups.log_trained(trained, samples, lost)
         bound = self.config.stalesync.max_staleness
-        add_staleness_metrics(metrics, groups, version=ledger.version, max_staleness=bound)
+        add_staleness_metrics(metrics, samples, version=ledger.version, max_staleness=bound)
         self.admission.observe_trained(trained, lost)
 
     def keep_busy(self) -> None:
@@ -279,7 +280,7 @@ class Controller:
         assert self._unlogged is not None
         samples, self._unlogged = self._unlogged, None
         metrics = self.step_metrics.metrics
-        self._num_tokens = sum([sample.prompt_tokens + sample.response_tokens for sample in samples])
+        self._num_tokens = sum(samples.tokens)
         metrics.add("rollout/engines", len(self.desk.share.engines))
         metrics.add("rollout/suspended_total", 0)
         metrics.update(self.admission.buffer.take_metrics())
@@ -288,7 +289,7 @@ class Controller:
             self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)
         add_sample_metrics(metrics, samples, self.config.rollout.max_response_length)
         if samples:
-            self.folder.log_samples(self.groups.step, samples, _describe)
+            self.folder.log_samples(self.groups.step, samples.samples, _describe)
 
 
 def _only_starts(command: Command) -> bool:

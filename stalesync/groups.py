@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
 from stalesync.admission import Admission
 from stalesync.prompts import Prompt
+from stalesync.sample_columns import SampleColumns
 from stalesync.samples import Sample, by_id
 
 LOST = "lost"
@@ -41,7 +42,7 @@ class Groups:
     queue: DistQueue
     folder: RunFolder
     scored: dict[str, list[Sample]] = field(default_factory=dict)
-    """Scored samples by group, of groups that have not ended"""
+    """Scored samples by group, of groups that have not ended; of complete groups in order of ids"""
     num_failed_rewards: int = 0
     """Number of samples that could not be scored since the start of the run"""
     step: int = 1
@@ -86,21 +87,22 @@ class Groups:
                 self._given_up.add(one.id)
                 self._record([sample], [sample])
 
-    def untrained(self, groups: Mapping[str, Sequence[Sample]]) -> list[str]:
-        """Returns those of the groups, which were passed to training, of which every sample was lost."""
-        return [
-            group
-            for group, members in groups.items()
-            if all(member.outcome.error or member.id in self.lost for member in members)
-        ]
+    def untrained(self, groups: Sequence[str], samples: SampleColumns) -> list[str]:
+        """Returns those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
+        left = samples.without_errors
+        if self.lost:
+            left = left.where([id not in self.lost for id in left.ids])
+        trained = set(left.groups)
+        return [group for group in groups if group not in trained]
 
-    def log_trained(self, groups: Mapping[str, Sequence[Sample]], lost: Iterable[str]) -> None:
-        """Records how the groups that were passed to training ended, and the lengths of their samples in order of ids;
-        ``lost``: those of which no sample was left."""
+    def log_trained(self, groups: Sequence[str], samples: SampleColumns, lost: Iterable[str]) -> None:
+        """Records how the groups that were passed to training ended, and the lengths of their ``samples``, which are in
+        order of ids; ``lost``: those of which no sample was left."""
+        tokens_by_group = _tokens(samples)
         untrained, ledger = set(lost), self.admission.ledger
         outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
         for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
-            tokens = {group: _tokens(groups[group]) for _, group in run}
+            tokens = {group: tokens_by_group[group] for _, group in run}
             self.folder.log_groups(self.step, tokens, ended, lag=lag, tokens=tokens)
 
     def _record(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
@@ -118,15 +120,17 @@ class Groups:
         for reason, ids in discarded.items():  # one call of the queue, however many groups have ended
             self.queue.drop(ids, reason)
 
-    def take(self, trained: Iterable[str]) -> tuple[dict[str, list[Sample]], list[Sample]]:
-        """Removes groups that are going to be trained; returns their samples by group, and the samples of all groups
-        that ended since the last call, by id."""
-        groups = {group: self.scored.pop(group) for group in trained}
-        for group in groups:
+    def take(self, trained: Sequence[str]) -> tuple[SampleColumns, SampleColumns]:
+        """Removes groups that are going to be trained; returns their samples, and the samples of all groups that ended
+        since the last call, both in order of ids."""
+        groups = [self.scored.pop(group) for group in trained]
+        for group in trained:
             del self.prompts[group]
-        samples = [sample for members in groups.values() for sample in members] + self._ended
-        self._ended = []
-        return groups, sorted(samples, key=by_id)
+        # An id is that of its group, a slash and a number, and members are in order: so are those of sorted groups.
+        groups.sort(key=_first_id)
+        samples = SampleColumns.of(list(chain.from_iterable(groups)))
+        ended, self._ended = self._ended, []
+        return samples, SampleColumns.of(sorted([*samples.samples, *ended], key=by_id)) if ended else samples
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON."""
@@ -144,6 +148,9 @@ class Groups:
         for fields in state["scored"]:
             group = fields["group"]
             self.scored.setdefault(group, []).append(Sample.restore(self.prompts[group], fields))
+        for members in self.scored.values():  # a state of an earlier format has them in order of arrival
+            if len(members) == self.size:
+                members.sort(key=by_id)
 
     def _judge(self, group: str, members: list[Sample]) -> None:
         """Decides whether a group whose samples are all scored may be trained, or ends."""
@@ -170,5 +177,16 @@ class Groups:
         self._ended += members
 
 
-def _tokens(members: Sequence[Sample]) -> dict[str, Any]:
-    return {"prompt_tokens": members[0].prompt_tokens, "response_tokens": [one.response_tokens for one in members]}
+def _first_id(members: Sequence[Sample]) -> str:
+    return members[0].id
+
+
+def _tokens(samples: SampleColumns) -> dict[str, dict[str, Any]]:
+    """Returns the lengths of the prompt and of the responses of each group."""
+    tokens: dict[str, dict[str, Any]] = {}
+    for group, prompt, response in zip(samples.groups, samples.prompt_tokens, samples.response_tokens, strict=True):
+        if group in tokens:
+            tokens[group]["response_tokens"].append(response)
+        else:
+            tokens[group] = {"prompt_tokens": prompt, "response_tokens": [response]}
+    return tokens

@@ -46,8 +46,8 @@ MAX_STOP_S = 2.0
 POLL_S = 1.0
 """Interval at which the thread that waits for samples checks whether it must end."""
 
-MIN_SAMPLES_KEPT = 4096
-"""Number of samples that are remembered before those of groups that have ended are looked for"""
+MIN_GROUPS_KEPT = 512
+"""Number of groups whose samples are remembered before those that have ended are looked for"""
 
 
 class ScoringQueue(Protocol):
@@ -130,20 +130,26 @@ class Arrivals:
 
     def __init__(self, in_progress: Container[str]) -> None:
         self._in_progress = in_progress
-        self._groups: dict[str, str] = {}
-        """Sample → its group"""
-        self._max_samples = MIN_SAMPLES_KEPT
+        self._samples: dict[str, set[str]] = {}
+        """Group → its samples that have arrived"""
+        self._max_groups = MIN_GROUPS_KEPT
 
-    def new(self, ids: Sequence[str], groups: Sequence[str]) -> Sequence[int]:
+    def new(self, ids: Sequence[str], groups: Sequence[str]) -> list[int]:
         """Returns the positions of those samples of a delivery that arrive for the first time."""
-        known = self._groups
-        positions: Sequence[int] = range(len(ids))
-        if not known.keys().isdisjoint(ids):
-            positions = [position for position, id in enumerate(ids) if id not in known]
-        known.update(zip(ids, groups, strict=True))
-        if len(known) > self._max_samples:
-            self._groups = {id: group for id, group in known.items() if group in self._in_progress}
-            self._max_samples = max(MIN_SAMPLES_KEPT, 2 * len(self._groups))
+        known = self._samples
+        positions = []
+        for position, (id, group) in enumerate(zip(ids, groups, strict=True)):
+            arrived = known.get(group)
+            if arrived is None:
+                known[group] = {id}
+            elif id in arrived:
+                continue
+            else:
+                arrived.add(id)
+            positions.append(position)
+        if len(known) > self._max_groups:
+            self._samples = {group: arrived for group, arrived in known.items() if group in self._in_progress}
+            self._max_groups = max(MIN_GROUPS_KEPT, 2 * len(self._samples))
         return positions
 
 

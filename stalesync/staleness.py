@@ -229,8 +229,7 @@ class StalenessLedger:
         """Returns the finished groups by age, groups of the same age by name. They are sorted only when they are asked
         for: keeping them sorted would move on average half of them for each group that finishes."""
         if self._sorted is None:
-            finished = self.finished
-            self._sorted = sorted(finished, key=lambda group: (finished[group], group))
+            self._sorted = sorted(sorted(self.finished), key=self.finished.__getitem__)  # stable: of one age by name
         return self._sorted
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from fusion.training.algorithms import Algorithm
 from fusion.training.division import split_groups
 from stalesync import in_flight
 from stalesync.cards import Cards
-from stalesync.samples import Sample, by_id
+from stalesync.sample_columns import SampleColumns
 from stalesync.stage_calls import RunningStage, calls_of_replicas, stage_call
 
 log = logging.getLogger(__name__)
@@ -69,15 +69,18 @@ class Updater:
 
     def train(
         self,
-        groups: dict[str, list[Sample]],
+        groups: Sequence[str],
+        samples: SampleColumns,
         version: int,
         metrics: Metrics,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Trains policy ``version`` on all scored samples of these groups, in this order; drops samples whose reward
-        failed, and leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
+        """Trains policy ``version`` on all scored samples of these groups; drops samples whose reward failed, and
+        leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
 
         Args:
+            groups: in the order in which minibatches take them.
+            samples: of these groups, in order of ids.
             meanwhile: called once, while the cards train.
 
         Returns:
@@ -86,7 +89,6 @@ class Updater:
         Raises:
             ValueError: a sample has been trained, is being trained, or has been dropped.
         """
-        samples = sorted([sample for members in groups.values() for sample in members], key=by_id)
         with metrics.timer("adv"):
             scored = self._drop_failed(samples)
             claiming = in_flight.begin(self._claim, scored)
@@ -119,7 +121,7 @@ class Updater:
             meanwhile()
             reports = self.cards.wait(training)
             self.record_reports(reports)
-        self._trained = [sample.id for sample in kept]
+        self._trained = kept.ids
         return len(kept) < len(scored) or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
@@ -132,48 +134,47 @@ class Updater:
         if trained := self.take_trained():
             self.queue.ack(TRAIN, trained)
 
-    def _drop_failed(self, samples: Sequence[Sample]) -> list[Sample]:
+    def _drop_failed(self, samples: SampleColumns) -> SampleColumns:
         """Drops samples whose reward failed from the queue; returns the others."""
-        scored = [sample for sample in samples if sample.outcome.error is None]
+        scored = samples.without_errors
         ids_by_error: dict[str, list[str]] = {}
-        for sample in samples if len(scored) < len(samples) else ():
-            if sample.outcome.error is not None:
-                ids_by_error.setdefault(sample.outcome.error, []).append(sample.id)
+        for id, error in zip(samples.ids, samples.errors, strict=True) if len(scored) < len(samples) else ():
+            if error is not None:
+                ids_by_error.setdefault(error, []).append(id)
         for error, ids in ids_by_error.items():
             self.queue.drop(ids, f"reward_{error}")
         return scored
 
-    def _claim(self, samples: list[Sample]) -> list[Sample]:
+    def _claim(self, samples: SampleColumns) -> SampleColumns:
         """Claims the samples for the task; returns those that the queue has not lost."""
         while samples:
             try:
-                self.queue.claim(TRAIN, [sample.id for sample in samples])
+                self.queue.claim(TRAIN, samples.ids)
                 break
             except SamplesLost as error:
                 log.error("%d samples are not trained: %s", len(error.ids), error)
                 lost = set(error.ids)
-                samples = [sample for sample in samples if sample.id not in lost]
+                samples = samples.where([id not in lost for id in samples.ids])
         return samples
 
     def _put_advantages(
-        self, samples: list[Sample], metrics: Metrics, kl: Mapping[str, float] | None = None
-    ) -> list[Sample]:
+        self, samples: SampleColumns, metrics: Metrics, kl: Mapping[str, float] | None = None
+    ) -> SampleColumns:
         """Puts the column of advantages; returns the samples that have one. ``kl``: to be subtracted from the rewards,
         by sample; those that were lost when the reference read them have none."""
         with metrics.timer("adv"):
             if kl is not None:
-                samples = [sample for sample in samples if sample.id in kl]
+                samples = samples.where([id in kl for id in samples.ids])
                 if not samples:
-                    return []
-                response_tokens = sum(sample.response_tokens for sample in samples)
-                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / response_tokens)
+                    return samples
+                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.response_tokens))
             advantages, _ = self.algorithm.advantages(
-                rewards=[sample.outcome.reward for sample in samples],
-                groups=[sample.prompt.id for sample in samples],
-                response_lengths=[sample.response_tokens for sample in samples],
-                reference_kl=None if kl is None else [kl[sample.id] for sample in samples],
+                rewards=samples.rewards,
+                groups=samples.groups,
+                response_lengths=samples.response_tokens,
+                reference_kl=None if kl is None else [kl[id] for id in samples.ids],
             )
-            self.queue.put(PackedBatch.from_samples([sample.id for sample in samples], {"advantage": advantages}))
+            self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}))
             metrics.spread("critic/advantages", advantages.tolist())
         return samples
 
@@ -196,29 +197,28 @@ class Updater:
         self.record_reports(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
-    def _minibatches(self, groups: Iterable[str], samples: list[Sample]) -> list[list[list[str]]]:
+    def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
         """Returns sample ids by minibatch and replica."""
-        chunks = split_groups(list(groups), self.spec.algorithm.minibatches)
+        chunks = split_groups(groups, self.spec.algorithm.minibatches)
         if len(chunks) == 1:
             return [_split_over_replicas(samples, self.spec.train.dp)]
         return [
-            _split_over_replicas([sample for sample in samples if sample.prompt.id in chunk], self.spec.train.dp)
+            _split_over_replicas(samples.where([group in chunk for group in samples.groups]), self.spec.train.dp)
             for chunk in map(set, chunks)
         ]
 
-    def _shares(self, samples: list[Sample]) -> list[list[str]]:
+    def _shares(self, samples: SampleColumns) -> list[list[str]]:
         """Returns sample ids by replica of the reference."""
         return _split_over_replicas(samples, (self.spec.reference or self.spec.train).dp)
 
-    def _reference_shares(self, minibatches: list[list[list[str]]], samples: list[Sample]) -> list[list[str]]:
+    def _reference_shares(self, minibatches: list[list[list[str]]], samples: SampleColumns) -> list[list[str]]:
         """Returns sample ids by replica of the reference; the same as for training if it uses the training layout."""
         if self.spec.reference is None:
             return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
         return self._shares(samples)
 
 
-def _split_over_replicas(samples: list[Sample], num_replicas: int) -> list[list[str]]:
+def _split_over_replicas(samples: SampleColumns, num_replicas: int) -> list[list[str]]:
     """Splits sample ids over data-parallel replicas, balanced by tokens."""
-    tokens = [sample.prompt_tokens + sample.response_tokens for sample in samples]
-    ids = [sample.id for sample in samples]
-    return [[ids[index] for index in share] for share in split_over_ranks(tokens, num_replicas)]
+    ids = samples.ids
+    return [[ids[index] for index in share] for share in split_over_ranks(samples.tokens, num_replicas)]

@@ -37,21 +37,22 @@ class RewardOutcome:
     seconds: float = 0.0
 
 
-def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
-    """Compute `critic/rewards/{mean,max,min,std}` over the scored samples (absent where there are none; std is the
-    population's), the counts `reward/failed`, `reward/failed_raised`, `…_timeout`, `…_memory`, `…_bad_type`, `…_died`,
-    `…_too_long`, `…_lost`, and `reward/failed_share` of all samples, where there are any."""
-    rewards = [o.reward for o in outcomes if o.reward is not None]
-    metrics: dict[str, float] = {"reward/failed": float(len(outcomes) - len(rewards))}
-    num_by_error = Counter([outcome.error for outcome in outcomes])
+def reward_metrics(rewards: Sequence[float | None], errors: Sequence[str | None]) -> dict[str, float]:
+    """Compute, from the rewards and errors of outcomes, `critic/rewards/{mean,max,min,std}` over the scored samples
+    (absent where there are none; std is the population's), the counts `reward/failed`, `reward/failed_raised`,
+    `…_timeout`, `…_memory`, `…_bad_type`, `…_died`, `…_too_long`, `…_lost`, and `reward/failed_share` of all samples,
+    where there are any."""
+    scored = [reward for reward in rewards if reward is not None]
+    metrics: dict[str, float] = {"reward/failed": float(len(rewards) - len(scored))}
+    num_by_error = Counter(errors)
     for error in ERRORS:
         metrics[f"reward/failed_{error}"] = float(num_by_error[error])
-    if outcomes:
-        metrics["reward/failed_share"] = metrics["reward/failed"] / len(outcomes)
     if rewards:
-        mean = sum(rewards) / len(rewards)
+        metrics["reward/failed_share"] = metrics["reward/failed"] / len(rewards)
+    if scored:
+        mean = sum(scored) / len(scored)
         metrics["critic/rewards/mean"] = mean
-        metrics["critic/rewards/max"] = max(rewards)
-        metrics["critic/rewards/min"] = min(rewards)
-        metrics["critic/rewards/std"] = math.sqrt(sum([(r - mean) ** 2 for r in rewards]) / len(rewards))
+        metrics["critic/rewards/max"] = max(scored)
+        metrics["critic/rewards/min"] = min(scored)
+        metrics["critic/rewards/std"] = math.sqrt(sum([(r - mean) ** 2 for r in scored]) / len(scored))
     return metrics

@@ -96,15 +96,11 @@ def fill(
     the first).
 
     Args:
-        vacancies: what each engine can still take; changed.
+        vacancies: what each engine that can take a request can still take; changed.
         groups: by id; the engine of each is updated.
     """
     by_engine: ByEngine = {engine: [] for engine in vacancies}
-    widest_first = [
-        (vacancy.rank, place, engine)
-        for place, (engine, vacancy) in enumerate(vacancies.items())
-        if vacancy.requests > 0
-    ]
+    widest_first = [(vacancy.rank, place, engine) for place, (engine, vacancy) in enumerate(vacancies.items())]
     """The rank of an engine, or an earlier one, which was lower; its place among the engines, and its number"""
     heapq.heapify(widest_first)
     while widest_first:

@@ -183,8 +183,14 @@ class RequestBuffer:
             counts = {engine: self._running_count[engine] for engine in engines}
             by_engine = assign_all(self._waiting.take_all(), loads, counts, self._pool)
         else:
-            vacancies = {engine: room.left(self._running_count[engine], self._reserved[engine]) for engine in engines}
-            by_engine = fill(self._waiting, vacancies, room, self._groups, self._pool)
+            count, reserved = self._running_count, self._reserved
+            vacancies = {
+                engine: room.left(count[engine], reserved[engine])
+                for engine in engines
+                if count[engine] < room.requests
+            }
+            assigned = fill(self._waiting, vacancies, room, self._groups, self._pool)
+            by_engine = {engine: assigned.get(engine, []) for engine in engines}
         for engine, entries in by_engine.items():
             if entries:
                 self._start(engine, entries)
@@ -233,7 +239,7 @@ class RequestBuffer:
         entry = self.entries[id]
         assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
-        self._stop(engine, entry)
+        self._stop(engine, [entry])
         self._count["running"] -= 1
         self._count["waiting"] += 1
         entry.state = "waiting"
@@ -246,17 +252,19 @@ class RequestBuffer:
 
     def finish(self, generated: Mapping[str, int]) -> Finished:
         """Marks requests finished. ``generated``: the tokens of each, by id."""
-        engines: dict[int, None] = {}
-        groups: list[str] = []
-        for id, num_tokens in generated.items():
-            entry = self.entries[id]
+        finished = [self.entries[id] for id in generated]
+        by_engine: dict[int, list[Entry]] = {}
+        for entry in finished:
             engine = entry.engine
-            assert entry.state == "running" and engine is not None, f"request {id!r} is {entry.state}"
-            engines[engine] = None
-            self._stop(engine, entry)
-            entry.state, entry.generated, entry.earlier = "finished", num_tokens, ""
+            assert entry.state == "running" and engine is not None, f"request {entry.id!r} is {entry.state}"
+            by_engine.setdefault(engine, []).append(entry)
             if entry.kv is not None:
                 self._locate_kv(entry, engine)
+        for engine, entries in by_engine.items():
+            self._stop(engine, entries)
+        groups: list[str] = []
+        for entry, num_tokens in zip(finished, generated.values(), strict=True):
+            entry.state, entry.generated, entry.earlier = "finished", num_tokens, ""
             group = self._groups[entry.group]
             group.num_unfinished -= 1
             if not group.num_unfinished:
@@ -266,7 +274,7 @@ class RequestBuffer:
                 self._waiting.observe_finished(entry.group, num_tokens, waiting)
         self._count["running"] -= len(generated)
         self._count["finished"] += len(generated)
-        return Finished(list(engines), groups)
+        return Finished(list(by_engine), groups)
 
     def is_finished(self, group: str) -> bool:
         """Whether all requests of a group are finished."""
@@ -350,10 +358,12 @@ class RequestBuffer:
             self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
         entry.kv, entry.kv_tokens = kv, kv_tokens
 
-    def _stop(self, engine: int, entry: Entry) -> None:
-        self._running_count[engine] -= 1
-        self._running_load[engine] -= entry.prompt_tokens + entry.generated
-        entry.engine = None
-        if entry.reserved:
-            self._reserved[engine] -= entry.reserved
-            entry.reserved = 0
+    def _stop(self, engine: int, entries: Sequence[Entry]) -> None:
+        load = reserved = 0
+        for entry in entries:
+            load += entry.prompt_tokens + entry.generated
+            reserved += entry.reserved
+            entry.engine, entry.reserved = None, 0
+        self._running_count[engine] -= len(entries)
+        self._running_load[engine] -= load
+        self._reserved[engine] -= reserved

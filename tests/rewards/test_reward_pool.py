@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusion.rewards import RewardConfig, RewardOutcome, RewardPool, RewardSample, reward_metrics
+from fusion.rewards import RewardConfig, RewardPool, RewardSample, reward_metrics
 from fusion.rewards.process import Child
 from tests.machine import patience, running, wait_for, within
 
@@ -146,7 +146,7 @@ def test_order_and_every_sample_once_among_failures(user_file):
     with pool_of(user_file, workers=2, time_limit_s=patience(0.3)) as pool:
         outcomes = pool.score(samples(*responses))
     assert [o.reward for o in outcomes] == [float(r) if r.isdigit() else None for r in responses]
-    figures = reward_metrics(outcomes)
+    figures = reward_metrics([o.reward for o in outcomes], [o.error for o in outcomes])
     assert figures["reward/failed"] == 5 and figures["reward/failed_died"] == 2
     assert figures["reward/failed_share"] == 5 / 60
     assert figures["reward/failed_timeout"] == figures["reward/failed_raised"] == figures["reward/failed_bad_type"] == 1
@@ -322,7 +322,7 @@ def test_config_errors_name_the_key(changes, message):
 
 
 def test_metrics_of_nothing_scored_have_no_mean():
-    figures = reward_metrics([RewardOutcome(None, "timeout", "")])
+    figures = reward_metrics([None], ["timeout"])
     assert figures["reward/failed_timeout"] == figures["reward/failed"] == 1
     assert "critic/rewards/mean" not in figures and figures["reward/failed_share"] == 1
-    assert "reward/failed_share" not in reward_metrics([])
+    assert "reward/failed_share" not in reward_metrics([], [])

@@ -12,6 +12,7 @@ from fusion.telemetry import Metrics
 from stalesync.controller import Controller
 from stalesync.garbage import NEW_OBJECTS, collecting_seldom
 from stalesync.prompts import Prompt
+from stalesync.sample_columns import SampleColumns
 from stalesync.samples import Sample
 from stalesync.training_run import TrainingRun
 
@@ -86,7 +87,7 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
         if is_full and not began:
             raise OSError(28, "No space left on device")
 
-    def train(groups, version, metrics, meanwhile):
+    def train(groups, samples, version, metrics, meanwhile):
         if began:
             meanwhile()
         raise Failed
@@ -98,7 +99,7 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
     controller.desk = SimpleNamespace(share=SimpleNamespace(engines=(0,)))
     controller.step_metrics = SimpleNamespace(metrics=Metrics())
     controller.admission = SimpleNamespace(ledger=SimpleNamespace(version=0), buffer=RequestBuffer())
-    controller.groups = SimpleNamespace(step=5, take=lambda trained: ({"g": [sample]}, [sample]))
+    controller.groups = SimpleNamespace(step=5, take=lambda trained: (SampleColumns.of([sample]),) * 2)
     controller.cards = SimpleNamespace(polling=lambda poll: nullcontext())
     controller.updater = SimpleNamespace(train=train)
     controller.folder = SimpleNamespace(log_samples=log_samples)

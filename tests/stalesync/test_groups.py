@@ -73,7 +73,10 @@ def restored():
 
 def test_groups_of_a_checkpoint_are_restored_to_the_letter():
     state = json.loads(json.dumps(restored().groups.state_dict()))
-    assert state == {key: STATE[key] for key in ("texts", "scored", "failed_rewards")}
+    expected = {key: STATE[key] for key in ("texts", "scored", "failed_rewards")}
+    for each in (state, expected):  # the earlier format has the samples of a group in order of arrival
+        each["scored"] = sorted(each["scored"], key=lambda fields: fields["id"])
+    assert state == expected
 
 
 def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_with_those_that_waited():
@@ -81,11 +84,12 @@ def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_wit
     run.step()
     old = {id: request for id, request in run.dispatched.items() if not id.startswith("new-")}
     assert old == {"e0-10/2": ("e0-10/2", "e0-10", "e0-10/2~57", None, 0, 0)}
-    assert run.trained.keys() == {*STATE["ledger"]["finished"], "e0-10"} and not run.ended
-    assert all(len({sample.id for sample in samples}) == 4 for samples in run.trained.values())
+    groups = {*STATE["ledger"]["finished"], "e0-10"}
+    assert list(run.trained.ids) == sorted(f"{group}/{member}" for group in groups for member in range(4))
+    assert not run.ended and {*run.trained.groups} == groups
     texts = {fields["id"]: fields["text"] for fields in STATE["texts"]}
-    assert {(group, one.prompt.text) for group, samples in run.trained.items() for one in samples} == texts.items()
-    resumed = next(sample for sample in run.trained["e0-10"] if sample.id == "e0-10/2")
+    assert {(one.prompt.id, one.prompt.text) for one in run.trained.samples} == texts.items()
+    resumed = next(sample for sample in run.trained.samples if sample.id == "e0-10/2")
     assert (resumed.outcome.reward, resumed.oldest, resumed.newest) == (1.0, 3, 4)
     ledger = run.admission.ledger
     assert (ledger.version, ledger.ended["trained"], ledger.ages) == (5, 32 + 8, {0: 8, 1: 24 + 8})
@@ -138,9 +142,9 @@ def test_a_sample_that_is_lost_after_it_was_scored_costs_its_group_only_if_it_wa
         for member in range(4):
             sample = _generated(run, f"{group}/{member}")
             run.groups.note([sample], [with_outcome(sample, RewardOutcome(float(member % 2)))])
-    groups, _ = run.groups.take(["g0", "g1"])
+    samples, _ = run.groups.take(["g0", "g1"])
     run.groups.note_lost(_lost("g0/2", *(f"g1/{member}" for member in range(4))))
-    assert run.groups.untrained(groups) == ["g1"]
+    assert run.groups.untrained(["g0", "g1"], samples) == ["g1"]
     for group in run.groups.prompts:
         run.admission.ledger.fail(group, "other")
     run.admission.observe_trained(["g0", "g1"], ["g1"])

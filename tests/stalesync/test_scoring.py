@@ -18,7 +18,7 @@ from fusion.rollout import EvalAnswer
 from fusion.rollout.packing import pack_answers, pack_outputs
 from stalesync.prompts import Prompt
 from stalesync.samples import Sample
-from stalesync.scoring import MIN_SAMPLES_KEPT, Arrivals, Scorer, ScoringProgress
+from stalesync.scoring import MIN_GROUPS_KEPT, Arrivals, Scorer, ScoringProgress
 from tests.machine import patience
 from tests.stalesync.fake_cluster import with_outcome
 
@@ -128,14 +128,14 @@ def test_a_sample_that_is_delivered_again_is_scored_once(concurrent):
 def test_arrivals_of_groups_that_have_ended_are_forgotten():
     in_progress = set()
     arrivals = Arrivals(in_progress)
-    for number in range(2 * MIN_SAMPLES_KEPT):
+    for number in range(20 * MIN_GROUPS_KEPT):
         group, ids = f"g{number}", [f"g{number}/{k}" for k in range(3)]
         in_progress.add(group)
         assert list(arrivals.new(ids[:2], [group] * 2)) == [0, 1]
         assert list(arrivals.new(ids, [group] * 3)) == [2] and list(arrivals.new(ids, [group] * 3)) == []
         if number % 100:
             in_progress.remove(group)
-        assert len(arrivals._groups) <= MIN_SAMPLES_KEPT
+        assert len(arrivals._samples) <= MIN_GROUPS_KEPT
     assert not any(arrivals.new([f"{group}/1"], [group]) for group in in_progress)
 
 

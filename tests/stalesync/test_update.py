@@ -14,6 +14,7 @@ from fusion.telemetry import Metrics
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.prompts import Prompt
+from stalesync.sample_columns import SampleColumns
 from stalesync.samples import Sample
 from stalesync.stage_calls import RunningStage
 from stalesync.update import Updater
@@ -97,8 +98,13 @@ def _updater(queue, cards):
     return Updater(**parts, record_reports=lambda reports: None)
 
 
+def _update(updater, groups, meanwhile=lambda: None):
+    samples = SampleColumns.of([sample for members in groups.values() for sample in members])
+    return updater.train(list(groups), samples, 0, Metrics(), meanwhile)
+
+
 def _train(updater, groups):
-    updater.train(groups, 0, Metrics())
+    _update(updater, groups)
     updater.acknowledge()
 
 
@@ -125,7 +131,7 @@ def test_further_work_is_done_once_while_the_cards_train_also_if_nothing_is_trai
 
     groups = _scored([] if trained else [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)])
     queue = _queue(groups)
-    _updater(queue, Ordered(queue)).train(groups, 0, Metrics(), lambda: order.append("meanwhile"))
+    _update(_updater(queue, Ordered(queue)), groups, lambda: order.append("meanwhile"))
     assert order == (["meanwhile", "wait"] if trained else ["meanwhile"])
 
 
@@ -157,10 +163,10 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
     updater.spec.deployment = SimpleNamespace(train=(0,), reference=(0,))
     if refused:
         with pytest.raises(ValueError, match="sample 'g2/1'"):
-            updater.train(groups, 0, Metrics())
+            _update(updater, groups)
         assert order == ["begin reference"] and not cards.trained
         return
-    assert not updater.train(groups, 0, Metrics(), lambda: order.append("meanwhile"))
+    assert not _update(updater, groups, lambda: order.append("meanwhile"))
     first = ["wait reference", "begin train"] if apart else ["begin train", "wait reference"]
     assert order == ["begin reference", *first, "meanwhile", "wait train"]
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
@@ -246,7 +252,7 @@ def test_what_is_lost_is_not_trained_and_the_rest_is(when):
     queue.loses_at = when, lost
     cards = CarefulCards(queue)
     updater = _updater(queue, cards)
-    assert updater.train(groups, 0, Metrics())
+    assert _update(updater, groups)
     updater.acknowledge()
     assert sorted(cards.trained) == ["g0/0", "g1/0", "g1/1"]
     figures = queue.stats()
@@ -260,7 +266,7 @@ def test_every_card_is_sent_the_samples_of_its_replica_only(layout):
     queue = _queue(groups)
     updater = _updater(queue, sent := SentCalls())
     updater.spec.train, updater.spec.deployment = layout, SimpleNamespace(train=ranks)
-    updater.train(groups, 0, Metrics())
+    _update(updater, groups)
     by_place = [sent.calls[rank].args[0] for rank in ranks]
     for place, minibatches in enumerate(by_place):
         first_of_replica = layout.coordinate("dp", place) * layout.tp
