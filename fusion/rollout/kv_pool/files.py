@@ -186,7 +186,7 @@ class KVFiles:
         match command:
             case Spill(id):
                 self._spill(id)
-            case Remove(id, place, evicted):
+            case Remove(id, place, evicted) if id in self._names:  # else it was to be on disk by now, and is lost
                 self._lose(id, self._folders[place])
                 self.evictions += evicted
 
@@ -207,7 +207,8 @@ class KVFiles:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            self._plan.observe_full(id)
+            if id in self._plan:  # else the plan removes it later, to make room for others
+                self._plan.observe_full(id)
             self._lose(id, source)
             self._count_full(len(content), error)
 

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +200,21 @@ def test_what_another_engine_has_taken_is_not_moved_to_disk(root):
     one.discard(keys(1)[0])
     assert park(one, keys(3)[2]) and one.evictions == 0 and not paths(root / "disk")
     assert one.computed("r0") == 0 and read(one, keys(2)[1])
+
+
+@pytest.mark.parametrize("cause", ["taken", "full"])
+def test_what_cannot_be_moved_to_disk_where_it_would_make_room_for_others_is_lost_once(root, cause):
+    limits = {"max_memory_bytes": 2 * 4096, "max_disk_bytes": 4096}
+    one = opened(root, spill=str(root / "disk"), **limits)
+    first, second, third = keys(3)
+    assert park(one, first) and park(one, second)
+    if cause == "taken":
+        one.discard(first)
+    with file_size_limit(2048) if cause == "full" else nullcontext():
+        parked = park(one, third, kv(2, 2 * 4096))  # the first is to go to disk, and from there out for the second
+    assert parked == (cause == "taken") and one.computed(first.request) == 0
+    one.forget([first.request, second.request, third.request])
+    assert one.nbytes == 0 and not paths(root) and not paths(root / "disk")
 
 
 @contextmanager
