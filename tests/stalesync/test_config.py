@@ -153,7 +153,7 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         ),
         (
             {"rollout__suspended_kv": "pool", "rollout__chunk_tokens": 16},
-            "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length=16, or .*hybrid",
+            "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length=16, or .*",
         ),
         ({"reward__model": "nowhere"}, "reward.model: nowhere.* does not exist"),
         (
