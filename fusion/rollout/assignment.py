@@ -43,9 +43,7 @@ def assign_all(
             load_by_group[entry.group] = load_by_group.get(entry.group, 0) + entry.load
     groups_by_engine = assign_groups(load_by_group, list(loads.values()))
     entries_of_group = {
-        group: entries
-        for entries, groups in zip(by_engine.values(), groups_by_engine, strict=True)
-        for group in groups
+        group: entries for entries, groups in zip(by_engine.values(), groups_by_engine, strict=True) for group in groups
     }
     for entry in waiting:
         engine = returning.get(entry.id)
