@@ -37,25 +37,17 @@ def assign_all(
     waiting = list(waiting)
     by_engine: ByEngine = {engine: [] for engine in loads}
     returning = _return_to_kv(waiting, loads, counts, pool)
-    others: dict[str, list[Entry]] = {}
     load_by_group: dict[str, int] = {}
     for entry in waiting:
-        if returning and entry.id in returning:
-            continue
-        group, load = entry.group, entry.prompt_tokens + entry.generated
-        if group in others:
-            others[group].append(entry)
-            load_by_group[group] += load
-        else:
-            others[group], load_by_group[group] = [entry], load
-    for (engine, entries), groups in zip(
-        by_engine.items(), assign_groups(load_by_group, list(loads.values())), strict=True
-    ):
-        for group in groups:
-            entries += others[group]
-        if returning:
-            mine = {entry.id for entry in entries}
-            entries[:] = [entry for entry in waiting if entry.id in mine or returning.get(entry.id) == engine]
+        if entry.id not in returning:
+            load_by_group[entry.group] = load_by_group.get(entry.group, 0) + entry.load
+    groups_by_engine = assign_groups(load_by_group, list(loads.values()))
+    entries_of_group = {
+        group: entries for entries, groups in zip(by_engine.values(), groups_by_engine, strict=True) for group in groups
+    }
+    for entry in waiting:
+        engine = returning.get(entry.id)
+        (entries_of_group[entry.group] if engine is None else by_engine[engine]).append(entry)
     return by_engine
 
 
