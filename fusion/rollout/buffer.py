@@ -308,7 +308,9 @@ class RequestBuffer:
             entry.behind = entry.member >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
             if entry.state == "finished" and self._order != "fifo":
-                self._waiting.observe_finished(entry.group, entry.generated, ())
+                waiting = [one for one in self._groups[entry.group].members if one.state == "waiting"]
+                self._waiting.observe_finished(entry.group, entry.generated, waiting)
+        self._waiting.take_errors()  # they were reported before
 
     def _add_group(self, group: str, max_tokens: int) -> None:
         self._groups[group] = Group()
@@ -334,7 +336,7 @@ class RequestBuffer:
             load += entry.prompt_tokens + entry.generated
             reserved += entry.reserved
             entry.state, entry.engine = "running", engine
-            if entry.generated and entry.last_engine != engine:
+            if entry.generated and entry.last_engine not in (None, engine):  # None: not known after a restart
                 self._migrated += 1
             if entry.kv and entry.kv[0] != engine and not (self._pool and self._pool.pulls(entry.kv_tokens)):
                 self._locate_kv(entry, engine)

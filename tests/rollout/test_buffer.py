@@ -64,9 +64,8 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                     in_order = [entry.id for entry in sorted(before, key=ORDERS[order])]
                     _check_filled(buffer, in_order, given_, had, most)
                     last_engine |= {buffer.entries[id].group: given_[id] for id in in_order if id in given_}
-                for entries in found.values() if order == "fifo" else ():
-                    for first, second in zip(entries, entries[1:], strict=False):
-                        assert int(first.group[1:]) <= int(second.group[1:]), "the oldest group first"
+                for entries in found.values():
+                    assert entries == sorted(entries, key=ORDERS[order]), "each engine has its requests in order"
                 _check_priorities(buffer, given_, num_probes)
                 held |= given_
             case "suspend" if held:
@@ -213,6 +212,24 @@ def test_a_state_of_an_earlier_format_is_restored():
     again.load_state_dict([entry | {"suspensions": 1} for entry in buffer.state_dict()])
     assert again.state_dict() == buffer.state_dict()
     assert [entry.id for entry in again.dispatch([0])[0]] == ["a/0"]
+
+
+@pytest.mark.parametrize("order", ["context", "history"])
+def test_a_restored_buffer_knows_the_lengths_of_finished_siblings(order):
+    buffer, room = RequestBuffer(order=order), EngineRoom(100, chunk_tokens=4)
+    for group in ("e0-0", "e0-1"):
+        buffer.add(group, [f"{group}/{member}" for member in range(4)], 5, 100)
+    buffer.dispatch([0], room)
+    buffer.finish({"e0-0/2": 10, "e0-0/3": 11, "e0-1/2": 50, "e0-1/3": 60})
+    for entry in buffer.of("running"):
+        _suspend(buffer, 0, entry.id, 4, f"{entry.id}~4", (0, 0))
+    again = RequestBuffer(order=order)
+    again.load_state_dict(buffer.state_dict())
+    ids = [entry.id for entry in buffer.dispatch([0], room)[0]]
+    assert [entry.id for entry in again.dispatch([0], room)[0]] == ids
+    assert ids.index("e0-1/1") < ids.index("e0-0/1"), "the longer ones first"
+    metrics = again.take_metrics()
+    assert metrics == {"rollout/migrations_total": 0}, "what was reported before the restart is not reported again"
 
 
 @pytest.mark.parametrize("max_requests", [None, 40])
