@@ -116,7 +116,7 @@ def fill(
             if not (pool and entry.kv_tokens) or _stays(wish, wished, widest, vacancy, pool):
                 engine, vacancy = wish, wished
         if not vacancy.takes(tokens):
-            waiting.add([entry])
+            waiting.put_back(entry)
             break
         vacancy.add(tokens)
         entry.reserved = tokens

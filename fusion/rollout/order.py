@@ -128,6 +128,9 @@ class WaitingRequests(Protocol):
     def take(self) -> Entry | None:
         """Takes out the next request; None: none waits."""
 
+    def put_back(self, request: Entry) -> None:
+        """Undoes the last `take`, which returned this request: it counts as not served."""
+
     def take_all(self) -> list[Entry]:
         """Takes out all requests, in order."""
 
@@ -187,6 +190,9 @@ class FifoRequests:
             self._discarded.remove(request.id)
         return None
 
+    def put_back(self, request: Entry) -> None:
+        self.add([request])
+
     def take_errors(self) -> list[float]:
         return []
 
@@ -212,8 +218,8 @@ class RankedRequests:
         """The same requests, by the number of takes when their group was last served; None: no group is preferred"""
         self._served: dict[str, int] = {}
         """Group → number of takes when one of its requests was last taken"""
-        self._taken = 0
-        """Number of requests ever taken"""
+        self._taken = self._served_before = 0
+        """Number of requests ever taken; what `_served` said of the group of the last one before"""
         self._errors: list[float] = []
 
     def __len__(self) -> int:
@@ -244,8 +250,15 @@ class RankedRequests:
         else:
             request = self._longest_unserved(self._by_service)
             self._by_rank.discard(request)
+        self._served_before = self._served.get(request.group, 0)
         self._served[request.group] = self._taken
         return request
+
+    def put_back(self, request: Entry) -> None:
+        self._taken -= 1
+        if self._by_service is not None:
+            self._served[request.group] = self._served_before
+        self.add([request])
 
     def take_all(self) -> list[Entry]:
         return list(iter(self.take, None))

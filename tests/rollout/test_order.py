@@ -38,6 +38,13 @@ class PlainOrder:
         self.served[chosen.group] = self.taken
         return self.waiting.pop(chosen.id)
 
+    def peek(self):
+        """What `take` would return."""
+        waiting, served, taken = dict(self.waiting), dict(self.served), self.taken
+        chosen = self.take()
+        self.waiting, self.served, self.taken = waiting, served, taken
+        return chosen
+
     def rank(self, one):
         known = self.lengths[one.group]
         match self.name:
@@ -62,7 +69,7 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
     waiting, plain = make_waiting(name), PlainOrder(name)
     running, groups = {}, {}
     for step in range(150):
-        match random.choice(["add", "take", "take", "take", "return", "finish", "discard"]):
+        match random.choice(["add", "take", "take", "take", "put back", "return", "finish", "discard"]):
             case "add":
                 group, exact = f"g{step}", [random.randint(1, MAX_TOKENS) for _ in range(group_size)]
                 earlier = [random.randint(1, MAX_TOKENS) for _ in range(random.choice([0, group_size]))]
@@ -80,6 +87,10 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
                 assert taken is plain.take()
                 assert taken.id not in running
                 running[taken.id] = taken
+            case "put back" if plain.waiting:
+                taken = waiting.take()
+                waiting.put_back(taken)
+                assert taken is plain.peek()
             case "return" if running:
                 one = running.pop(random.choice(sorted(running)))
                 one.generated += random.randint(0, 20)
@@ -125,6 +136,21 @@ def test_probes_come_first_then_the_group_whose_finished_sibling_was_longest():
         rest = [Request(f"{group}/{k}", group, 10 * "ab".index(group) + k, k) for k in (1, 2)]
         waiting.observe_finished(group, tokens, rest)
     assert [waiting.take().id for _ in range(4)] == ["b/1", "b/2", "a/1", "a/2"]
+
+
+def test_a_starved_group_that_finds_no_room_is_next_until_it_does():
+    """A take that is undone serves nobody: else a group of long requests would lose its turn each time."""
+    waiting = make_waiting("context")
+    for number, group in enumerate("ab"):
+        waiting.add_group(group, Lengths(MAX_TOKENS, finished=[50 - number]))
+        waiting.add([Request(f"{group}/{k}", group, 100 * number + k, k) for k in range(1, 50)])
+    for _ in range(SERVE_STARVED - 1):
+        assert waiting.take().group == "a"
+    for _ in range(3):
+        starved = waiting.take()
+        assert starved.group == "b"
+        waiting.put_back(starved)
+    assert waiting.take() is starved and waiting.take().group == "a"
 
 
 @pytest.mark.parametrize("name", sorted({*order_module.ORDERS} - {"fifo"}))
