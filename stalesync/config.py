@@ -238,12 +238,24 @@ class Config:
                 f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
                 "otherwise no engine continues while weights arrive"
             )
+        if self.rollout.pools_kv and not (self.rollout.max_chunk_tokens or self.pools_suspended):
+            raise ValueError(
+                "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length="
+                f"{self.rollout.max_response_length}, or fusion.deployment=hybrid and stalesync.max_staleness > 0: "
+                "otherwise no request leaves its engine before its KV is freed"
+            )
         if self.algorithm.replay != "none" and not model.num_experts:
             raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")
         return model
+
+    @property
+    def pools_suspended(self) -> bool:
+        """Whether requests of engines whose cards train are continued meanwhile by the others."""
+        shared, generate = {*self.deployment.shared}, {*self.deployment.generate}
+        return bool(shared) and not generate <= shared and self.stalesync.max_staleness > 0
 
     def _check_reward_model(self, path: str) -> None:
         model = ModelConfig.from_hf(path, key="reward.model")

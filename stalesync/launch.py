@@ -233,9 +233,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
 
 
 def _kv_pool(config: Config) -> KVPoolSpec:
-    shared = {*config.deployment.shared}
-    continued = bool(shared) and not {*config.deployment.generate} <= shared  # by the engines that go on meanwhile
-    return KVPoolSpec.of(config.rollout, run=secrets.token_hex(8), takes_suspended=continued)
+    return KVPoolSpec.of(config.rollout, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
 
 
 def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:

@@ -67,6 +67,14 @@ def test_a_group_has_a_probe_where_siblings_are_drafted_from(checkpoint):
     _config(checkpoint, rollout__drafts="both", rollout__probe=7, rollout__draft_tree=2).validate()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"rollout__chunk_tokens": 8}, {"fusion__deployment": "hybrid", "stalesync__max_staleness": 1}],
+)
+def test_kv_is_pooled_where_requests_leave_their_engine_before_the_weights_change(checkpoint, changes):
+    _config(checkpoint, rollout__suspended_kv="pool", **changes).validate()
+
+
 def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
         _config(checkpoint, algorithm__replay=replay).validate()
@@ -142,6 +150,10 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         (
             {"fusion__double_buffer": True},
             "fusion.double_buffer=true: expected .*separate or hybrid, not colocated, and",
+        ),
+        (
+            {"rollout__suspended_kv": "pool", "rollout__chunk_tokens": 16},
+            "rollout.suspended_kv=pool: expected rollout.chunk_tokens below .*max_response_length=16, or .*hybrid",
         ),
         ({"reward__model": "nowhere"}, "reward.model: nowhere.* does not exist"),
         (
