@@ -268,9 +268,9 @@ class SimulatedEngine:
             if seq.complete:
                 self._outbox.add(seq.request.id, seq.limit - seq.prompt_tokens)
             else:
-                if not self._park(seq):
+                if not (parked := self._park(seq, pools=self.spec.pools_kv)):
                     rank.keep_cached(seq, self.step)
-                chunks.append(self._suspended(seq, kept=self.spec.keeps_kv or self.spec.limits.prefix_cache))
+                chunks.append(self._suspended(seq, kept=parked or self.spec.limits.prefix_cache, tokens=seq.computed))
             self._refresh(seq.rank)
             if rank.waiting:
                 self._preparing.add(seq.rank)
@@ -303,13 +303,14 @@ class SimulatedEngine:
         for number, rank in enumerate(self.ranks):
             for seq in list(rank.running):
                 rank.leave(seq, self.step)
-                if self._park(seq):
+                if parked := self._park(seq, pools=self.spec.pools_suspended):
                     copied[number] += -(-seq.computed // self.spec.limits.block_size)
-                suspended.append(self._suspended(seq, kept=self.spec.keeps_kv))
+                suspended.append(self._suspended(seq, kept=parked, tokens=seq.computed))
             for seq in rank.waiting:
-                if seq.parked:
+                kept = seq.parked > 0 and (self.spec.keeps_kv or self.spec.pools_suspended)
+                if kept and self.spec.keeps_kv:
                     self._parked[seq.request.id] = number, seq.parked
-                suspended.append(self._suspended(seq, kept=seq.parked > 0))
+                suspended.append(self._suspended(seq, kept=kept, tokens=seq.parked))
             rank.count(self.step)
             self.decoded_tokens += rank.decoded_tokens
             self.context_sum += rank.context_sum
@@ -327,16 +328,18 @@ class SimulatedEngine:
 
         self.clock.at(self.clock.now + copy_s, stopped)
 
-    def _park(self, seq: EngineSequence) -> bool:
-        """Parks the KV of a sequence that has left on the host. Returns whether it was."""
+    def _park(self, seq: EngineSequence, *, pools: bool) -> bool:
+        """Parks the KV of a sequence that has left on the host, or with ``pools`` in the pool. Returns whether it
+        was."""
         if self.spec.keeps_kv and seq.computed:
             self._parked[seq.request.id] = seq.rank, seq.computed
             return True
-        return self.spec.pools_kv and seq.computed > 0
+        return pools and seq.computed > 0
 
-    def _suspended(self, seq: EngineSequence, kept: bool) -> SuspendedSample:
+    def _suspended(self, seq: EngineSequence, *, kept: bool, tokens: int) -> SuspendedSample:
+        """``tokens``: of its KV, where that is ``kept``."""
         generated = seq.length - seq.prompt_tokens
         versions = None if seq.first_version is None else (seq.first_version, self.version)
         earlier = f"{seq.request.id}~{generated}" if generated else ""
-        kv_tokens = seq.computed if kept and self.spec.pools_kv else 0
+        kv_tokens = tokens if kept and self.spec.pools_kv else 0
         return SuspendedSample(seq.request.id, generated, earlier, versions, seq.rank if kept else None, kv_tokens)

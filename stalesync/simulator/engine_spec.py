@@ -22,7 +22,8 @@ class RequestSize:
 @dataclass(frozen=True)
 class EngineSpec:
     """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
-    parked; ``pools_kv``: where every engine finds it, within one version; ``adopt_s``: pause for new weights."""
+    parked; ``pools_kv``: where every engine finds it, within one version; ``pools_suspended``: also that of engines
+    that stop; ``adopt_s``: pause for new weights."""
 
     cost: EngineCost
     num_ranks: int
@@ -30,6 +31,7 @@ class EngineSpec:
     chunk_tokens: int | None = None
     keeps_kv: bool = False
     pools_kv: bool = False
+    pools_suspended: bool = False
     adopt_s: float = 0.0
 
 

@@ -131,9 +131,11 @@ class Rank:
         self.waiting.appendleft(seq)
 
     def restart(self, step: int) -> None:
-        """Drops all KV: running sequences wait again, in front."""
+        """Drops all KV, as the weights are new: running sequences wait again, in front."""
         for seq in reversed(list(self.running)):
             self.withdraw(seq, step)
+        for seq in self.waiting:
+            seq.parked = 0
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:

@@ -71,6 +71,7 @@ class SimulationSetup:
             chunk_tokens=rollout.max_chunk_tokens or None,
             keeps_kv=rollout.keeps_kv,
             pools_kv=rollout.pools_kv,
+            pools_suspended=rollout.pools_kv and config.pools_suspended,
             adopt_s=switch.adopt_s,
         )
         trainer = TrainerCost(pace, train, config.training.recompute)

@@ -20,7 +20,9 @@ from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
 from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
 from stalesync.simulator.outbox import MAX_PENDING, MAX_PENDING_S
+from stalesync.simulator.rank import Rank
 from stalesync.simulator.sequence import RankLimits, SimulatedRequest
+from stalesync.simulator.sequence import Sequence as SimulatedSequence
 from tests.stalesync.simulator.configs import engine_cost
 
 COST = engine_cost(layout=Parallel(4, ep=4), scale=2)
@@ -182,6 +184,40 @@ def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
     looped = LoopedEngine(1, RankLimits(4, 64))
     ends = looped.run([(0.0, 0, member, 4, first.generated) for member in (0, 1)])
     assert ends["0/0"][0] == pytest.approx(engine.busy_s)
+
+
+@pytest.mark.parametrize("pools_suspended", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_kv_is_pooled_at_the_end_of_a_chunk_and_of_suspended_requests_where_others_continue_them(
+    prefix_cache, pools_suspended
+):
+    """As `fusion.inference.pooled`: with or without the prefix cache; new weights free what waits, too."""
+    ended, stopped, clock = [], [], Clock()
+    listener = Listener(
+        samples=lambda *_: None, chunks=lambda _, some: ended.extend(some), stopped=lambda _, some: stopped.extend(some)
+    )
+    limits = RankLimits(2, 64, prefix_cache=prefix_cache)
+    spec = EngineSpec(COST, 1, limits, chunk_tokens=20, pools_kv=True, pools_suspended=pools_suspended)
+    sizes = {"a": RequestSize(4, 0, 1000), "b": RequestSize(4, 0, 20), "c": RequestSize(4, 9, 1000)}
+    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.group], listener=listener)
+    requests = [SimulatedRequest("a/0", "a"), SimulatedRequest("b/0", "b"), SimulatedRequest("c/0", "c", kv_tokens=12)]
+    engine.start(requests[:1], 0, time=0.0, stay=True)
+    while not ended:
+        clock.step()
+    (chunk,) = ended
+    assert (chunk.generated, chunk.kv_tokens, chunk.kv_rank) == (20, 23, 0)
+    engine.submit([requests[1], SimulatedRequest("b/1", "b"), requests[2]])
+    clock.advance_to(clock.now + 0.5)
+    engine.pause()
+    clock.advance_to(clock.now + 100.0)
+    kept = {one.id: one.kv_tokens for one in stopped}
+    assert (kept["c/0"], kept["b/0"] > 0) == ((12, True) if pools_suspended else (0, False))
+    assert all((one.kv_rank is None) == (not one.kv_tokens) for one in stopped)
+    assert bool(engine.kv_copy_s) == pools_suspended, "nothing is copied that nobody continues"
+    rank = Rank(limits)
+    rank.waiting.append(SimulatedSequence(requests[2], 0, 4, 13, 1004, complete=True, parked=12))
+    rank.restart(0)
+    assert rank.waiting.first.parked == 0
 
 
 def test_reports_are_collected_as_by_the_stage_of_an_engine():
