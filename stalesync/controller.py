@@ -202,8 +202,8 @@ class Controller:
             self._lost_polled_s = time.perf_counter()
             counts = [self.admission.buffer.num_running_on(engine) for engine in self.admission.running]
             if counts:
-                self.step_metrics.metrics.add("rollout/in_flight_max", max(counts))
-                self.step_metrics.metrics.add("rollout/in_flight_min", min(counts))
+                self.step_metrics.metrics.add("perf/in_flight_max", max(counts))
+                self.step_metrics.metrics.add("perf/in_flight_min", min(counts))
 
     def await_samples(self) -> None:
         """Waits for samples, and checks the health of the cards."""
