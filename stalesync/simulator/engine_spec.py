@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fusion.costmodel.pace import EngineCost
 from fusion.rollout import SuspendedSample
+from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.sequence import RankLimits
 
 
@@ -22,7 +23,8 @@ class RequestSize:
 @dataclass(frozen=True)
 class EngineSpec:
     """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
-    parked; ``pools_kv``: where every engine finds it, within one version; ``adopt_s``: pause for new weights."""
+    parked; ``pools_kv``: where every engine finds it, within one version; ``adopt_s``: pause for new weights;
+    ``drafts``: None: there are none."""
 
     cost: EngineCost
     num_ranks: int
@@ -31,6 +33,7 @@ class EngineSpec:
     keeps_kv: bool = False
     pools_kv: bool = False
     adopt_s: float = 0.0
+    drafts: DraftSpec | None = None
 
 
 @dataclass
