@@ -2,7 +2,9 @@
 
 Source of what is published: Seer, arXiv 2511.14617 (OSDI'26), tables of workloads and of results: 32 nodes of 8 H800,
 means of 5 iterations; the baseline is veRL. One constant is fitted (`STEP_S`), to `plain` on Moonlight and K2 only;
-Qwen2-VL-72B is held out, and nothing is fitted to a ratio of two modes.
+Qwen2-VL-72B is held out of the fit, and nothing is fitted to a ratio of two modes. Not blind: what the constant stands
+for (seconds of a step, rather than of a token or a factor), `MAX_SEQS` and the placement of `plain` in an engine were
+chosen among alternatives whose seconds and some of whose ratios on K2 and 72B had been seen.
 """
 
 from __future__ import annotations
