@@ -1,11 +1,16 @@
 """Measure how requests are scheduled on engines.
 
-    python benchmarks/rollout.py --json rollout.json             (about 10 minutes on two cores)
+    python benchmarks/rollout.py --json rollout.json             (about an hour on two cores)
     python benchmarks/rollout.py --only paced --steps 2
 
 paced: one step's requests on eight emulated cards of modelled speed, four engines, in every order of
 `fusion/rollout/order.py`: modelled tokens per second of generation, seconds of its tail (in which at most a tenth of
 the samples is left), and speed relative to `oracle`, which knows every length (`rollout_paced.py`).
+
+replay: three published rollouts in virtual time, from whole responses to drafts of siblings and history, with every
+published ratio beside ours (`rollout_replay.py`, constants in `rollout_workloads.py`).
+
+scale: linearity of Pangu 718B on 1, 4 and 16 supernodes at staleness 0, 1 and 2 (`rollout_scale.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +45,25 @@ def paced(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-PARTS = {"paced": paced}
+def replay(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import rollout_replay
+
+    figures = rollout_replay.replay(args)
+    for line in rollout_replay.misses(figures):
+        print(f"MISSED: {line}")
+    return figures
+
+
+def scale(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import rollout_scale
+
+    figures = rollout_scale.scale(args)
+    for line in rollout_scale.misses(figures):
+        print(f"MISSED: {line}")
+    return figures
+
+
+PARTS = {"paced": paced, "replay": replay, "scale": scale}
 
 
 def main() -> None:
@@ -48,6 +71,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run of `paced`")
+    parser.add_argument("--seeds", type=int, default=10, help="seeds of `replay`")
+    parser.add_argument("--workloads", default="moonlight,qwen2_vl_72b,kimi_k2", help="of `replay`")
+    parser.add_argument("--supernodes", default="1,4,16", help="of `scale`")
+    parser.add_argument("--scale-steps", type=int, default=10, help="steps of each run of `scale`")
     args = parser.parse_args()
     names = args.only.split(",")
     if unknown := [name for name in names if name not in PARTS]:

@@ -122,7 +122,7 @@ class StepSums(NamedTuple):
     """
 
     decodes: int
-    contexts: int
+    contexts: float
     first_tokens: int = 0
     first_contexts: int = 0
     prefill_tokens: int = 0
@@ -176,16 +176,17 @@ class EngineCost:
         lines = self.lines(batch + sums.prefill_tokens)
         return self.pace.run_seconds(max(line(kv_tokens, attended) for line in lines) * scale)
 
-    def decode_lines(self, batch: int) -> list[tuple[float, float]]:
+    def decode_lines(self, batch: int, drafted: int = 0) -> list[tuple[float, float]]:
         """Returns (seconds, seconds for each token of context) of lines whose maximum is the cost of a step that
-        decodes ``batch`` sequences."""
+        decodes ``batch`` sequences, and verifies ``drafted`` tokens behind each."""
         scale = self.pace.token_scale
+        pairs = batch * attention_pairs(drafted) * scale
         return [
             (
-                self.pace.run_seconds(line.fixed * scale),
-                self.pace.run_seconds((line.per_pair + line.per_kv) * scale * scale),
+                self.pace.run_seconds((line.fixed + line.per_pair * pairs) * scale),
+                self.pace.run_seconds((line.per_pair * (1 + drafted) + line.per_kv) * scale * scale),
             )
-            for line in self.lines(batch)
+            for line in self.lines(batch * (1 + drafted))
         ]
 
     def lines(self, tokens: float) -> tuple[Line, ...]:

@@ -206,11 +206,16 @@ def _latent(name: str, hf: Mapping[str, Any]) -> Shape:
     norms = ["input_layernorm", "post_attention_layernorm"]
     if hf["model_type"] == "pangu_ultra_moe":
         norms += ["pre_mlp_layernorm", "post_mlp_layernorm"]
+    queries: tuple[Tensor, ...] = (Tensor("self_attn.q_proj.weight", (heads * (nope + rope), d), "tp"),)
+    if q_rank is not None:
+        queries = (
+            Tensor("self_attn.q_a_proj.weight", (q_rank, d)),
+            Tensor("self_attn.q_a_layernorm.weight", (q_rank,)),
+            Tensor("self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank), "tp"),
+        )
     attention = (
         *(Tensor(f"{norm}.weight", (d,)) for norm in norms),
-        Tensor("self_attn.q_a_proj.weight", (q_rank, d)),
-        Tensor("self_attn.q_a_layernorm.weight", (q_rank,)),
-        Tensor("self_attn.q_b_proj.weight", (heads * (nope + rope), q_rank), "tp"),
+        *queries,
         Tensor("self_attn.kv_a_proj_with_mqa.weight", (kv_rank + rope, d)),
         Tensor("self_attn.kv_a_layernorm.weight", (kv_rank,)),
         Tensor("self_attn.kv_b_proj.weight", (heads * (nope + value), kv_rank), "tp"),

@@ -9,8 +9,8 @@ is free, and ends on all of them at once, as on paced cards.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.costmodel.pace import TrainerCost
@@ -49,6 +49,8 @@ class SimulatedCards:
         self.arrived: deque[Message] = deque()
         self.switch_s = self.queue_busy_s = 0.0
         self._queue_free_s = 0.0
+        self._finished: Counter[str] = Counter()
+        """Group → responses that have finished, where there are drafts"""
         self._ready_s = 0.0
         """Time from which the published weights are on the cards that generate"""
         self._stopped: dict[int, Sequence[SuspendedSample]] = {}
@@ -152,6 +154,16 @@ class SimulatedCards:
         self._queue_free_s = begins_s + takes_s
         self.queue_busy_s += takes_s
         self._deliver(self._queue_free_s + overheads.arrival_s, Message(engine, samples))
+        if self.setup.engine.drafts is not None:
+            self._share_text(samples)
+
+    def _share_text(self, samples: Iterable[str]) -> None:
+        """Reports to the engines which responses have finished, whose siblings they draft from."""
+        groups = [id.rsplit("/", 1)[0] for id in samples]
+        self._finished.update(groups)
+        for group in dict.fromkeys(groups):
+            for engine in self.engines:
+                engine.observe_finished(group, self._finished[group])
 
     def _put_chunks(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         self._deliver(self.clock.now + self.setup.overheads.arrival_s, Message(engine, {}, suspended))

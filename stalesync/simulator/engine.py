@@ -17,8 +17,10 @@ Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whate
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from fusion.inference.placement import place
 from fusion.rollout import SuspendedSample
@@ -34,6 +36,8 @@ from stalesync.simulator.sequence import Sequence as EngineSequence
 @dataclass
 class _Orders:
     submit: list[SimulatedRequest] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    """Groups of which responses have finished"""
     adopt: int | None = None
     pause: bool = False
 
@@ -59,7 +63,9 @@ class SimulatedEngine:
         self.version = self._adopted = 0
         self.running = self._idle = False
         self.busy_s = self.kv_copy_s = 0.0
-        self.decoded_tokens = self.context_sum = self.prefilled_tokens = 0
+        self.decoded_tokens: float = 0
+        self.context_sum: float = 0
+        self.prefilled_tokens = 0
         self.recomputed_tokens = self.preemptions = 0
         self.first_tokens = self.adoptions = 0
         """First tokens sampled behind a prefill; new weights adopted"""
@@ -68,9 +74,9 @@ class SimulatedEngine:
         self._jump: Jump | None = None
         self._event = 0
         """Number of the event that is due next: earlier ones are void"""
-        self._ends: list[tuple[int, int, EngineSequence]] = []
-        """(steps, place among equals, sequence), a heap; entries of sequences that have left are void"""
-        self._order = 0
+        self._ends: list[tuple[int, int]] = []
+        """(steps after which a sequence of the rank ends, rank), a heap; void unless `_end_of_rank` agrees"""
+        self._end_of_rank: dict[int, int] = {}
         self._num_unfinished = 0
         self._preparing: set[int] = set()
         """Ranks that may have something to prefill"""
@@ -78,6 +84,10 @@ class SimulatedEngine:
         """Ranks whose running sequences do not all fit the KV cache at their ends"""
         self._parked: dict[str, tuple[int, int]] = {}
         """Request → rank and tokens of its KV on the host"""
+        self._finished: dict[str, int] = {}
+        """Group → responses that have finished, where there are drafts"""
+        self._by_group: dict[str, dict[EngineSequence, None]] = {}
+        """Group → its sequences, where there are drafts"""
         self._outbox = Outbox(clock, self._end_of_step, lambda samples: listener.samples(number, samples))
         self._lines = RankLines(spec.cost, spec.num_ranks)
 
@@ -88,8 +98,10 @@ class SimulatedEngine:
         assert not self.running
         self.running, self._idle, self._stay = True, False, stay
         self.version = self._adopted = version
-        self.ranks = [Rank(self.spec.limits) for _ in range(self.spec.num_ranks)]
-        self.step, self._ends, self._num_unfinished = 0, [], 0
+        orders = itertools.count()
+        self.ranks = [Rank(self.spec.limits, orders) for _ in range(self.spec.num_ranks)]
+        self.step, self._ends, self._end_of_rank, self._num_unfinished = 0, [], {}, 0
+        self._by_group.clear()
         self._preparing, self._overcommitted = set(), set()
         self._lines.clear()
         self._orders = _Orders(submit=list(requests))
@@ -152,7 +164,7 @@ class SimulatedEngine:
                 self._stop()
             return
         while True:
-            plans = {rank: plan for rank in sorted(self._preparing) if (plan := self.ranks[rank].plan(self.step))}
+            plans = {rank: plan for rank in sorted(self._preparing) if (plan := self._plan(rank))}
             self._preparing &= plans.keys()
             if plans:
                 self._prefill(plans)
@@ -161,9 +173,20 @@ class SimulatedEngine:
                 self._decode(count)
                 return
 
+    def _plan(self, number: int) -> Plan:
+        """Plans what a rank prefills in the next step."""
+        rank = self.ranks[number]
+        preemptions = rank.preemptions
+        plan = rank.plan(self.step)
+        if rank.preemptions > preemptions:
+            self._refresh(number)
+        return plan
+
     def _apply_orders(self) -> bool:
         """Returns whether that has ended the stage, or takes time."""
         orders, self._orders = self._orders, _Orders()
+        if orders.finished:
+            self._draft_from(orders.finished)
         if orders.submit:
             self._place(orders.submit)
         if orders.adopt is not None:
@@ -188,6 +211,9 @@ class SimulatedEngine:
             seq.known = length - 1 if size.generated else 0
             home, tokens = self._parked.pop(request.id, (-1, 0))
             seq.parked = request.kv_tokens if self.spec.pools_kv else tokens if home == rank else 0
+            if self.spec.drafts is not None:
+                seq.track = self._track_of(request.group)
+                self._by_group.setdefault(request.group, {})[seq] = None
             self.ranks[rank].waiting.append(seq)
             self._preparing.add(rank)
 
@@ -222,27 +248,24 @@ class SimulatedEngine:
         self.busy_s += seconds
         self.step += 1
         for number, plan in plans.items():
-            for seq in self.ranks[number].finish(plan, self.step, self.version):
-                self._order += 1
-                self.first_tokens += 1
-                heapq.heappush(self._ends, (seq.ends, self._order, seq))
+            self.first_tokens += len(self.ranks[number].finish(plan, self.step, self.version))
             self._refresh(number)
         self._end_step()
 
     def _steps_to_event(self) -> int:
         """Returns the number of steps in which every rank only decodes; 0: one must be planned again."""
-        while self._void(self._ends[0]):
-            heapq.heappop(self._ends)
-        count = self._ends[0][0] - self.step
+        first_end = self._first_end
+        assert first_end < inf, "nothing decodes, and nothing is to be prefilled"
+        num_steps = int(first_end) - self.step
         for number in sorted(self._overcommitted):
             rank = self.ranks[number]
-            steps = rank.steps_until_full(self.step, count)
+            steps = rank.steps_until_full(self.step, num_steps)
             if not steps:
                 rank.preempt(self.step)
                 self._refresh(number)
                 self._preparing.add(number)
-            count = min(count, steps)
-        return count
+            num_steps = min(num_steps, steps)
+        return num_steps
 
     def _decode(self, count: int) -> None:
         """Begins a jump over steps in which every rank only decodes."""
@@ -258,12 +281,15 @@ class SimulatedEngine:
     def _end_step(self) -> None:
         """Ends the sequences that have reached their limit, and goes on."""
         chunks: list[SuspendedSample] = []
-        while self._ends and self._ends[0][0] <= self.step:
-            entry = heapq.heappop(self._ends)
-            if self._void(entry):
-                continue
-            seq, rank = entry[2], self.ranks[entry[2].rank]
+        ended: list[EngineSequence] = []
+        while self._ends and self._first_end <= self.step:
+            number = heapq.heappop(self._ends)[1]
+            del self._end_of_rank[number]
+            ended += self.ranks[number].decodes.ended(self.step)
+        for seq in sorted(ended, key=lambda seq: seq.order):
+            rank = self.ranks[seq.rank]
             rank.leave(seq, self.step)
+            self._leave_group(seq)
             self._num_unfinished -= 1
             if seq.complete:
                 self._outbox.add(seq.request.id, seq.limit - seq.prompt_tokens)
@@ -271,9 +297,10 @@ class SimulatedEngine:
                 if not (parked := self._park(seq, pools=self.spec.pools_kv)):
                     rank.keep_cached(seq, self.step)
                 chunks.append(self._suspended(seq, kept=parked or self.spec.limits.prefix_cache, tokens=seq.computed))
-            self._refresh(seq.rank)
             if rank.waiting:
                 self._preparing.add(seq.rank)
+        for number in {seq.rank: None for seq in ended}:
+            self._refresh(number)
         if chunks:
             self._listener.chunks(self.number, chunks)
         self._outbox.send_if_due()
@@ -284,15 +311,65 @@ class SimulatedEngine:
         jump, now = self._jump, self.clock.now
         return now if jump is None else jump.time_of(jump.boundary(now))
 
-    @staticmethod
-    def _void(entry: tuple[int, int, EngineSequence]) -> bool:
-        return not entry[2].decoding or entry[2].ends != entry[0]
+    @property
+    def _first_end(self) -> float:
+        """The step after which the next sequence has ended; infinite: there is none."""
+        while self._ends and self._end_of_rank.get(self._ends[0][1]) != self._ends[0][0]:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else inf
 
     def _refresh(self, number: int) -> None:
-        """Updates the lines of a rank whose decoding sequences have changed."""
-        rank = self.ranks[number]
-        self._lines.set(number, decoding=rank.decoding, offset=rank.offset)
+        """Updates what depends on the decoding sequences of a rank, which have changed."""
+        rank, decodes = self.ranks[number], self.ranks[number].decodes
+        if (drafts := self.spec.drafts) is not None:
+            drafted = drafts.choose(self.spec.cost, decodes.num_by_track, decodes.contexts(self.step))
+            rates = {track: drafts.tokens_per_step(track, drafted) for track in decodes.tracks}
+            decodes.set_drafts(self.step, drafted, rates)
+        growth = decodes.growth
+        offset = decodes.contexts(self.step) - growth * self.step
+        self._lines.set(number, decoding=decodes.num, offset=offset, growth=growth, drafted=decodes.drafted)
         (self._overcommitted.add if rank.overcommitted else self._overcommitted.discard)(number)
+        end = decodes.first_end(self.step)
+        if end is None:
+            self._end_of_rank.pop(number, None)
+        elif self._end_of_rank.get(number) != end:
+            self._end_of_rank[number] = end
+            heapq.heappush(self._ends, (end, number))
+
+    # Drafts
+
+    def observe_finished(self, group: str, num_finished: int) -> None:
+        """Records the number of finished responses of a group, on any engine: their text is drafted from."""
+        if self.spec.drafts is None:
+            return
+        self._finished[group] = num_finished
+        if self.running and group in self._by_group:
+            self._orders.finished.append(group)
+            self._interrupt()
+
+    def _draft_from(self, groups: Iterable[str]) -> None:
+        """Moves the decoding sequences of groups to the tracks of what they draft from."""
+        changed: dict[int, None] = {}
+        for group in groups:
+            for seq in self._by_group.get(group, ()):
+                track = self._track_of(group)
+                if not seq.decoding:
+                    seq.track = track
+                elif seq.track != track:
+                    self.ranks[seq.rank].decodes.move(seq, self.step, track)
+                    changed[seq.rank] = None
+        for number in changed:
+            self._refresh(number)
+
+    def _track_of(self, group: str) -> int:
+        return 0 if self.spec.drafts is None else self.spec.drafts.track(self._finished.get(group, 0))
+
+    def _leave_group(self, seq: EngineSequence) -> None:
+        if self.spec.drafts is not None:
+            members = self._by_group[seq.request.group]
+            del members[seq]
+            if not members:
+                del self._by_group[seq.request.group]
 
     # The end of a stage
 
@@ -311,9 +388,9 @@ class SimulatedEngine:
                 if kept and self.spec.keeps_kv:
                     self._parked[seq.request.id] = number, seq.parked
                 suspended.append(self._suspended(seq, kept=kept, tokens=seq.parked))
-            rank.count(self.step)
-            self.decoded_tokens += rank.decoded_tokens
-            self.context_sum += rank.context_sum
+            rank.decodes.count(self.step)
+            self.decoded_tokens += rank.decodes.decoded_tokens
+            self.context_sum += rank.decodes.context_sum
             self.prefilled_tokens += rank.prefilled_tokens
             self.recomputed_tokens += rank.recomputed_tokens
             self.preemptions += rank.preemptions

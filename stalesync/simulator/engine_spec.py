@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fusion.costmodel.pace import EngineCost
 from fusion.rollout import SuspendedSample
+from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.sequence import RankLimits
 
 
@@ -23,7 +24,7 @@ class RequestSize:
 class EngineSpec:
     """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
     parked; ``pools_kv``: where every engine finds it, within one version; ``pools_suspended``: also that of engines
-    that stop; ``adopt_s``: pause for new weights."""
+    that stop; ``adopt_s``: pause for new weights; ``drafts``: None: there are none."""
 
     cost: EngineCost
     num_ranks: int
@@ -33,6 +34,7 @@ class EngineSpec:
     pools_kv: bool = False
     pools_suspended: bool = False
     adopt_s: float = 0.0
+    drafts: DraftSpec | None = None
 
 
 @dataclass

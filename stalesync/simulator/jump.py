@@ -119,7 +119,7 @@ class RankLines:
 
     def __init__(self, cost: EngineCost, num_ranks: int) -> None:
         self._cost, self._num_ranks = cost, num_ranks
-        self._by_decoding: dict[int, list[tuple[float, float]]] = {}
+        self._by_decoding: dict[tuple[int, int], list[tuple[float, float]]] = {}
         width = len(self._lines(1)) * num_ranks
         self._fixed, self._growth = np.zeros(width), np.zeros(width)
 
@@ -128,12 +128,12 @@ class RankLines:
         self._fixed[:] = 0.0
         self._growth[:] = 0.0
 
-    def set(self, rank: int, *, decoding: int, offset: int) -> None:
+    def set(self, rank: int, *, decoding: int, offset: float, growth: float, drafted: int = 0) -> None:
         """Sets what a rank decodes: ``decoding`` sequences, the sum of whose contexts in step k is ``offset`` + k x
-        ``decoding``."""
-        for row, (fixed, slope) in enumerate(self._lines(decoding)):
+        ``growth``, and ``drafted`` tokens behind each."""
+        for row, (fixed, slope) in enumerate(self._lines(decoding, drafted)):
             self._fixed[row * self._num_ranks + rank] = fixed + slope * offset
-            self._growth[row * self._num_ranks + rank] = slope * decoding
+            self._growth[row * self._num_ranks + rank] = slope * growth
 
     def seconds(self, step: int) -> float:
         """Returns the seconds of a step in which all ranks decode."""
@@ -143,9 +143,9 @@ class RankLines:
         """Returns ``count`` such steps from number ``first`` on."""
         return Jump(begins_s, first, count, self._fixed, self._growth)
 
-    def _lines(self, decoding: int) -> list[tuple[float, float]]:
-        lines = self._by_decoding.get(decoding)
+    def _lines(self, decoding: int, drafted: int = 0) -> list[tuple[float, float]]:
+        lines = self._by_decoding.get((decoding, drafted))
         if lines is None:
-            lines = self._cost.decode_lines(max(1, decoding))
-            lines = self._by_decoding[decoding] = lines if decoding else [(0.0, 0.0)] * len(lines)
+            lines = self._cost.decode_lines(max(1, decoding), drafted)
+            lines = self._by_decoding[decoding, drafted] = lines if decoding else [(0.0, 0.0)] * len(lines)
         return lines

@@ -4,9 +4,8 @@
                   ▲                 │
                   └─────preempt─────┘   newest first; its tokens stay and are computed again
 
-A step is numbered by the steps of the engine before it. Between two changes of the running sequences the number that
-decode is constant and every context grows by one a step: the sum of contexts is a line in the step's number, kept as
-its offset, and the KV blocks are counted by `GrowingBlocks`. So nothing here visits the sequences that decode.
+A step is numbered by the steps of the engine before it. Between two changes of the running sequences those that decode
+advance by a constant number of tokens a step (`Decoding`), so nothing here visits them.
 
 As in the scheduler: decodes first, then prefills that have begun, then waiting requests while tokens, sequences and KV
 blocks allow; a request admitted beside a sibling that computes the same prompt computes nothing itself.
@@ -19,33 +18,28 @@ Cost, for w waiting requests: O(log w) for each request that begins, O(1) for ea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 from fusion.costmodel.pace import StepSums
 from fusion.costmodel.roofline import attention_pairs
 from fusion.inference.waiting import WaitingLine
-from stalesync.simulator.kv_blocks import GrowingBlocks
+from stalesync.simulator.decoding import Decoding
 from stalesync.simulator.sequence import Cached, Plan, RankLimits, Sequence
 
 
 class Rank:
-    """One attention rank. ``recomputed_tokens``, ``preemptions``: as the engine's totals."""
+    """One attention rank. ``orders``: numbers the sequences of all ranks as they begin to decode;
+    ``recomputed_tokens``, ``preemptions``: as the engine's totals."""
 
-    def __init__(self, limits: RankLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: RankLimits, orders: Iterator[int]) -> None:
+        self.limits, self._orders = limits, orders
         self.waiting: WaitingLine[Sequence] = WaitingLine()
         self.running: dict[Sequence, None] = {}
         """In order of admission"""
         self.prefilling: dict[Sequence, None] = {}
-        self.decoding = 0
-        self.offset = 0
-        """Sum of the contexts of step k, minus k x ``decoding``"""
-        self.decoded_tokens = self.context_sum = self.prefilled_tokens = 0
-        """Tokens decoded since the start, with the sum of their contexts, and prefilled"""
-        self.preemptions = self.recomputed_tokens = 0
-        self._counted = 0
-        """Step up to which decoded tokens are counted"""
-        self._growing = GrowingBlocks(limits.block_size)
+        self.decodes = Decoding(limits.block_size)
+        self.prefilled_tokens = self.preemptions = self.recomputed_tokens = 0
         self._other_blocks = 0
         """Blocks of prefilling sequences, minus those counted more than once"""
         self._reserved_tokens = 0
@@ -56,10 +50,6 @@ class Rank:
     def unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def contexts(self, step: int) -> int:
-        """Returns the sum of the contexts of step number ``step``."""
-        return self.offset + self.decoding * step
-
     def plan(self, step: int) -> Plan:
         """Begins prefills and waiting requests as far as there is room; returns what step number ``step`` computes
         beside its decodes. `finish` must follow."""
@@ -67,7 +57,7 @@ class Rank:
         plan.last = [seq for seq in self.prefilling if seq.computed + 1 == seq.length]
         for seq in plan.last:
             self._grow(seq, 1)
-        budget = self.limits.max_batch_tokens - self.decoding - len(plan.last)
+        budget = self.limits.max_batch_tokens - self.decodes.num - len(plan.last)
         for seq in list(self.prefilling):
             if seq.computed + 1 == seq.length:
                 continue
@@ -83,13 +73,16 @@ class Rank:
     def sums(self, plan: Plan, step: int) -> StepSums:
         """Returns what the cost of the planned step depends on."""
         ending = [seq for seq, count in plan.chunks if seq.computed + count == seq.length] + plan.twins
+        contexts, drafted = self.decodes.contexts(step), self.decodes.drafted
         return StepSums(
-            decodes=self.decoding + len(plan.last),
-            contexts=self.contexts(step) + sum(seq.length for seq in plan.last),
+            decodes=self.decodes.num + len(plan.last),
+            contexts=contexts + sum(seq.length for seq in plan.last),
             first_tokens=len(ending),
             first_contexts=sum(seq.length for seq in ending),
-            prefill_tokens=sum(count for _, count in plan.chunks),
-            attended=sum(attention_pairs(count, seq.computed) for seq, count in plan.chunks),
+            prefill_tokens=sum(count for _, count in plan.chunks) + drafted * self.decodes.num,
+            attended=sum(attention_pairs(count, seq.computed) for seq, count in plan.chunks)
+            + drafted * contexts
+            + self.decodes.num * attention_pairs(drafted),
         )
 
     def finish(self, plan: Plan, step: int, version: int) -> list[Sequence]:
@@ -105,14 +98,10 @@ class Rank:
 
     def leave(self, seq: Sequence, step: int) -> None:
         """Removes a running sequence after ``step`` steps."""
-        length = seq.length_at(step)
         del self.running[seq]
         if seq.decoding:
-            self.count(step)
-            self.decoding -= 1
-            self.offset -= seq.length - seq.since
-            self._growing.remove(length, step)
-            seq.length, seq.since, seq.computed, seq.decoding = length, step, length - 1, False
+            seq.length = self.decodes.remove(seq, step)
+            seq.computed = seq.length - 1
         else:
             self.prefilling.pop(seq, None)
             self._other_blocks -= self._blocks(seq.computed)
@@ -171,13 +160,6 @@ class Rank:
             low, high = (middle, high) if self._used(step + middle - 1) <= capacity else (low, middle)
         return low
 
-    def count(self, step: int) -> None:
-        """Updates the totals of decoded tokens to ``step`` steps."""
-        steps, first = step - self._counted, self._counted
-        self.decoded_tokens += self.decoding * steps
-        self.context_sum += self.offset * steps + self.decoding * (first + step - 1) * steps // 2
-        self._counted = step
-
     @property
     def _capacity(self) -> float:
         tokens = self.limits.kv_tokens
@@ -185,7 +167,7 @@ class Rank:
 
     def _used(self, step: int) -> int:
         """Counts the blocks held in step number ``step``."""
-        return self._growing.used(step) + self._other_blocks
+        return self.decodes.used(step) + self._other_blocks
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
@@ -227,13 +209,10 @@ class Rank:
     def _join(self, seq: Sequence, step: int, version: int) -> None:
         self.prefilling.pop(seq, None)
         self._other_blocks -= self._blocks(seq.length)
-        self.count(step)
-        seq.length, seq.since, seq.decoding = seq.length + 1, step, True
-        seq.ends = step + seq.limit - seq.length
+        seq.length += 1
         seq.first_version = version if seq.first_version is None else seq.first_version
-        self.decoding += 1
-        self.offset += seq.length - step
-        self._growing.add(seq.length, step)
+        seq.order = next(self._orders)
+        self.decodes.add(seq, step)
 
     # The prefix cache
 
@@ -250,7 +229,7 @@ class Rank:
         cached = self._cached.get(key)
         if cached is None:
             return 0
-        if not cached.holders and cached.expires <= self.decoded_tokens + self.prefilled_tokens:
+        if not cached.holders and cached.expires <= self.decodes.decoded_tokens + self.prefilled_tokens:
             del self._cached[key]
             return 0
         return cached.blocks
@@ -294,4 +273,4 @@ class Rank:
 
     def _expiry(self, step: int) -> float:
         free_tokens = (self._capacity - self._used(step)) * self.limits.block_size
-        return self.decoded_tokens + self.prefilled_tokens + free_tokens
+        return self.decodes.decoded_tokens + self.prefilled_tokens + free_tokens

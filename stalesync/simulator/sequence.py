@@ -33,10 +33,11 @@ class RankLimits:
 class Sequence:
     """A request in the engine.
 
-    ``length``: tokens of prompt and response after ``since`` steps, from when it decodes; before, those it begins with;
-    ``limit``: length at which this submission ends; ``complete``: whether the response ends there; ``computed``: tokens
-    whose KV is in the cache, while it does not decode; ``parked``: tokens whose KV is on the host; ``shared``: blocks
-    that count for a sibling; ``ends``: steps after which it has ended; ``first_version``: of its first new token.
+    ``length``: tokens of prompt and response at position ``since`` of its ``track`` (`Decoding`), while it decodes;
+    before, those it begins with; ``limit``: length at which this submission ends; ``complete``: whether the response
+    ends there; ``computed``: tokens whose KV is in the cache, while it does not decode; ``parked``: tokens whose KV is
+    on the host; ``shared``: blocks that count for a sibling; ``order``: in which sequences began to decode; ``stamp``:
+    how often it has left a track; ``first_version``: of its first new token.
     """
 
     request: SimulatedRequest
@@ -50,14 +51,12 @@ class Sequence:
     computed: int = 0
     parked: int = 0
     shared: int = 0
-    since: int = 0
-    ends: int = -1
+    track: int = 0
+    since: float = 0
+    order: int = 0
+    stamp: int = 0
     decoding: bool = False
     first_version: int | None = None
-
-    def length_at(self, step: int) -> int:
-        """Returns its tokens after ``step`` steps."""
-        return self.length + step - self.since if self.decoding else self.length
 
 
 @dataclass(slots=True)

@@ -1,0 +1,88 @@
+"""Decide how many drafted tokens a simulated engine verifies, and how many it keeps, in expectation. Pure.
+
+    finished siblings, history ─► acceptance of a token, a ─► tokens a step: 1 + a + … + a^γ = (1 - a^(γ+1)) / (1 - a)
+    EngineCost                 ─► seconds of a step, T(γ)  ─► γ* = argmin T(γ) / tokens a step, at most `MAX_DRAFTED`
+
+This is the marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) for a whole rank: the budget object of a run
+(`fusion/rollout/drafts/budget.py`) weighs single tokens of single drafts, which expectations do not have. Acceptance is
+constant along a draft. Not modelled: the time to look drafts up, and its variance.
+
+Invariant (property-tested): no other number of tokens promises more tokens a second; 0 is among the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from fusion.costmodel.pace import EngineCost
+
+MAX_DRAFTED = 8
+"""Tokens of a draft at most: Seer's maximum"""
+
+KEPT_BY_SIBLINGS = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
+"""Finished siblings, at least → mean tokens a step of a draft of `MAX_DRAFTED`, the sampled one included: Seer, drafts
+of a single path"""
+
+HISTORY_ACCEPTANCE = 0.65
+"""Of a token drafted from what the prompt's last group said: RhymeRL (arXiv 2508.18588), the lower end of 65 to 79 %"""
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """Where drafts come from. ``siblings``: the group's other responses; ``history``: the row's last epoch."""
+
+    siblings: bool = True
+    history: bool = False
+
+    def track(self, finished_siblings: int) -> int:
+        """Returns the track of a sequence: the largest known number of finished siblings that it has at least."""
+        return max(number for number in KEPT_BY_SIBLINGS if number <= finished_siblings) if self.siblings else 0
+
+    def acceptance(self, track: int) -> float:
+        """Returns the acceptance of a drafted token of a track's sequences."""
+        return self._acceptance[track]
+
+    def tokens_per_step(self, track: int, drafted: int) -> float:
+        """Returns the tokens that a sequence gains in a step on average."""
+        return self._kept[track][drafted]
+
+    def choose(self, cost: EngineCost, num_by_track: Mapping[int, int], contexts: float) -> int:
+        """Returns the number of drafted tokens that bring the most tokens a second; of several the lowest.
+
+        Args:
+            num_by_track: sequences that decode.
+            contexts: sum of their contexts.
+        """
+        decoding = sum(num_by_track.values())
+
+        def seconds_per_token(drafted: int) -> float:
+            tokens = sum(num * self.tokens_per_step(track, drafted) for track, num in num_by_track.items())
+            return max(fixed + slope * contexts for fixed, slope in cost.decode_lines(decoding, drafted)) / tokens
+
+        return min(range(MAX_DRAFTED + 1), key=seconds_per_token) if decoding else 0
+
+    @cached_property
+    def _acceptance(self) -> dict[int, float]:
+        least = HISTORY_ACCEPTANCE if self.history else 0.0
+        of_siblings = {track: _acceptance_of(kept) for track, kept in KEPT_BY_SIBLINGS.items()}
+        return {track: max(least, one if self.siblings else 0.0) for track, one in of_siblings.items()}
+
+    @cached_property
+    def _kept(self) -> dict[int, list[float]]:
+        return {
+            track: list(accumulate(acceptance**depth for depth in range(MAX_DRAFTED + 1)))
+            for track, acceptance in self._acceptance.items()
+        }
+
+
+def _acceptance_of(kept: float) -> float:
+    """Returns the acceptance at which a draft of `MAX_DRAFTED` tokens yields ``kept`` tokens a step."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        yields = sum(middle**depth for depth in range(MAX_DRAFTED + 1))
+        low, high = (middle, high) if yields < kept else (low, middle)
+    return low
