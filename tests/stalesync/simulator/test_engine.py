@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -216,7 +216,7 @@ def test_kv_is_pooled_at_the_end_of_a_chunk_and_of_suspended_requests_where_othe
     assert (kept["c/0"], kept["b/0"] > 0) == ((12, True) if pools_suspended else (0, False))
     assert all((one.kv_rank is None) == (not one.kv_tokens) for one in stopped)
     assert bool(engine.kv_copy_s) == pools_suspended, "nothing is copied that nobody continues"
-    rank = Rank(limits, count())
+    rank = Rank(limits, itertools.count())
     rank.waiting.append(SimulatedSequence(requests[2], 0, 4, 13, 1004, complete=True, parked=12))
     rank.restart(0)
     assert rank.waiting.first.parked == 0
