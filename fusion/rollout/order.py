@@ -59,17 +59,24 @@ class Lengths:
     earlier: Sequence[int] = ()
     exact: Sequence[int] = ()
     finished: list[int] = field(default_factory=list)
+    longest: int = field(init=False)
+    """Seer's estimate: the longest finished sibling, at first the upper bound"""
+    mean: float = field(init=False)
+    """The mean of the last epoch and of finished siblings, at first the upper bound"""
 
-    @property
-    def longest(self) -> int:
-        """Seer's estimate: the longest finished sibling, at first the upper bound."""
-        return max(self.finished, default=self.max_tokens)
+    def __post_init__(self) -> None:
+        self.estimate()
 
-    @property
-    def mean(self) -> float:
-        """The mean of the last epoch and of finished siblings, at first the upper bound."""
-        count = len(self.earlier) + len(self.finished)
-        return (sum(self.earlier) + sum(self.finished)) / count if count else self.max_tokens
+    def observe(self, tokens: int) -> None:
+        """Records the length of a finished response."""
+        self.finished.append(tokens)
+        self.estimate()
+
+    def estimate(self) -> None:
+        """Computes both estimates: once for a finished response, not for each of its siblings that waits."""
+        known = (*self.earlier, *self.finished)
+        self.longest = max(self.finished, default=self.max_tokens)
+        self.mean = sum(known) / len(known) if known else self.max_tokens
 
 
 Rank = tuple[float, ...]
@@ -268,7 +275,7 @@ class RankedRequests:
         if self._knows_siblings and (lengths.earlier or lengths.finished):
             estimate = lengths.longest if self._by_service is not None else lengths.mean
             self._errors.append(abs(estimate - tokens) / max(1, tokens))
-        lengths.finished.append(tokens)
+        lengths.observe(tokens)
         if self._knows_siblings:
             for request in waiting:
                 self._by_rank.push(self._rank_of(request, lengths), request)
