@@ -106,7 +106,7 @@ class QueueActor:
             try:
                 await self.fleet.add(node)
             except GONE as error:  # the node died meanwhile
-                log.warning("no shard on node %s: %s", node, error)
+                log.warning("no shard on node %s: %s", node, str(error))
                 errors.append(str(error).strip().splitlines()[0])
         if not self.fleet.shards:
             reasons = "; ".join(dict.fromkeys(errors))
@@ -144,7 +144,7 @@ class QueueActor:
             try:
                 await self.journal.flushed()
             except StorageFull as error:  # what could not be written was never acknowledged
-                log.error("the last changes are not in the journal: %s", error)
+                log.error("the last changes are not in the journal: %s", str(error))
             self.journal.close()
         else:
             await self.fleet.end()

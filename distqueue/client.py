@@ -227,7 +227,7 @@ class DistQueue(SampleQueue):
                 late, granted = yield from self._commit(file, contents.nbytes, unannounced)
             except LookupError as error:
                 if unannounced is None:
-                    log.warning("repeating a put of %d samples: %s", len(batch), error)
+                    log.warning("repeating a put of %d samples: %s", len(batch), str(error))
                 elif not isinstance(error, NoRoomForRows):
                     self._grants.clear()
                 self._cancel(file)
@@ -323,7 +323,7 @@ class DistQueue(SampleQueue):
             except SegmentGone as error:  # moved, overwritten because its samples have ended, or lost
                 moves += 1
                 if moves > MAX_MOVES:
-                    log.warning("samples are not where the queue expects them: %s", error)
+                    log.warning("samples are not where the queue expects them: %s", str(error))
                     yield from self._call("find_lost", [place.number for place in delivery.places])
                 delivery = yield from self._locate_again(delivery, columns)
             except SegmentDamaged as error:

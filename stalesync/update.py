@@ -152,7 +152,7 @@ class Updater:
                 self.queue.claim(TRAIN, samples.ids)
                 break
             except SamplesLost as error:
-                log.error("%d samples are not trained: %s", len(error.ids), error)
+                log.error("%d samples are not trained: %s", len(error.ids), str(error))
                 lost = set(error.ids)
                 samples = samples.where([id not in lost for id in samples.ids])
         return samples

@@ -269,7 +269,9 @@ class PooledKV(ParkedKV):
             with closing(found):
                 return self._read(seq, found, version, names)
         except KVDamaged as error:
-            log.warning("KV of request %r is computed again: its file in the pool is damaged: %s", key.request, error)
+            log.warning(
+                "KV of request %r is computed again: its file in the pool is damaged: %s", key.request, str(error)
+            )
             return DAMAGED
         finally:
             self.store.discard(key)

@@ -142,7 +142,7 @@ class PartialSamples:
             try:
                 batch = self._queue.read(rows, columns)
             except SamplesLost as error:
-                log.error("suspended samples cannot be resumed: %s", error)
+                log.error("suspended samples cannot be resumed: %s", str(error))
                 gone = set(error.ids)
                 rows = [row for row in rows if row not in gone]
                 continue

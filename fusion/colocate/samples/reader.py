@@ -53,7 +53,7 @@ class StageReader:
                 try:
                     return self.readers[stage].read(ids)
                 except SamplesLost as error:  # on every rank of the replica
-                    log.error("stage %r continues without %d samples: %s", stage, len(error.ids), error)
+                    log.error("stage %r continues without %d samples: %s", stage, len(error.ids), str(error))
                     lost, self._has_lost = {*error.ids}, True
                     ids = [id for id in ids if id not in lost]
         return empty_samples(columns)

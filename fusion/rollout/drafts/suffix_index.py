@@ -94,7 +94,7 @@ def _native_library():
     try:
         return load()
     except BuildError as error:
-        log.warning("drafts are found in Python, 50 times as slow: %s", error)
+        log.warning("drafts are found in Python, 50 times as slow: %s", str(error))
         return None
 
 

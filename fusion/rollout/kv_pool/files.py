@@ -245,7 +245,7 @@ def open_files(spec: KVPoolSpec, rank: int) -> KVFiles | None:
     try:
         return KVFiles(spec, rank)
     except StorageFull as error:
-        log.warning("rollout.suspended_kv=pool: %s: this card's KV is computed again", error)
+        log.warning("rollout.suspended_kv=pool: %s: this card's KV is computed again", str(error))
         return None
 
 
