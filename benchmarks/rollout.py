@@ -7,6 +7,8 @@ paced: one step's requests on eight emulated cards of modelled speed, four engin
 `fusion/rollout/order.py`: modelled tokens per second of generation, seconds of its tail (in which at most a tenth of
 the samples is left), and speed relative to `oracle`, which knows every length (`rollout_paced.py`).
 
+orders: every order in virtual time, on three workloads, with and without runaways (`rollout_orders.py`).
+
 replay: three published rollouts in virtual time, from whole responses to drafts of siblings and history, with every
 published ratio beside ours (`rollout_replay.py`, constants in `rollout_workloads.py`).
 
@@ -45,6 +47,16 @@ def paced(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def orders(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import rollout_orders
+    from fusion.inference.config import RolloutConfig
+
+    figures = rollout_orders.orders(args)
+    for line in rollout_orders.misses(figures, RolloutConfig().order):
+        print(f"MISSED: {line}")
+    return figures
+
+
 def replay(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import rollout_replay
 
@@ -63,7 +75,7 @@ def scale(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-PARTS = {"paced": paced, "replay": replay, "scale": scale}
+PARTS = {"paced": paced, "orders": orders, "replay": replay, "scale": scale}
 
 
 def main() -> None:
@@ -71,7 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run of `paced`")
-    parser.add_argument("--seeds", type=int, default=10, help="seeds of `replay`")
+    parser.add_argument("--seeds", type=int, default=10, help="seeds of `orders` and `replay`")
     parser.add_argument("--workloads", default="moonlight,qwen2_vl_72b,kimi_k2", help="of `replay`")
     parser.add_argument("--supernodes", default="1,4,16", help="of `scale`")
     parser.add_argument("--scale-steps", type=int, default=10, help="steps of each run of `scale`")

@@ -26,14 +26,12 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.rollout_workloads import (
-    BETWEEN,
     CHUNK_TOKENS,
     MAX_BATCH_TOKENS,
-    MAX_SEQS,
     PROMPT_TOKENS,
     STEP_S,
-    WITHIN,
     WORKLOADS,
+    Replayed,
     Workload,
     hardware,
 )
@@ -111,8 +109,8 @@ class Rollout(NamedTuple):
     preemptions: int
 
 
-def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0) -> Rollout:
-    """Simulates one iteration."""
+def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, *, epoch: int = 2) -> Rollout:
+    """Simulates one iteration. ``epoch``: of its rows; in the first, nothing is known of their lengths."""
     config = _config(workload, mode, seed, runaways)
     setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
     pace = replace(setup.engine.cost.pace, hardware=hardware(workload))
@@ -121,7 +119,7 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0) -
     forced = ForcedLengths.of(config.rollout, seed)
     assert forced is not None
     run = SimulatedRun(setup, SecondEpoch(forced, workload))
-    if mode.order == "history":
+    if mode.order == "history" and epoch > 1:
         rows = [f"e0-{row}" for row in range(workload.prompts)]
         for row, lengths in enumerate(forced.of_groups(rows, range(workload.group_size))):
             run.admission.buffer.history.observe(str(row), lengths)
@@ -134,7 +132,8 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0) -
     return Rollout(
         seconds=step.generate_s,
         tail_s=step.tail_s,
-        bound_s=Bound(setup)(work).generation / workload.gpus + STEP_S * work.decodes / (MAX_SEQS * workload.engines),
+        bound_s=Bound(setup)(work).generation / workload.gpus
+        + STEP_S * work.decodes / (workload.max_seqs * workload.engines),
         tokens=step.tokens - workload.requests * PROMPT_TOKENS,
         preemptions=run.totals().preemptions,
     )
@@ -194,7 +193,7 @@ def _simulate(case: tuple[str, str, int, float]) -> Rollout:
     return simulate(WORKLOADS[name], MODES[mode], seed, runaways)
 
 
-def _compared(plain: Sequence[Rollout], rollouts: Sequence[Rollout], workload: Workload, mode: str) -> dict[str, float]:
+def _compared(plain: Sequence[Rollout], rollouts: Sequence[Rollout], workload: Replayed, mode: str) -> dict[str, float]:
     ratios = [one.seconds / other.seconds for one, other in zip(plain, rollouts, strict=True)]
     figures = {
         "ratio": mean(ratios),
@@ -215,7 +214,7 @@ def _compared(plain: Sequence[Rollout], rollouts: Sequence[Rollout], workload: W
     return figures
 
 
-def _lines(name: str, workload: Workload, figures: dict[str, dict[str, float]]) -> list[str]:
+def _lines(name: str, workload: Replayed, figures: dict[str, dict[str, float]]) -> list[str]:
     plain = figures["plain"]
     lines = [
         f"replay, {name}: plain {plain['seconds']:.0f} s (published {plain['published_s']:.0f}, "
@@ -243,8 +242,8 @@ def _config(workload: Workload, mode: Mode, seed: int, runaways: float) -> Confi
         layout.tp, layout.ep = workload.infer.tp, workload.infer.ep
     rollout = config.rollout
     rollout.max_response_length, rollout.forced_median = workload.max_tokens, workload.median_tokens
-    rollout.forced_spread = [BETWEEN, WITHIN, runaways]
-    rollout.max_seqs, rollout.max_batch_tokens = MAX_SEQS // workload.infer.dp, MAX_BATCH_TOKENS
+    rollout.forced_spread = [*workload.spread, runaways]
+    rollout.max_seqs, rollout.max_batch_tokens = workload.max_seqs // workload.infer.dp, MAX_BATCH_TOKENS
     rollout.order, rollout.chunk_tokens = mode.order, CHUNK_TOKENS if mode.divided else None
     rollout.suspended_kv = "pool" if mode.divided else "recompute"
     return config

@@ -9,8 +9,8 @@ chosen among alternatives whose seconds and some of whose ratios on K2 and 72B h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import erf, exp, log, sqrt
+from dataclasses import dataclass, field, replace
+from math import erf, exp, hypot, log, sqrt
 
 from fusion.costmodel.hardware import Hardware, hardware_named
 from fusion.costmodel.memory import largest_weight_bytes
@@ -34,8 +34,9 @@ class Published:
 
 @dataclass(frozen=True)
 class Workload:
-    """One iteration's rollout. ``infer``: layout of an engine; ``weight_bytes``: of a parameter in HBM; published
-    figures of the same kind are in ``published``."""
+    """One iteration's rollout. ``infer``: layout of an engine; ``weight_bytes``: of a parameter in HBM; ``max_seqs``:
+    sequences that an engine decodes at most; ``spread``: standard deviations of the logarithm of lengths, between
+    prompts and within a group."""
 
     model: str
     gpus: int
@@ -44,8 +45,9 @@ class Workload:
     group_size: int
     max_tokens: int
     mean_tokens: int
-    published: Published
     weight_bytes: float = 2.0
+    max_seqs: int = field(default_factory=lambda: MAX_SEQS)
+    spread: tuple[float, float] = field(default_factory=lambda: SPREAD)
 
     @property
     def prompts(self) -> int:
@@ -71,11 +73,22 @@ class Workload:
         low, high = 1.0, float(self.max_tokens)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if capped_mean(middle, self.max_tokens) < self.mean_tokens else (low, middle)
+            low, high = (
+                (middle, high)
+                if capped_mean(middle, self.max_tokens, self.spread) < self.mean_tokens
+                else (low, middle)
+            )
         return low
 
 
-BETWEEN, WITHIN = 0.89, 0.43
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Workload):
+    """A published rollout."""
+
+    published: Published
+
+
+SPREAD = 0.89, 0.43
 """Standard deviations of the logarithm of lengths, between prompts and within a group: TailSieve's trace, whose median
 and 90th percentile they give (`stalesync/prompts/lengths.py`)"""
 
@@ -112,9 +125,9 @@ def hardware(workload: Workload) -> Hardware:
     )
 
 
-def capped_mean(median: float, cap: float) -> float:
+def capped_mean(median: float, cap: float, spread: tuple[float, float]) -> float:
     """Returns the mean of lognormal lengths, of which longer ones have the length ``cap``."""
-    sigma = sqrt(BETWEEN**2 + WITHIN**2)
+    sigma = hypot(*spread)
     bound = log(cap / median) / sigma
     return median * exp(sigma**2 / 2) * _normal(bound - sigma) + cap * (1 - _normal(bound))
 
@@ -124,7 +137,7 @@ def _normal(x: float) -> float:
 
 
 WORKLOADS = {
-    "moonlight": Workload(
+    "moonlight": Replayed(
         model="moonlight_16b_a3b",
         gpus=32,
         infer=Parallel(),
@@ -134,7 +147,7 @@ WORKLOADS = {
         mean_tokens=22386,
         published=Published(3910, 1817, 2181, 278, {"divided": 1.41, "context": 1.47, "seer": 1.90}),
     ),
-    "qwen2_vl_72b": Workload(
+    "qwen2_vl_72b": Replayed(
         model="qwen2_vl_72b",
         gpus=128,
         infer=Parallel(8, tp=8),
@@ -144,7 +157,7 @@ WORKLOADS = {
         mean_tokens=7615,
         published=Published(3957, 2301, 1922, 123, {"divided": 1.42, "context": 1.56, "seer": 2.04, "oracle": 1.63}),
     ),
-    "kimi_k2": Workload(
+    "kimi_k2": Replayed(
         model="kimi_k2",
         gpus=256,
         infer=Parallel(32, ep=32),

@@ -51,6 +51,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fusion.rollout import EngineRoom, Entry, RequestBuffer, SuspendedSample
+from fusion.rollout.length_history import MAX_ROWS
 from stalesync.admission_spec import AdmissionSpec
 from stalesync.commands import (
     AdmitGroups,
@@ -78,7 +79,13 @@ class Admission:
 
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
         self.spec, self.ledger = spec, ledger
-        self.buffer = RequestBuffer(spec.num_probes, spec.order, exact_lengths=spec.exact_lengths, pool=spec.kv_pool)
+        self.buffer = RequestBuffer(
+            spec.num_probes,
+            spec.order,
+            exact_lengths=spec.exact_lengths,
+            pool=spec.kv_pool,
+            max_rows=min(spec.num_rows, MAX_ROWS),
+        )
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
         """Stage of the last command"""

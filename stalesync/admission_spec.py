@@ -30,8 +30,8 @@ class AdmissionSpec:
     others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
     it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``filters``: whether the
     algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
-    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, and ``exact_lengths`` for
-    it, as of `RequestBuffer`.
+    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, ``exact_lengths`` for it,
+    as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a second time.
     """
 
     group_size: int
@@ -48,6 +48,7 @@ class AdmissionSpec:
     chunk_tokens: int = 0
     filters: bool = True
     order: str = "fifo"
+    num_rows: int = 0
     exact_lengths: Callable[[str], Sequence[int]] = lambda group: ()
 
     @property
@@ -66,8 +67,10 @@ class AdmissionSpec:
         return round(AHEAD[0] * self.engine_slots) if self.binds_late else -1
 
 
-def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool) -> AdmissionSpec:
-    """Returns the settings that the decisions of a run depend on."""
+def admission_spec(
+    config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool, num_rows: int
+) -> AdmissionSpec:
+    """Returns the settings that the decisions of a run depend on. ``num_rows``: of the data, 0: without end."""
     sharing = {*spec.deployment.shared}
     return AdmissionSpec(
         group_size=config.algorithm.group_size,
@@ -83,6 +86,7 @@ def admission_spec(config: Config, spec: WorkerSpec, *, scores_beside: bool, fil
         num_probes=spec.rollout.num_probes,
         chunk_tokens=spec.rollout.max_chunk_tokens,
         order=spec.rollout.order,
+        num_rows=num_rows,
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
         filters=filters,
     )

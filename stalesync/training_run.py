@@ -74,7 +74,13 @@ class TrainingRun:
         self.max_samples = (stalesync.max_staleness + 1) * ledger.groups_per_step * config.algorithm.group_size
         """Maximum number of samples in progress"""
         algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
-        facts = admission_spec(config, spec, scores_beside=scorer.concurrent, filters=algorithm.filters)
+        facts = admission_spec(
+            config,
+            spec,
+            scores_beside=scorer.concurrent,
+            filters=algorithm.filters,
+            num_rows=source.num_rows or 0,
+        )
         self.admission = Admission(facts, ledger)
         self.groups = Groups(
             size=config.algorithm.group_size,

@@ -51,12 +51,13 @@ class RolloutConfig:
     the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
     batch_invariant."""
-    order: str = "fifo"
-    """Which waiting request an engine receives next (`fusion/rollout/order.py`): `fifo` (the oldest), `least_generated`
-    (the one with the fewest tokens so far), `context` (Seer: one response of each group first, then the groups whose
-    finished responses are longest), `history` (the most tokens left, estimated from the same row's last epoch and from
-    finished responses of the group); `oracle` (the most tokens left) only with forced_median. With chunk_tokens it
-    decides again after every chunk, otherwise only where a response begins."""
+    order: str = "history"
+    """Which waiting request an engine receives next (`fusion/rollout/order.py`): `history` (the most tokens left,
+    estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
+    `least_generated`), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
+    one response of each group first, then the groups whose finished responses are longest); `oracle` (the most tokens
+    left) only with forced_median. With chunk_tokens it decides again after every chunk, otherwise only where a response
+    begins; where nothing is known of lengths, `history` is then `fifo`."""
     max_length: int | None = None
     """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
     block_size: int = 16

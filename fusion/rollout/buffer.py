@@ -42,7 +42,7 @@ from typing import Any, Literal, NamedTuple
 
 from fusion.rollout.assignment import assign_all, fill
 from fusion.rollout.engine_room import EngineRoom
-from fusion.rollout.length_history import LengthHistory, row_of
+from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
 from fusion.rollout.order import Lengths, make_waiting
 from fusion.rollout.router import PoolRouting
 
@@ -119,6 +119,7 @@ class RequestBuffer:
         order: in which they are dispatched, a key of `ORDERS`.
         exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
         pool: how engines share KV; None: they do not.
+        max_rows: rows of the data of which lengths are kept, for the order `history`; 0: none comes a second time.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class RequestBuffer:
         order: str = "fifo",
         exact_lengths: Callable[[str], Sequence[int]] = lambda group: (),
         pool: PoolRouting | None = None,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self._num_probes, self._order, self._exact_lengths, self._pool = num_probes, order, exact_lengths, pool
         self.entries: dict[str, Entry] = {}
@@ -134,9 +136,9 @@ class RequestBuffer:
         self._left_kv: dict[int, list[str]] = {}
         self._added = 0
         """Number of requests ever added"""
-        self._waiting = make_waiting(order)
-        self.history = LengthHistory()
+        self.history = LengthHistory(max_rows)
         """Lengths of the rows whose groups have ended, if the order is `history`"""
+        self._waiting = make_waiting(order, self.history)
         self._count: Counter[State] = Counter()
         self._running_count: Counter[int] = Counter()
         """Engine → requests that it has; `_running_load` their tokens, `_reserved` what they occupy of its bound"""
@@ -270,8 +272,7 @@ class RequestBuffer:
             if not group.num_unfinished:
                 groups.append(entry.group)
             if self._order != "fifo":
-                waiting = [one for one in group.members if one.state == "waiting"]
-                self._waiting.observe_finished(entry.group, num_tokens, waiting)
+                self._waiting.observe_finished(entry.group, num_tokens)
         self._count["running"] -= len(generated)
         self._count["finished"] += len(generated)
         return Finished(list(by_engine), groups)
@@ -289,7 +290,8 @@ class RequestBuffer:
             self._count[entry.state] -= 1
             del self.entries[entry.id]
         if removed.num_unfinished or self._order != "fifo":
-            self._waiting.discard(group, [entry for entry in members if entry.state == "waiting"])
+            waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
+            self._waiting.discard(group, waiting)
         if self._order == "history" and not removed.num_unfinished:
             self.history.observe(row_of(group), [entry.generated for entry in members])
         return members
@@ -316,8 +318,7 @@ class RequestBuffer:
             entry.behind = entry.member >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
             if entry.state == "finished" and self._order != "fifo":
-                waiting = [one for one in self._groups[entry.group].members if one.state == "waiting"]
-                self._waiting.observe_finished(entry.group, entry.generated, waiting)
+                self._waiting.observe_finished(entry.group, entry.generated)
         self._waiting.take_errors()  # they were reported before
 
     def _add_group(self, group: str, max_tokens: int) -> None:

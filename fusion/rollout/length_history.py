@@ -1,11 +1,13 @@
-"""Keep the lengths of each data row's last responses. Pure.
+"""Keep the lengths of each data row's last responses, and how many of all responses ran away. Pure.
 
 Adjacent epochs rhyme (RhymeRL, arXiv 2508.18588): the ranks of the lengths of the same prompts move by 2 to 4 %, so an
-order of requests knows from the last epoch which will be long.
+order of requests knows from the last epoch which will be long. A response runs away if it is more than `RUNAWAY` times
+as long as the median of its group: nothing foretells it.
 
 Invariants (property-tested in tests/rollout/test_length_history.py): a row has the lengths of its group that ended
-last; of more than ``max_rows`` rows those whose group ended longest ago are dropped; a restored history is the same.
-Cost: O(1) a group; about 150 bytes and 4 per response for each row.
+last; of more than ``max_rows`` rows those whose group ended longest ago are dropped; the share of runaways is that of
+all groups, of which one counts half as much after `HALF_LIFE` further ones; a restored history is the same.
+Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_ROWS = 1_000_000
+
+RUNAWAY = 4
+"""Rarer than one in a thousand in a group of lognormal lengths whose logarithms deviate by 0.43"""
+
+MIN_GROUP = 4
+"""Responses of a group whose median says what is usual"""
+
+HALF_LIFE = 256
+MIN_RESPONSES = 500
+"""As many responses are counted at least, so that a few of the first do not decide"""
 
 
 def row_of(group: str) -> str:
@@ -28,6 +40,12 @@ class LengthHistory:
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
         self._lengths: dict[str, array[int]] = {}
+        self._num_runaways = self._num_responses = 0.0
+        """Sums over all groups, by weight"""
+
+    @property
+    def runaway_share(self) -> float:
+        return self._num_runaways / max(self._num_responses, MIN_RESPONSES)
 
     def observe(self, row: str, lengths: Sequence[int]) -> None:
         """Records the lengths of a group's responses; they replace those of the row's earlier group."""
@@ -35,15 +53,22 @@ class LengthHistory:
         self._lengths[row] = array("I", lengths)
         if len(self._lengths) > self._max_rows:
             del self._lengths[next(iter(self._lengths))]
+        usual = sorted(lengths)[len(lengths) // 2] if len(lengths) >= MIN_GROUP else max(lengths)
+        weight = 0.5 ** (1 / HALF_LIFE)
+        self._num_runaways = self._num_runaways * weight + sum(tokens > RUNAWAY * usual for tokens in lengths)
+        self._num_responses = self._num_responses * weight + len(lengths)
 
     def of(self, row: str) -> Sequence[int]:
         """Returns the lengths of the row's last group; empty if it has had none."""
         return self._lengths.get(row, ())
 
-    def state_dict(self) -> dict[str, list[int]]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON."""
-        return {row: list(lengths) for row, lengths in self._lengths.items()}
+        rows = {row: list(lengths) for row, lengths in self._lengths.items()}
+        return {"rows": rows, "num_runaways": self._num_runaways, "num_responses": self._num_responses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a history into this empty one."""
-        self._lengths = {row: array("I", lengths) for row, lengths in state.items()}
+        """Restores a history into this empty one. An earlier format has the rows only."""
+        self._lengths = {row: array("I", lengths) for row, lengths in state.get("rows", state).items()}
+        self._num_runaways = state.get("num_runaways", 0.0)
+        self._num_responses = state.get("num_responses", 0.0)

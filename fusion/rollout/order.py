@@ -13,26 +13,36 @@ group is a probe, probes go first, shortest first; a group's estimate is the lon
 upper bound; now and then the group that has waited longest is served. `history` pools the lengths that the same row had
 in the last epoch (RhymeRL, arXiv 2508.18588: ranks of lengths move by 2 to 4 %) with those of finished siblings, and
 takes the most remaining tokens first, which is optimal for known lengths where work can be divided (McNaughton, 1959).
-A response that has outgrown its estimate is taken for a long one, the longer the more: so runaways run early.
+A group of which nothing is known has a probe, unless all requests are taken at once. A response that has outgrown its
+estimate is taken for a long one, the longer the more.
 
-Cost, for n waiting requests in groups of G: `add` and `take` O(log n); `observe_finished` O(G log n), with orders that
-know no lengths O(1).
+Estimates are worth nothing where responses run away: what was expected to be short is begun last, and a runaway among
+it ends long after everything else. `least_generated` gives every response its share of time, so that a runaway has had
+as much as any other when it is discovered. So `history` changes to it while more than `HEDGE` of the responses run away
+(`LengthHistory.runaway_share`), and back when they do not.
+
+Cost, for n waiting requests in groups of G: `add` and `take` O(log n), of siblings that have not begun O(1), as they
+share a rank; `observe_finished` O(log n), and as much for each sibling that has begun and waits, with orders that know
+no lengths O(1); a change of `history` to `least_generated` or back O(n log n).
 
 Invariants (property-tested in tests/rollout/test_order.py): every request that is added is taken once, unless it is
-discarded; `take` returns the waiting request of the lowest rank, the oldest of equals, except that every
-`SERVE_STARVED`-th take of `context` returns one of the group that was served longest ago.
+discarded; `take` returns the waiting request of the lowest rank, of equals the one that was added first (of a group its
+first, then those that have not begun, then the others), except that every `SERVE_STARVED`-th take of `context` returns
+one of the group that was served longest ago.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from fusion.rollout.buffer import Entry
+    from fusion.rollout.length_history import LengthHistory
 
 SERVE_STARVED = 16
 """Every so many takes, `context` serves the group that has waited longest."""
@@ -43,6 +53,9 @@ MIN_ITEMS = 64
 OVERDUE = 0.5
 """Estimated remaining tokens of a response that has outgrown its estimate, relative to those that it has"""
 
+HEDGE = 0.003, 0.0015
+"""Share of responses that run away at or above which `history` trusts no estimate; below which it does again"""
+
 
 @dataclass(slots=True)
 class Lengths:
@@ -52,31 +65,29 @@ class Lengths:
         max_tokens: of a response.
         earlier: of the same row in an earlier epoch.
         exact: of each member; empty where they are not known.
-        finished: of the members that have finished.
     """
 
     max_tokens: int
     earlier: Sequence[int] = ()
     exact: Sequence[int] = ()
-    finished: list[int] = field(default_factory=list)
     longest: int = field(init=False)
     """Seer's estimate: the longest finished sibling, at first the upper bound"""
     mean: float = field(init=False)
     """The mean of the last epoch and of finished siblings, at first the upper bound"""
+    num_known: int = field(init=False)
+    """Number of lengths that `mean` is of"""
+    _sum: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.estimate()
+        self.longest, self.num_known, self._sum = self.max_tokens, len(self.earlier), sum(self.earlier)
+        self.mean = self._sum / self.num_known if self.earlier else self.max_tokens
 
     def observe(self, tokens: int) -> None:
         """Records the length of a finished response."""
-        self.finished.append(tokens)
-        self.estimate()
-
-    def estimate(self) -> None:
-        """Computes both estimates: once for a finished response, not for each of its siblings that waits."""
-        known = (*self.earlier, *self.finished)
-        self.longest = max(self.finished, default=self.max_tokens)
-        self.mean = sum(known) / len(known) if known else self.max_tokens
+        first = self.num_known == len(self.earlier)
+        self.longest = tokens if first else max(self.longest, tokens)
+        self.num_known, self._sum = self.num_known + 1, self._sum + tokens
+        self.mean = self._sum / self.num_known
 
 
 Rank = tuple[float, ...]
@@ -96,6 +107,12 @@ def _context(request: Entry, lengths: Lengths) -> Rank:
 
 
 def _history(request: Entry, lengths: Lengths) -> Rank:
+    if request.member == 0 and not lengths.num_known:
+        return (0, request.generated)
+    return (1, *_most_left(request, lengths))
+
+
+def _most_left(request: Entry, lengths: Lengths) -> Rank:
     return (-remaining(lengths.mean, request.generated),)
 
 
@@ -139,10 +156,10 @@ class WaitingRequests(Protocol):
         """Undoes the last `take`, which returned this request: it counts as not served."""
 
     def take_all(self) -> list[Entry]:
-        """Takes out all requests, in order."""
+        """Takes out all requests, in order; with `history` without probes."""
 
-    def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
-        """Records the length of a finished response. ``waiting``: the requests of its group that wait."""
+    def observe_finished(self, group: str, tokens: int) -> None:
+        """Records the length of a finished response."""
 
     def discard(self, group: str, waiting: Sequence[Entry]) -> None:
         """Forgets a group, and its requests that still wait."""
@@ -152,9 +169,9 @@ class WaitingRequests(Protocol):
         there was one."""
 
 
-def make_waiting(order: str) -> WaitingRequests:
-    """Creates an empty line of requests. ``order``: a key of `ORDERS`."""
-    return FifoRequests() if order == "fifo" else RankedRequests(order)
+def make_waiting(order: str, history: LengthHistory) -> WaitingRequests:
+    """Creates an empty line of requests. ``order``: a key of `ORDERS`; ``history``: what `history` knows."""
+    return FifoRequests() if order == "fifo" else RankedRequests(order, history)
 
 
 class FifoRequests:
@@ -175,7 +192,7 @@ class FifoRequests:
 
     def add_group(self, group: str, lengths: Lengths) -> None: ...
 
-    def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None: ...
+    def observe_finished(self, group: str, tokens: int) -> None: ...
 
     def add(self, requests: Iterable[Entry]) -> None:
         for request in requests:
@@ -213,16 +230,36 @@ class FifoRequests:
         self._discarded.update(request.id for request in waiting)
 
 
+@dataclass(slots=True)
+class Siblings:
+    """The waiting requests of a group. ``position``: of `fresh` among all, right behind the group's first."""
+
+    id: tuple[str]
+    position: float
+    lengths: Lengths
+    fresh: deque[Entry] = field(default_factory=deque)
+    """Those that have not begun, in order, without the first of the group, which may be a probe: they have one rank"""
+    others: dict[str, Entry] = field(default_factory=dict)
+    """The others, by id: each has its own rank"""
+
+
 class RankedRequests:
     """The lowest rank first, by the order ``name``, a key of `ORDERS`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, history: LengthHistory) -> None:
         self._rank_of, self._knows_siblings = ORDERS[name], name in KNOWS_SIBLINGS
-        self._lengths: dict[str, Lengths] = {}
-        """Group → what is known about its lengths"""
-        self._by_rank = StampedHeap()
-        self._by_service = StampedHeap() if name == "context" else None
-        """The same requests, by the number of takes when their group was last served; None: no group is preferred"""
+        self._history = history if name == "history" else None
+        self._hedges = False
+        """Whether responses run away, so that no estimate is trusted"""
+        self._shares = name != "oracle"
+        """Whether the siblings that have not begun have one rank"""
+        self._groups: dict[str, Siblings] = {}
+        self._by_rank: StampedHeap[Entry | Siblings] = StampedHeap()
+        """Requests, and instead of those in `Siblings.fresh` their group"""
+        self._num_fresh = self._num_others = 0
+        """Number of requests in `Siblings.fresh`, and of the others"""
+        self._by_service: StampedHeap[Entry] | None = StampedHeap() if name == "context" else None
+        """All requests, by the number of takes when their group was last served; None: no group is preferred"""
         self._served: dict[str, int] = {}
         """Group → number of takes when one of its requests was last taken"""
         self._taken = self._served_before = 0
@@ -230,18 +267,39 @@ class RankedRequests:
         self._errors: list[float] = []
 
     def __len__(self) -> int:
-        return len(self._by_rank)
+        return self._num_fresh + self._num_others
 
     def take_errors(self) -> list[float]:
         errors, self._errors = self._errors, []
         return errors
 
     def add_group(self, group: str, lengths: Lengths) -> None:
-        self._lengths[group] = lengths
+        self._groups[group] = Siblings((group,), -1.0, lengths)
+        if self._history is not None:
+            hedges = self._history.runaway_share >= HEDGE[self._hedges]
+            if hedges != self._hedges:
+                self._hedges, self._rank_of = hedges, ORDERS["least_generated" if hedges else "history"]
+                for siblings in self._groups.values():
+                    self._rank(siblings)
 
     def add(self, requests: Iterable[Entry]) -> None:
         for request in requests:
-            self._by_rank.push(self._rank_of(request, self._lengths[request.group]), request)
+            siblings = self._groups[request.group]
+            if request.generated or not (self._shares and request.member):
+                siblings.others[request.id] = request
+                self._num_others += 1
+                self._by_rank.push(self._rank_of(request, siblings.lengths), request)
+            else:
+                fresh = siblings.fresh
+                self._num_fresh += 1
+                if fresh and request.position > fresh[-1].position:
+                    fresh.append(request)
+                elif fresh:
+                    insort(fresh, request, key=_position)
+                else:
+                    fresh.append(request)
+                    siblings.position = request.position - request.member + 0.5
+                    self._by_rank.push(self._rank_of(request, siblings.lengths), siblings)
             if self._by_service is not None:
                 self._by_service.push((self._served.get(request.group, 0),), request)
 
@@ -250,13 +308,13 @@ class RankedRequests:
             return None
         self._taken += 1
         if self._by_service is None:
-            return self._by_rank.pop()
+            return self._take_first()
         if self._taken % SERVE_STARVED:
-            request = self._by_rank.pop()
+            request = self._take_first()
             self._by_service.discard(request)
         else:
             request = self._longest_unserved(self._by_service)
-            self._by_rank.discard(request)
+            self._remove(request)
         self._served_before = self._served.get(request.group, 0)
         self._served[request.group] = self._taken
         return request
@@ -268,27 +326,65 @@ class RankedRequests:
         self.add([request])
 
     def take_all(self) -> list[Entry]:
-        return list(iter(self.take, None))
+        if self._history is None or self._hedges:
+            return list(iter(self.take, None))
+        # All are bound to engines now: what a probe would say comes too late for its siblings.
+        ranked = []
+        for siblings in self._groups.values():
+            for request in (*siblings.others.values(), *siblings.fresh):
+                ranked.append((_most_left(request, siblings.lengths), request.position, request))
+            siblings.others, siblings.fresh = {}, deque()
+        self._by_rank, self._num_fresh, self._num_others = StampedHeap(), 0, 0
+        return [request for _, _, request in sorted(ranked)]
 
-    def observe_finished(self, group: str, tokens: int, waiting: Iterable[Entry]) -> None:
-        lengths = self._lengths[group]
-        if self._knows_siblings and (lengths.earlier or lengths.finished):
+    def observe_finished(self, group: str, tokens: int) -> None:
+        siblings = self._groups[group]
+        lengths = siblings.lengths
+        if self._knows_siblings and lengths.num_known:
             estimate = lengths.longest if self._by_service is not None else lengths.mean
             self._errors.append(abs(estimate - tokens) / max(1, tokens))
         lengths.observe(tokens)
-        if self._knows_siblings:
-            for request in waiting:
-                self._by_rank.push(self._rank_of(request, lengths), request)
+        if self._knows_siblings and (siblings.fresh or siblings.others):
+            self._rank(siblings)
 
     def discard(self, group: str, waiting: Sequence[Entry]) -> None:
-        del self._lengths[group]
-        self._served.pop(group, None)
         for request in waiting:
-            self._by_rank.discard(request)
+            self._remove(request)
             if self._by_service is not None:
                 self._by_service.discard(request)
+        del self._groups[group]
+        self._served.pop(group, None)
 
-    def _longest_unserved(self, by_service: StampedHeap) -> Entry:
+    def _rank(self, siblings: Siblings) -> None:
+        """Ranks the waiting requests of a group again."""
+        for request in siblings.others.values():
+            self._by_rank.push(self._rank_of(request, siblings.lengths), request)
+        if siblings.fresh:
+            self._by_rank.push(self._rank_of(siblings.fresh[0], siblings.lengths), siblings)
+
+    def _take_first(self) -> Entry:
+        first = self._by_rank.first[1]
+        if not isinstance(first, Siblings):
+            self._remove(first)
+            return first
+        request = first.fresh.popleft()
+        self._num_fresh -= 1
+        if not first.fresh:
+            self._by_rank.discard(first)
+        return request
+
+    def _remove(self, request: Entry) -> None:
+        siblings = self._groups[request.group]
+        if siblings.others.pop(request.id, None) is not None:
+            self._num_others -= 1
+            self._by_rank.discard(request)
+            return
+        siblings.fresh.remove(request)
+        self._num_fresh -= 1
+        if not siblings.fresh:
+            self._by_rank.discard(siblings)
+
+    def _longest_unserved(self, by_service: StampedHeap[Entry]) -> Entry:
         """Takes out a request of the group that was served longest ago. Its other requests are ranked again only when
         it is their turn."""
         while True:
@@ -299,47 +395,64 @@ class RankedRequests:
             by_service.push((served,), request)
 
 
-class StampedHeap:
-    """A heap of requests by rank, of equal ranks the oldest first, whose ranks may change.
+def _position(request: Entry) -> int:
+    return request.position
 
-    A request whose rank changes is pushed again, and its previous item stays until it comes to the top: the stamp tells
-    which item is valid. Stale items are removed when they are the larger part, so the cost stays amortized O(log n).
+
+class Ranked(Protocol):
+    """What a heap holds. ``id`` is its own; of equal ranks the lowest ``position`` is first."""
+
+    @property
+    def id(self) -> Hashable: ...
+
+    @property
+    def position(self) -> float: ...
+
+
+Item = TypeVar("Item", bound=Ranked)
+
+
+class StampedHeap(Generic[Item]):
+    """A heap by rank, of equal ranks by position, whose ranks may change.
+
+    An item whose rank changes is pushed again, and its previous place stays until it comes to the top: the stamp tells
+    which is valid. Stale ones are removed when they are the larger part, so the cost stays amortized O(log n).
     """
 
     def __init__(self) -> None:
-        self._items: list[tuple[Rank, int, int, Entry]] = []
-        """(rank, position, stamp, request)"""
-        self._stamp: dict[str, int] = {}
-        """Request → the stamp of its valid item"""
+        self._items: list[tuple[Rank, float, int, Item]] = []
+        """(rank, position, stamp, item)"""
+        self._stamp: dict[Hashable, int] = {}
+        """Id → the valid stamp"""
         self._stamped = 0
 
     def __len__(self) -> int:
         return len(self._stamp)
 
-    def push(self, rank: Rank, request: Entry) -> None:
-        """Adds a request, or changes its rank."""
+    def push(self, rank: Rank, item: Item) -> None:
+        """Adds an item, or changes its rank."""
         self._stamped += 1
-        self._stamp[request.id] = self._stamped
-        heapq.heappush(self._items, (rank, request.position, self._stamped, request))
+        self._stamp[item.id] = self._stamped
+        heapq.heappush(self._items, (rank, item.position, self._stamped, item))
         if len(self._items) > MIN_ITEMS and len(self._items) > 2 * len(self._stamp):
-            self._items = [item for item in self._items if self._stamp.get(item[3].id) == item[2]]
+            self._items = [one for one in self._items if self._stamp.get(one[3].id) == one[2]]
             heapq.heapify(self._items)
 
     @property
-    def first(self) -> tuple[Rank, Entry]:
-        """The request of the lowest rank, and its rank."""
+    def first(self) -> tuple[Rank, Item]:
+        """The item of the lowest rank, and its rank."""
         while self._stamp.get(self._items[0][3].id) != self._items[0][2]:
             heapq.heappop(self._items)
-        rank, _, _, request = self._items[0]
-        return rank, request
+        rank, _, _, item = self._items[0]
+        return rank, item
 
-    def pop(self) -> Entry:
-        """Takes out the request of the lowest rank."""
-        request = self.first[1]
+    def pop(self) -> Item:
+        """Takes out the item of the lowest rank."""
+        item = self.first[1]
         heapq.heappop(self._items)
-        del self._stamp[request.id]
-        return request
+        del self._stamp[item.id]
+        return item
 
-    def discard(self, request: Entry) -> None:
-        """Removes a request, if it is here."""
-        self._stamp.pop(request.id, None)
+    def discard(self, item: Item) -> None:
+        """Removes an item, if it is here."""
+        self._stamp.pop(item.id, None)

@@ -103,7 +103,7 @@ class PromptSource:
         """Returns what `load_state_dict` needs to resume at the next prompt; plain JSON."""
         return {
             "source": self._config.source,
-            "rows": self._row_count,
+            "rows": self.num_rows,
             "seed": self._seed,
             "digest": self._digest,
             "epoch": self._epoch,
@@ -117,7 +117,7 @@ class PromptSource:
         Raises:
             ValueError: the state belongs to another source, number of rows, seed or content of the file, by name.
         """
-        for key, value in (("source", self._config.source), ("rows", self._row_count), ("seed", self._seed)):
+        for key, value in (("source", self._config.source), ("rows", self.num_rows), ("seed", self._seed)):
             if state[key] != value:
                 raise ValueError(f"data: cannot resume: the saved run had {key}={state[key]!r}, this one has {value!r}")
         if state.get("digest") not in (None, self._digest):
@@ -131,7 +131,8 @@ class PromptSource:
         return self._rows.digest if isinstance(self._rows, FileRows) else None
 
     @property
-    def _row_count(self) -> int | None:
+    def num_rows(self) -> int | None:
+        """Number of rows of an epoch; None: there is no end to them."""
         return None if self._indices is None else len(self._indices)
 
     def _choose_rows(self) -> Sequence[int] | None:

@@ -14,6 +14,7 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
+from fusion.rollout.length_history import MAX_ROWS
 from stalesync.admission_spec import AdmissionSpec, admission_spec
 from stalesync.config import Config
 from stalesync.simulator.engine_spec import EngineSpec
@@ -78,7 +79,9 @@ class SimulationSetup:
         return cls(
             config=config,
             worker=worker,
-            admission=admission_spec(config, worker, scores_beside=True, filters=False),
+            admission=admission_spec(
+                config, worker, scores_beside=True, filters=False, num_rows=config.data.rows or MAX_ROWS
+            ),
             share=InferenceShare.of(rollout, len(worker.engines)),
             engine=engine,
             trainer=trainer,

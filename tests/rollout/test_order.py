@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from fusion.inference.config import ORDERS
 from fusion.rollout import order as order_module
-from fusion.rollout.order import OVERDUE, SERVE_STARVED, Lengths, StampedHeap, make_waiting, remaining
+from fusion.rollout.length_history import LengthHistory
+from fusion.rollout.order import HEDGE, OVERDUE, SERVE_STARVED, Lengths, StampedHeap, make_waiting, remaining
 
 MAX_TOKENS = 100
 
@@ -27,6 +28,7 @@ class PlainOrder:
 
     def __init__(self, name):
         self.name, self.lengths, self.waiting, self.served, self.taken = name, {}, {}, {}, 0
+        self.finished, self.hedges = {}, False
 
     def take(self):
         self.taken += 1
@@ -34,7 +36,7 @@ class PlainOrder:
         if self.name == "context" and self.taken % SERVE_STARVED == 0:
             chosen = min(requests, key=lambda one: (self.served.get(one.group, 0), one.position))
         else:
-            chosen = min(requests, key=lambda one: (self.rank(one), one.position))
+            chosen = min(requests, key=self.key)
         self.served[chosen.group] = self.taken
         return self.waiting.pop(chosen.id)
 
@@ -45,20 +47,26 @@ class PlainOrder:
         self.waiting, self.served, self.taken = waiting, served, taken
         return chosen
 
+    def key(self, one):
+        fresh = self.name not in ("fifo", "oracle") and one.member and not one.generated
+        return self.rank(one), one.position - one.member + 0.5 if fresh else one.position, one.position
+
     def rank(self, one):
-        known = self.lengths[one.group]
-        match self.name:
+        known, finished = self.lengths[one.group], self.finished.get(one.group, [])
+        match "least_generated" if self.hedges else self.name:
             case "fifo":
                 return 0
             case "least_generated":
                 return one.generated
             case "context":
-                longest = max(known.finished) if known.finished else MAX_TOKENS
+                longest = max(finished) if finished else MAX_TOKENS
                 return (0, one.generated) if one.member == 0 else (1, -longest)
             case "history":
-                pooled = [*known.earlier, *known.finished]
+                pooled = [*known.earlier, *finished]
                 estimate = sum(pooled) / len(pooled) if pooled else MAX_TOKENS
-                return -max(estimate - one.generated, OVERDUE * one.generated)
+                if not pooled and one.member == 0:
+                    return 0, one.generated
+                return 1, -max(estimate - one.generated, OVERDUE * one.generated)
             case "oracle":
                 return one.generated - known.exact[one.member]
 
@@ -66,14 +74,18 @@ class PlainOrder:
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(sorted(order_module.ORDERS)), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, group_size, random):
-    waiting, plain = make_waiting(name), PlainOrder(name)
+    history = LengthHistory()
+    waiting, plain = make_waiting(name, history), PlainOrder(name)
     running, groups = {}, {}
     for step in range(150):
         match random.choice(["add", "take", "take", "take", "put back", "return", "finish", "discard"]):
             case "add":
                 group, exact = f"g{step}", [random.randint(1, MAX_TOKENS) for _ in range(group_size)]
                 earlier = [random.randint(1, MAX_TOKENS) for _ in range(random.choice([0, group_size]))]
+                if random.random() < 0.1:
+                    history.observe("row", [1, 1, 1, random.choice([1, 10])] * 300)
                 waiting.add_group(group, Lengths(MAX_TOKENS, earlier, exact))
+                plain.hedges = name == "history" and history.runaway_share >= HEDGE[plain.hedges]
                 plain.lengths[group] = Lengths(MAX_TOKENS, earlier, exact)
                 requests = [Request(f"{group}/{k}", group, step * 10 + k, k) for k in range(group_size)]
                 groups[group] = {one.id for one in requests}
@@ -100,9 +112,8 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
                 one = running.pop(random.choice(sorted(running)))
                 tokens = one.generated + random.randint(1, 20)
                 groups[one.group].discard(one.id)
-                siblings = [other for other in plain.waiting.values() if other.group == one.group]
-                waiting.observe_finished(one.group, tokens, siblings)
-                plain.lengths[one.group].finished.append(tokens)
+                waiting.observe_finished(one.group, tokens)
+                plain.finished.setdefault(one.group, []).append(tokens)
             case "discard":
                 for group in [name for name, ids in groups.items() if not ids & running.keys()][:1]:
                     left = [one for one in plain.waiting.values() if one.group == group]
@@ -125,24 +136,59 @@ def test_a_response_that_outgrows_its_estimate_is_taken_for_a_longer_one():
     assert remaining(100, 90) < remaining(100, 400) < remaining(100, 800)
 
 
+def test_requests_that_are_all_taken_at_once_have_no_probes():
+    waiting = make_waiting("history", LengthHistory())
+    for number, (group, earlier) in enumerate({"new": [], "short": [5], "other": [], "long": [50]}.items()):
+        waiting.add_group(group, Lengths(MAX_TOKENS, earlier=earlier))
+        waiting.add([Request(f"{group}/{k}", group, 10 * number + k, k) for k in range(2)])
+    taken = [one.id for one in waiting.take_all()]
+    assert taken == ["new/0", "new/1", "other/0", "other/1", "long/0", "long/1", "short/0", "short/1"]
+    assert waiting.take() is None and waiting.take_all() == []
+
+
+def test_estimates_are_trusted_until_responses_run_away_and_again_when_they_do_not():
+    history = LengthHistory()
+    waiting = make_waiting("history", history)
+    names = {"short": 5, "long": 50}
+    for number, (name, length) in enumerate(names.items()):
+        waiting.add_group(name, Lengths(MAX_TOKENS, earlier=[length] * 4))
+        waiting.add([Request(name, name, number, 0, generated=number)])
+
+    def first():
+        waiting.add_group("other", Lengths(MAX_TOKENS))
+        taken = waiting.take()
+        waiting.put_back(taken)
+        return taken.id
+
+    assert first() == "long"
+    history.observe("r", [1] * 999 + [5] * 2)
+    assert first() == "long", "two of a thousand are not many"
+    history.observe("r", [1] * 99 + [5] * 2)
+    assert first() == "short", "the fewest tokens so far"
+    history.observe("r", [1] * 500)
+    assert first() == "short", "which is not changed for a little fewer"
+    history.observe("r", [1] * 2000)
+    assert first() == "long"
+
+
 def test_probes_come_first_then_the_group_whose_finished_sibling_was_longest():
-    waiting = make_waiting("context")
+    waiting = make_waiting("context", LengthHistory())
     for number, group in enumerate("ab"):
         waiting.add_group(group, Lengths(MAX_TOKENS))
         waiting.add([Request(f"{group}/{k}", group, 10 * number + k, k) for k in range(3)])
     probes = [waiting.take(), waiting.take()]
     assert [one.id for one in probes] == ["a/0", "b/0"]
     for group, tokens in (("a", 5), ("b", 50)):
-        rest = [Request(f"{group}/{k}", group, 10 * "ab".index(group) + k, k) for k in (1, 2)]
-        waiting.observe_finished(group, tokens, rest)
+        waiting.observe_finished(group, tokens)
     assert [waiting.take().id for _ in range(4)] == ["b/1", "b/2", "a/1", "a/2"]
 
 
 def test_a_starved_group_that_finds_no_room_is_next_until_it_does():
     """A take that is undone serves nobody: else a group of long requests would lose its turn each time."""
-    waiting = make_waiting("context")
+    waiting = make_waiting("context", LengthHistory())
     for number, group in enumerate("ab"):
-        waiting.add_group(group, Lengths(MAX_TOKENS, finished=[50 - number]))
+        waiting.add_group(group, Lengths(MAX_TOKENS))
+        waiting.observe_finished(group, 50 - number)
         waiting.add([Request(f"{group}/{k}", group, 100 * number + k, k) for k in range(1, 50)])
     for _ in range(SERVE_STARVED - 1):
         assert waiting.take().group == "a"
@@ -155,7 +201,7 @@ def test_a_starved_group_that_finds_no_room_is_next_until_it_does():
 
 @pytest.mark.parametrize("name", sorted({*order_module.ORDERS} - {"fifo"}))
 def test_stale_items_do_not_accumulate(name):
-    waiting = make_waiting(name)
+    waiting = make_waiting(name, LengthHistory())
     waiting.add_group("g", Lengths(MAX_TOKENS, exact=[50] * 100))
     requests = [Request(f"g/{k}", "g", k, k) for k in range(100)]
     waiting.add(requests)
@@ -163,6 +209,6 @@ def test_stale_items_do_not_accumulate(name):
         taken = waiting.take()
         taken.generated += 1
         waiting.add([taken])
-        waiting.observe_finished("g", step, requests[:10])
+        waiting.observe_finished("g", step)
     heaps = [heap for heap in vars(waiting).values() if isinstance(heap, StampedHeap)]
     assert heaps and all(len(heap._items) <= 2 * 100 + 64 for heap in heaps)
