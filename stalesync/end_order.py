@@ -1,0 +1,78 @@
+"""Report whether a process of Ray ended before the thread of the controller that started it.
+
+    the thread ends ─► the kernel signals its children that asked for it (PR_SET_PDEATHSIG), all at once:
+                         Ray's processes are killed by theirs; this process receives one, too
+    epoll            ─► reports descriptors in the order in which they became ready: that of the signal, and pidfds
+
+This process may be delayed so long that it finds both ended. The exit status of the controller does not help, as only
+its parent can read it. But the kernel keeps the order meanwhile: a process of Ray that is killed because the thread has
+ended always comes after the signal. A process that comes before it has ended by itself, and the end of the controller
+may be its consequence.
+
+Signals that others send to this process count as its own for an instant, so that an end that precedes one of them may
+be taken for a consequence, never the other way round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+from collections.abc import Collection
+
+PR_SET_PDEATHSIG = 1
+SIGNAL = signal.SIGUSR1
+"""By which the kernel reports the end of the thread; blocked, and read from a descriptor"""
+SIGSET_WORDS = 16
+"""Size of the C library's `sigset_t` in machine words: at least"""
+
+
+class EndOrder:
+    """Watches descriptors, and the thread that started this process. Only for a process of one thread, which checks its
+    parent's id afterwards: the thread may have ended before."""
+
+    def __init__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [SIGNAL])
+        self.thread = _signal_descriptor(SIGNAL)
+        """The descriptor that `poll` returns when the thread has ended"""
+        self._epoll = select.epoll()
+        self._watched: set[int] = set()
+        self.watch([self.thread])
+        _call("prctl", PR_SET_PDEATHSIG, ctypes.c_ulong(SIGNAL))
+
+    def watch(self, descriptors: Collection[int]) -> None:
+        """Adds those that are not watched yet, each of which `poll` returns once: pidfds."""
+        for fd in {*descriptors} - self._watched:
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
+            self._watched.add(fd)
+
+    def watch_input(self, fd: int) -> None:
+        """Adds a descriptor that `poll` returns whenever it can be read."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch_input(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+
+    def poll(self, timeout_s: float) -> list[int]:
+        """Waits at most ``timeout_s`` for the first of the descriptors; returns those that are ready, in the order in
+        which they became ready."""
+        return [fd for fd, _ in self._epoll.poll(timeout_s)]
+
+    def close(self) -> None:
+        """Stops watching. The signal stays blocked."""
+        self._epoll.close()
+        os.close(self.thread)
+
+
+def _signal_descriptor(number: int) -> int:
+    mask = (ctypes.c_ulong * SIGSET_WORDS)(1 << (number - 1))
+    return _call("signalfd", -1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _call(function: str, *args: object) -> int:
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*args)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), function)
+    return result
