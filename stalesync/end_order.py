@@ -4,13 +4,10 @@
                          Ray's processes are killed by theirs; this process receives one, too
     epoll            ─► reports descriptors in the order in which they became ready: that of the signal, and pidfds
 
-This process may be delayed so long that it finds both ended. The exit status of the controller does not help, as only
-its parent can read it. But the kernel keeps the order meanwhile: a process of Ray that is killed because the thread has
-ended always comes after the signal. A process that comes before it has ended by itself, and the end of the controller
-may be its consequence.
-
-Signals that others send to this process count as its own for an instant, so that an end that precedes one of them may
-be taken for a consequence, never the other way round.
+This process may be delayed so long that it finds both ended. But the kernel keeps the order meanwhile: it sends all
+signals before any process that they kill can be reported as ended, so that a process that is ready before the signal
+has ended by itself, and the end of the controller may be its consequence. The reverse is not certain: a process closes
+its connections before it is reported as ended, and a peer that ends by that may be reported first.
 """
 
 from __future__ import annotations

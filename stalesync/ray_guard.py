@@ -8,7 +8,8 @@
 
 A process of Ray that ends can end the controller, too, from Ray's C++, which no exception reports; while the controller
 connects to Ray, it holds the interpreter meanwhile, for as long as a minute. So the guard watches these processes, too,
-reports the end of the controller that follows, and kills one that still starts `FROZEN_S` later.
+reports the end of the controller that follows, and kills one that still starts `FROZEN_S` later. Ray's processes end
+with a controller that is killed, too: these are not reported (`end_order.py`, `exit_status.py`).
 
 The guard is started before Ray, which may be killed while it starts, too. Ray's processes inherit a mark in their
 environment. A run that ends by itself does the same, and then ends the guard.
