@@ -23,6 +23,6 @@ card         one worker as a Ray actor; `cards`: all of them, called by typed me
 failures     reports the root cause of a failed run; `run_log`, `process_log`: records it and every process's log
 launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal
 ray_cluster  starts Ray on loopback with a token, or joins a cluster; `ray_processes`, `ray_guard`: watch and end them;
-             `ray_end`: ends a run that waits in Ray
+             `end_order`, `exit_status`: what ended first, and how; `ray_end`: ends a run that waits in Ray
 base_model   creates a small base model by supervised training with the same trainer
 """

@@ -39,12 +39,12 @@ from stalesync.hosts import Host, alive_hosts, all_hosts, describe_ranks
 from stalesync.patience import Patience
 from stalesync.placing import check_cards, order_by_place, spread
 from stalesync.stage_calls import (
-    GATHER_FAILURES_S,
     Params,
     Result,
     RunningStage,
     StageCall,
     describe_hanging,
+    gather_causes,
     gather_failures,
     stage_call,
 )
@@ -95,7 +95,8 @@ class CardGroup:
         """Sends a control call to these cards, which answer while a stage runs; returns the answers by rank.
 
         Raises:
-            CardFailed: a card raised, is dead, or does not answer.
+            CardFailed: a card raised, is dead, or does not answer. If the stage that it runs has failed, too, that is
+                named.
         """
         call = stage_call(request, *args, **kwargs)
         return self._cards.ask_each({rank: call for rank in self._ranks})
@@ -262,7 +263,7 @@ class Cards:
                 try:
                     answers[rank] = ray.get(ref)
                 except Exception as error:
-                    raise self._error(FailedStage.of(error, rank=rank, stage=stage)) from None
+                    self._fail_call(FailedStage.of(error, rank=rank, stage=stage))
             if not rank_by_ref:
                 return [answers[rank] for rank in calls]
             self.check()
@@ -303,8 +304,7 @@ class Cards:
             try:
                 answers[rank] = ray.get(asked.pop(rank))
             except Exception as error:
-                self.check(GATHER_FAILURES_S)  # the stage that the card runs names the cause
-                raise self._error(FailedStage.of(error, rank=rank, stage="await_ended_chunks")) from None
+                self._fail_call(FailedStage.of(error, rank=rank, stage="await_ended_chunks"))
         return answers
 
     def find_unresponsive(self) -> list[int]:
@@ -345,6 +345,11 @@ class Cards:
             message = f"stage {stage!r}{describe_hanging(hanging, self.hosts)}. {self._error(cause)}"
             raise CardFailed(message, failure=late_rank(hanging[0], stage, message), trace=cause.trace)
         raise self._error(cause) from None
+
+    def _fail_call(self, call: FailedStage) -> NoReturn:
+        """Raises the failure of a control call, or that of the stage in progress which is its cause."""
+        self.check()
+        raise self._error(root_cause(gather_causes(call, list(self._running)))) from None
 
     def _error(self, cause: FailedStage) -> RunFailed:
         """Returns the error with which a failure ends the run.

@@ -18,7 +18,7 @@ from typing import Any
 from stalesync.process_log import stderr_to
 from stalesync.ray_end import Ender, ShowReport
 from stalesync.ray_guard import LEAVING, STARTED, Report, guarded, marking
-from stalesync.stopping import keeping_handlers
+from stalesync.stopping import keeping_handlers, restoring_handlers
 
 
 @contextmanager
@@ -94,7 +94,8 @@ def _shutting_down() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with restoring_handlers():
+            ray.shutdown()
 
 
 def set_environment(address: str | None) -> None:

@@ -8,7 +8,8 @@
 
 A process of Ray that ends can end the controller, too, from Ray's C++, which no exception reports; while the controller
 connects to Ray, it holds the interpreter meanwhile, for as long as a minute. So the guard watches these processes, too,
-reports the end of the controller that follows, and kills one that still starts `FROZEN_S` later.
+reports the end of the controller that follows, and kills one that still starts `FROZEN_S` later. Ray's processes end
+with a controller that is killed, too: these are not reported (`end_order.py`, `exit_status.py`).
 
 The guard is started before Ray, which may be killed while it starts, too. Ray's processes inherit a mark in their
 environment. A run that ends by itself does the same, and then ends the guard.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -31,7 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distqueue.payload.sweep import sweep
-from stalesync.ray_processes import WATCH_S, RayProcesses, exits, pending_stop, started_by
+from stalesync.end_order import EndOrder
+from stalesync.exit_status import ExitStatus
+from stalesync.ray_processes import RAYLET, WATCH_S, RayProcesses, pending_stop, started_by
 from stalesync.stopping import HOLD_S, describe_stop, exception_of
 
 if TYPE_CHECKING:
@@ -65,6 +67,12 @@ FROZEN_STOP_S = HOLD_S + 2.0
 STARTED, LEAVING, GIVING_UP = b"s", b"l", b"g"
 """What the controller writes to the guard: Ray has started; from now on it reports by itself why it ends; it ends at
 once, and nothing of Ray will end by itself"""
+
+RAY_EXIT = 1
+"""Status with which Ray's C++ ends a process at once; whatever else ends the controller so is announced to the guard"""
+
+MAX_NEWS_BYTES = 64
+"""More than the controller writes"""
 
 MARK = "STALESYNC_GUARD"
 """The environment variable in which the processes of a Ray have the mark of their guard"""
@@ -247,27 +255,47 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[str | Keyboa
         before: children of the controller that are none of this Ray's.
     """
     ended, ended_s, starting, stopped_s = None, 0.0, True, float("inf")
-    with closing(RayProcesses(parent=controller, before=before)) as processes:
-        while os.getppid() == controller:
+    with (
+        closing(EndOrder()) as order,
+        closing(ExitStatus(controller)) as status,
+        closing(RayProcesses(parent=controller, before=before)) as processes,
+    ):
+        order.watch_input(0)
+        if not (running := os.getppid() == controller):  # it ended before that was observed: nothing is known of Ray
+            return None, False
+        while running:
+            running = os.getppid() == controller
             if starting:
                 processes.add_started()
-            watched = [0] if ended else [0, *processes.descriptors]
-            ready, _, _ = select.select(watched, [], [], WATCH_S if starting else POLL_S)
-            if 0 in ready:  # first, as Ray's processes end with the controller, which closes its files before
-                if (news := os.read(0, 1)) != STARTED:
-                    return None if news else ended, not starting and news != GIVING_UP
-                starting = False
-            elif ready:
-                if exits(controller):  # its first thread has ended, and with it Ray's processes; others hold its files
-                    return None, not starting
-                ended, ended_s = processes.ended(), time.monotonic()
+                order.watch(processes.descriptors)
+            for fd in order.poll((WATCH_S if starting else POLL_S) if running else 0.0):
+                if fd == order.thread:  # Ray's processes that end from now on do so with the controller
+                    return ended or _named_by_exit(controller, status, processes), not starting
+                if fd != 0:
+                    ended, ended_s = ended or processes.name_of(fd), ended_s or time.monotonic()
+                    continue
+                news = os.read(0, MAX_NEWS_BYTES)
+                starting = starting and STARTED not in news
+                if leaving := news.replace(STARTED, b""):
+                    return None, not starting and leaving[:1] != GIVING_UP
+                if not news:
+                    order.unwatch_input(0)  # its last thread is ending
             if starting and ended and time.monotonic() - ended_s > FROZEN_S:
                 return ended, False
             number = pending_stop(controller) if starting else 0
             stopped_s = min(stopped_s, time.monotonic()) if number else float("inf")
             if time.monotonic() - stopped_s > FROZEN_STOP_S:
                 return exception_of(number), False
-    return ended, not starting
+        return ended or _named_by_exit(controller, status, processes), not starting
+
+
+def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses) -> str | None:
+    """Waits until the controller has ended. Returns the raylet if Ray's C++ has ended it, as it does at once when the
+    raylet closes its connection: what the raylet has left to do then may take longer than the end of the controller."""
+    while os.getppid() == controller:
+        time.sleep(LOOK_S)
+    ended_by_ray = RAYLET in processes.names and status.read() == RAY_EXIT
+    return RAYLET if ended_by_ray else None
 
 
 def _paths() -> list[str]:

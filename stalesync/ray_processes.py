@@ -19,10 +19,8 @@ from stalesync.stopping import SIGNALS
 if TYPE_CHECKING:
     from stalesync.failures import RayEnded
 
-PF_EXITING = 0x4
-"""The flag that the kernel sets when a thread begins to end"""
-
-NAMES = ("gcs_server", "raylet")
+RAYLET = "raylet"
+NAMES = ("gcs_server", RAYLET)
 """Ray cannot do without these."""
 
 WATCH_S = 0.1
@@ -64,6 +62,15 @@ class RayProcesses:
     def descriptors(self) -> list[int]:
         """Each is readable when its process has ended."""
         return list(self._name_by_fd)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of those that have started."""
+        return {*self._name_by_fd.values()}
+
+    def name_of(self, descriptor: int) -> str:
+        """Returns the name of the process of one of these descriptors."""
+        return self._name_by_fd[descriptor]
 
     def add_started(self) -> set[str]:
         """Watches those that have started since, too, also one that has ended already. Returns the names of all
@@ -178,15 +185,6 @@ def watching_start(
         with lock:
             inside = False
         thread.join()
-
-
-def exits(pid: int) -> bool:
-    """Whether a process's first thread ends or has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state in "ZX" or bool(int(fields[5]) & PF_EXITING)
 
 
 def pending_stop(pid: int) -> int:

@@ -95,6 +95,15 @@ def gather_failures(first: FailedStage, running: Sequence[RunningStage[Any]]) ->
     return first_of_each_card(reported)
 
 
+def gather_causes(call: FailedStage, running: Sequence[RunningStage[Any]]) -> list[FailedStage]:
+    """Returns the failures of stages in progress of which that of a control call may be a consequence: what ends a card
+    ends the stage that it runs, too, and that stage is to be named. If none fails by itself within `GATHER_FAILURES_S`,
+    the control call's."""
+    pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
+    failed = first_of_each_card([*_failures_of(pending, GATHER_FAILURES_S)])
+    return [one for one in failed if not is_consequence(one)] or [call]
+
+
 def first_of_each_card(reported: Sequence[Reported]) -> list[FailedStage]:
     """Returns the failures without those of stages that were begun behind another failed one on the same card."""
     first_s: dict[int, float] = {}

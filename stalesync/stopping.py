@@ -216,6 +216,26 @@ def keeping_handlers() -> Iterator[None]:
 
 
 @contextmanager
+def restoring_handlers() -> Iterator[None]:
+    """Restores the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default
+    effect, of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block;
+    where the run ends by a signal already, a second one still ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting = STOP_SIGNALS if _stops.phase == "raise" else ()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # not one that C code has set
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def blocking_signals() -> Iterator[None]:
     """Blocks signals in this thread and for good in those it starts, but not in processes that it forks."""
     global _forked_mask
@@ -273,7 +293,10 @@ def exception_of(number: int) -> KeyboardInterrupt:
 def _raise(stop: KeyboardInterrupt) -> NoReturn:
     if _stops.first is None:
         _stops.first, _stops.first_s = stop, time.monotonic()
-        threading.Thread(target=_raise_again, args=(_stops, stop), name="raise again", daemon=True).start()
+        again = threading.Thread(target=_raise_again, args=(_stops, stop), name="raise again", daemon=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # only the main thread is to receive them
+        again.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     raise stop
 
 

@@ -181,6 +181,26 @@ def test_a_card_that_died_ends_a_control_call_at_once_although_another_is_late(s
         assert time.monotonic() - began < patience(20) and failed.value.failure.rank == 1
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_of_a_card_that_died_the_stage_that_it_ran_is_named_not_a_control_call(spec, queue, cards, elsewhere):
+    with Cards(spec, queue, timeout_s=patience(60)) as others:
+        address = others.on([0]).call(Worker.rendezvous)[0]
+
+        def begin():
+            others.on([0]).begin(Worker.prepare, address)  # waits for rank 1
+            others.on([0]).begin(Worker.switch, "infer", 0)
+
+        if elsewhere:
+            thread = threading.Thread(target=begin)
+            thread.start()
+            thread.join()
+        else:
+            begin()
+        os.kill(others.on([0]).ask(Worker.status)[0]["pid"], signal.SIGKILL)
+        with pytest.raises(CardFailed, match="^rank 0 died in stage 'prepare'"):
+            others.on([0]).ask(Worker.pause)
+
+
 @pytest.mark.parametrize("how", ["call", "ask"])
 def test_a_card_that_died_is_not_named_if_a_health_check_fails_by_then(spec, queue, cards, how):
     polled = []

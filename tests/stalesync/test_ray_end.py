@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.machine import communicate
+from tests.machine import communicate, run
 
 START = """
 import os, signal, sys, time
@@ -76,3 +76,24 @@ def test_a_signal_ends_a_run_that_waits_for_a_cluster_to_answer():
     process = subprocess.run([sys.executable, "-c", JOIN], capture_output=True, text=True)
     assert (process.returncode, process.stdout) == (143, "stopped by SIGTERM\n"), process.stderr
     assert process.stderr.endswith("stopped by SIGTERM\n")
+
+
+SHUT_DOWN = """
+import os
+from stalesync.ray_cluster import ray_cluster
+from stalesync.stopping import Stopped, stoppable
+
+with stoppable():
+    with ray_cluster(None):
+        pass
+    try:
+        os.kill(os.getpid(), 15)
+    except Stopped:
+        print("stopped")
+"""
+
+
+def test_a_signal_is_raised_also_after_ray_was_shut_down():
+    """Ray's C++ gives SIGTERM its default effect: the process would end without a message."""
+    process = run([sys.executable, "-c", SHUT_DOWN], 120)
+    assert (process.returncode, process.stdout) == (0, "stopped\n"), process.stderr

@@ -4,6 +4,7 @@ processes are left alone."""
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -73,16 +74,19 @@ def test_nothing_of_a_ray_is_left_when_its_controller_has_ended(tmp_path, how):
 
 
 STARTING = """
-import os, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
 from stalesync.ray_guard import LEAVING, STARTED, Report, guarded, marking
 
 folder, how, patience_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 with guarded([], Report(str(folder), 1)) as guard:
     with marking(guard.mark):
-        raylet = subprocess.Popen([folder / "raylet", "600"])
+        die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as Ray's do
+        raylet = subprocess.Popen([folder / "raylet", "600"], preexec_fn=die_with_parent)
     print(raylet.pid, flush=True)
     sys.stdin.readline()
+    if how == "exits":
+        os._exit(1)
     if how in ("ends", "reports"):
         guard.send(STARTED)
     if how == "reports":
@@ -116,6 +120,61 @@ def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_
     assert err.count("error: Ray's process raylet has ended") == reported
     assert (tmp_path / "run.log").exists() == (tmp_path / "error.json").exists() == bool(reported)
     wait_for(lambda: not any(map(running, [raylet, *guards])), 30)
+
+
+def test_a_raylet_is_named_that_ends_the_controller_before_its_own_end_is_seen(tmp_path):
+    """Ray's C++ ends the controller with status 1 when the raylet closes its connection."""
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", STARTING, str(tmp_path), "exits", "0"]
+    controller = subprocess.Popen(command, **pipes, text=True)
+    controller.stdout.readline()
+    wait_for(lambda: _watches(*_guards(controller.pid)), 30)
+    controller.stdin.write("\n")
+    controller.stdin.flush()
+    _, err = communicate(controller, 60)
+    assert controller.returncode == 1 and err.count("error: Ray's process raylet has ended") == 1
+
+
+@pytest.mark.parametrize("first", ["raylet", "controller"])
+def test_the_one_that_ended_first_is_known_to_a_guard_that_finds_both_ended(tmp_path, first):
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
+    command = [sys.executable, "-c", STARTING, str(tmp_path), "exits", "0"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    controller = subprocess.Popen(command, **pipes, text=True)
+    raylet, (guard,) = int(controller.stdout.readline()), _guards(controller.pid)
+    wait_for(lambda: _watches(guard), 30)
+    wait_for(lambda: _stopped_in_poll(guard), 30)
+    try:
+        if first == "raylet":
+            os.kill(raylet, signal.SIGKILL)
+            wait_for(lambda: not running(raylet), 30)
+            controller.stdin.write("\n")
+            controller.stdin.flush()
+        else:
+            controller.kill()
+        assert controller.wait(patience(30)) == (1 if first == "raylet" else -9)
+        wait_for(lambda: not running(raylet), 30)
+    finally:
+        os.kill(guard, signal.SIGCONT)
+    _, err = communicate(controller, 60)
+    assert err.count("error: Ray's process raylet has ended") == err.count("error:") == (first == "raylet")
+    assert (tmp_path / "error.json").exists() == (first == "raylet")
+    wait_for(lambda: not running(guard), 30)
+
+
+EPOLL_WAIT = {"232", "281", "22"}
+"""Numbers of the system calls `epoll_wait` and `epoll_pwait` on x86-64, and on ARM"""
+
+
+def _stopped_in_poll(guard):
+    """Stops the guard; continues it unless it waits for events."""
+    os.kill(guard, signal.SIGSTOP)
+    wait_for(lambda: "\nState:\tT" in Path(f"/proc/{guard}/status").read_text(), 30)
+    if Path(f"/proc/{guard}/syscall").read_text().split()[0] in EPOLL_WAIT:
+        return True
+    os.kill(guard, signal.SIGCONT)
+    return False
 
 
 def _watches(guard):

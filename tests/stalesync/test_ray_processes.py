@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from distqueue import QueueClosed
 from stalesync import ray_processes
 from stalesync.failures import QueueFailed, RayEnded
 from stalesync.launch import naming_queue
-from stalesync.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, exits, watching_end, watching_start
+from stalesync.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, watching_end, watching_start
 from stalesync.stopping import acknowledging, raise_in_main, stoppable
 from tests.machine import patience, wait_for, within
 
@@ -163,21 +162,3 @@ def test_a_run_that_notices_by_itself_is_left_alone(tmp_path):
             process.kill()
             wait_for(processes.ended, 20)
     assert not calls
-
-
-LEADER = """
-import ctypes, threading, time
-threading.Thread(target=time.sleep, args=(600,)).start()
-print(flush=True)
-ctypes.CDLL(None).pthread_exit(None)
-"""
-
-
-def test_a_process_whose_first_thread_has_ended_exits():
-    assert not exits(os.getpid())
-    with subprocess.Popen([sys.executable, "-c", LEADER], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        wait_for(lambda: exits(process.pid), 20)
-        assert process.poll() is None, "another thread holds its files"
-        process.kill()
-    assert exits(process.pid)

@@ -18,7 +18,7 @@ from fusion.ep_switch.outcome import SwitchFailure
 from fusion.npu.failures import AbortedOnAllRanks, CollectiveFailed, FailureKind, OutOfMemory, RankFailure
 from stalesync.card import STAGES, Card
 from stalesync.failures import CardFailed, FailedStage, QueueFailed, root_cause
-from stalesync.stage_calls import BESIDE, Reported, RunningStage, first_of_each_card, gather_failures
+from stalesync.stage_calls import BESIDE, Reported, RunningStage, first_of_each_card, gather_causes, gather_failures
 
 HCCL = "EI0002: [PID: 4711] The wait execution of the Notify register times out. Remote Rank(0)"
 NCCL = "NCCL communicator was aborted on rank 0. Original reason for failure was: unhandled system error"
@@ -167,3 +167,27 @@ def test_a_host_that_is_lost_is_waited_for_although_stages_behind_the_one_it_ran
     first = FailedStage(RankFailure(0, "switch", FailureKind.PEER_LOST, "RuntimeError", "connection closed by peer"))
     cause = root_cause(gather_failures(first, [switch, generate]))
     assert (cause.failure.rank, cause.failure.stage, cause.failure.kind) == (2, "switch", FailureKind.DIED)
+
+
+@pytest.mark.parametrize(
+    ("errors", "stages"),
+    [
+        ({"generate": ray.exceptions.RayActorError(), "switch": ray.exceptions.RayActorError()}, ["generate"]),
+        ({"generate": CollectiveFailed("connection closed by peer")}, ["submit"]),
+        ({"generate": None}, ["submit"]),
+        ({}, ["submit"]),
+    ],
+)
+def test_the_stage_that_a_card_ran_is_named_before_a_control_call_if_it_failed_by_itself(errors, stages, monkeypatch):
+    monkeypatch.setattr("stalesync.stage_calls.GATHER_FAILURES_S", 0.05)
+    monkeypatch.setattr("stalesync.stage_calls.ray.wait", lambda refs, timeout: ([*errors.keys() & refs], None))
+
+    def get(ref):
+        if error := errors[ref]:
+            raise error
+
+    monkeypatch.setattr("stalesync.stage_calls.ray.get", get)
+    generate, switch = begun("generate", "switch")
+    generate.pending, switch.pending = {"generate": 1}, {"switch": 1}
+    call = FailedStage.of(ray.exceptions.RayActorError(), rank=1, stage="submit")
+    assert [one.failure.stage for one in gather_causes(call, [generate, switch])] == stages
