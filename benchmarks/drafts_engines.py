@@ -36,7 +36,13 @@ class AllTokens(DraftBudget):
         return False
 
     def choose(
-        self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, max_tokens: int = 1 << 30
+        self,
+        owners: np.ndarray,
+        probabilities: np.ndarray,
+        num_sequences: int,
+        *,
+        max_tokens: int = 1 << 30,
+        urgent: np.ndarray | None = None,
     ) -> np.ndarray:
         return np.ones(len(owners), bool)
 

@@ -24,8 +24,9 @@ from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams, sequence
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.budget import DraftBudget
-from fusion.rollout.drafts.drafter import MAX_MATCH, MIN_MATCH, TextDrafter
+from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
+from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
 from fusion.rollout.drafts.window import WindowBudget
 
 ROOT = Path(__file__).resolve().parent.parent

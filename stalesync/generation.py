@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
 from fusion.inference import Request
+from fusion.inference.request import NO_REWARDS
 from fusion.inference.request_columns import Requests
 from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
 from stalesync.cards import WARN_EVERY_S, Cards
@@ -26,6 +27,7 @@ from stalesync.commands import Dispatch, DispatchedRequests, Publish
 from stalesync.failures import CardFailed, late_rank
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+from stalesync.reward_history import RewardHistory
 from stalesync.stage_calls import RunningStage, StageCall, describe_hanging, stage_call
 
 MAX_CHUNK_WAIT_S = 60.0
@@ -41,6 +43,7 @@ class Generation:
         prompts: prompts of the groups in progress, by id.
         take_reports: called with the reports of the cards.
         on_ended_chunks: called on another thread when `take_ended_chunks` has something to return.
+        rewards: of the last groups of the data rows, for drafts from them; None: there are no such drafts.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Generation:
         prompts: Mapping[str, Prompt],
         take_reports: Callable[[Sequence[StageReport]], None],
         on_ended_chunks: Callable[[], None] = lambda: None,
+        rewards: RewardHistory | None = None,
     ) -> None:
+        self._rewards = rewards
         self._spec, self._cards, self._prompts, self._take_reports = spec, cards, prompts, take_reports
         ends = None if spec.detokenizer is None else spec.detokenizer.end_token_ids
         self._sampling = spec.rollout.sampling(stop_token_ids=ends)
@@ -225,6 +230,9 @@ class Generation:
             exact_tokens = [
                 self._lengths(group, int(id.rsplit("/", 1)[1])) for id, group in zip(ids, groups, strict=True)
             ]
+        last_rewards = ([NO_REWARDS], same)
+        if self._rewards is not None:
+            last_rewards = ([self._rewards.of(group) for group in distinct], indices)
         return Requests(
             {
                 "id": ids,
@@ -238,5 +246,6 @@ class Generation:
                 "kv_rank": dispatched.kv_ranks,
                 "priority": dispatched.priorities,
                 "kv_tokens": dispatched.kv_tokens,
+                "last_rewards": last_rewards,
             }
         )

@@ -21,6 +21,7 @@ from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
 from stalesync.admission import Admission
 from stalesync.prompts import Prompt
+from stalesync.reward_history import RewardHistory
 from stalesync.sample_columns import SampleColumns
 from stalesync.samples import Sample, by_id
 
@@ -41,6 +42,8 @@ class Groups:
     algorithm: Algorithm
     queue: DistQueue
     folder: RunFolder
+    rewards: RewardHistory | None = None
+    """Rewards of the groups that may be trained, by row; None: nobody needs them"""
     scored: dict[str, list[Sample]] = field(default_factory=dict)
     """Scored samples by group, of groups that have not ended; of complete groups in order of ids"""
     num_failed_rewards: int = 0
@@ -138,11 +141,14 @@ class Groups:
             "texts": [asdict(prompt) for prompt in self.prompts.values()],
             "scored": [sample.state_dict() for members in self.scored.values() for sample in members],
             "failed_rewards": self.num_failed_rewards,
+            **({} if self.rewards is None else {"rewards": self.rewards.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object; other keys are ignored."""
         self.num_failed_rewards = state["failed_rewards"]
+        if self.rewards is not None:
+            self.rewards.load_state_dict(state.get("rewards", {}))
         for fields in state["texts"]:
             self.prompts[fields["id"]] = Prompt(**fields | {"ids": tuple(fields["ids"])})
         for fields in state["scored"]:
@@ -166,6 +172,10 @@ class Groups:
             self._end(group, f"filtered:{rule}", rule)
         else:
             scored = [member for member in members if member.outcome.error is None] if errors else members
+            if self.rewards is not None:
+                self.rewards.observe(
+                    {one.id: one.outcome.reward if one.outcome.error is None else None for one in members}
+                )
             self.admission.observe_scored(group, sum([one.prompt_tokens + one.response_tokens for one in scored]))
 
     def _end(self, group: str, ended: str, reason: str) -> None:

@@ -32,6 +32,7 @@ from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
+from stalesync.reward_history import RewardHistory
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
 from stalesync.scoring import Scorer
@@ -82,6 +83,7 @@ class TrainingRun:
             num_rows=source.num_rows or 0,
         )
         self.admission = Admission(facts, ledger)
+        rewards = RewardHistory() if config.rollout.drafts_history else None
         self.groups = Groups(
             size=config.algorithm.group_size,
             admission=self.admission,
@@ -89,11 +91,17 @@ class TrainingRun:
             algorithm=algorithm,
             queue=queue,
             folder=folder,
+            rewards=rewards,
         )
         self.desk = ControlDesk(folder.path, config)
         self.step_metrics = StepMetrics(spec.world, folder)
         self.generation = Generation(
-            spec, cards, prompts=scorer.prompts, take_reports=self.step_metrics.take, on_ended_chunks=scorer.wake
+            spec,
+            cards,
+            prompts=scorer.prompts,
+            take_reports=self.step_metrics.take,
+            on_ended_chunks=scorer.wake,
+            rewards=rewards,
         )
         self.loop = Controller(
             config=config,

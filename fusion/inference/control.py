@@ -129,10 +129,13 @@ class Counters:
     accepted_tokens: int = 0
     decoded_sequences: int = 0
     step_decodes: int = 0
-    """Of the last step, where it only decoded; `step_us` 0: it did not"""
+    """Of the last step; `step_us` 0: it computed nothing"""
     step_drafted: int = 0
     step_draft_tokens: int = 0
+    step_accepted_tokens: int = 0
+    step_prefills: int = 0
     step_us: int = 0
+    step_drafting_us: int = 0
     news_bytes: int = 0
     """Of what this rank sends in `ControlChannel.spread`"""
 

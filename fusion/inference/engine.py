@@ -131,7 +131,7 @@ class EmbeddedEngine:
         self._dummy_steps = 0
         self._interrupted = 0
         self._step_cost = StepCost(0, 0, 0, 0.0)
-        """Of the last step, where it only decoded"""
+        """Of the last step"""
         self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
 
@@ -275,6 +275,7 @@ class EmbeddedEngine:
         self._observe_cost()
         if not self._idle:
             assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
+            accepted = self.scheduler.accepted_tokens
             step = self.scheduler.schedule()
             assert step or not self.scheduler.unfinished
             self.last_step_kind = step.kind
@@ -282,9 +283,16 @@ class EmbeddedEngine:
                 outputs += self._compute(step)
             seconds = time.perf_counter() - began
             self._busy_s += seconds
-            if step.kind == "decode":
-                tokens = sum(len(one) - 1 for one in step.verified)
-                self._step_cost = StepCost(len(step.decodes), len(step.verified), tokens, seconds)
+            if step and self.scheduler.drafter is not None:
+                self._step_cost = StepCost(
+                    len(step.decodes),
+                    len(step.verified),
+                    tokens=sum(len(one) - 1 for one in step.verified),
+                    seconds=seconds,
+                    accepted=self.scheduler.accepted_tokens - accepted,
+                    drafting_s=self.scheduler.drafter.take_seconds(),
+                    prefills=bool(step.chunks),
+                )
         return outputs if self._reports else []
 
     def run(self) -> list[Output]:
@@ -322,9 +330,16 @@ class EmbeddedEngine:
         alike."""
         leader, self._step_cost = self.control.of_leader(), StepCost(0, 0, 0, 0.0)
         if self.scheduler.drafter is not None and leader.step_us:
-            seconds = leader.step_us * 1e-6
             self.scheduler.drafter.observe_step(
-                StepCost(leader.step_decodes, leader.step_drafted, leader.step_draft_tokens, seconds)
+                StepCost(
+                    leader.step_decodes,
+                    leader.step_drafted,
+                    tokens=leader.step_draft_tokens,
+                    seconds=leader.step_us * 1e-6,
+                    accepted=leader.step_accepted_tokens,
+                    drafting_s=leader.step_drafting_us * 1e-6,
+                    prefills=bool(leader.step_prefills),
+                )
             )
 
     def _take_orders(self) -> list[Output]:
@@ -410,7 +425,10 @@ class EmbeddedEngine:
             step_decodes=self._step_cost.decodes,
             step_drafted=self._step_cost.drafted,
             step_draft_tokens=self._step_cost.tokens,
+            step_accepted_tokens=self._step_cost.accepted,
+            step_prefills=int(self._step_cost.prefills),
             step_us=round(self._step_cost.seconds * 1e6),
+            step_drafting_us=round(self._step_cost.drafting_s * 1e6),
             news_bytes=news_bytes,
             **({} if self.pooled is None else self.pooled.totals()),
         )

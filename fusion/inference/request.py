@@ -28,6 +28,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None
 
 
+NO_REWARDS: tuple[str, tuple[float | None, ...]] = ("", ())
+"""`Request.last_rewards` where none are known; one object, which all of these requests share"""
+
+
 @dataclass
 class Request:
     """One response to generate, from its beginning or behind tokens that it has. Not changed after it was created (a
@@ -49,6 +53,8 @@ class Request:
             it is not found there, or is not of this engine's weights, it is recomputed.
         priority: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order
             of arrival; at least 0.
+        last_rewards: the group that answered the prompt before this one, and the reward of each of its responses, in
+            the order of their numbers; None: it has none. For drafts from them (`TextDrafter`); () is not known.
     """
 
     id: str
@@ -62,6 +68,7 @@ class Request:
     kv_rank: int | None = None
     priority: int = 0
     kv_tokens: int = 0
+    last_rewards: tuple[str, tuple[float | None, ...]] = NO_REWARDS
 
 
 @dataclass

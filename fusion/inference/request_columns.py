@@ -14,7 +14,7 @@ from typing import Any, overload
 
 from fusion.inference.request import Request, SamplingParams
 
-SHARED = ("prompt", "response", "params", "group")
+SHARED = ("prompt", "response", "params", "group", "last_rewards")
 """Fields that siblings of a group share"""
 
 FIELDS = tuple(field.name for field in fields(Request))
@@ -58,7 +58,13 @@ def to_columns(requests: Sequence[Request]) -> dict[str, Any]:
 
 def from_columns(columns: Mapping[str, Any]) -> list[Request]:
     """Returns the requests that `to_columns` has encoded."""
-    decode: dict[str, Callable[[Any], Any]] = {"prompt": tuple, "response": tuple, "params": _params, "group": str}
+    decode: dict[str, Callable[[Any], Any]] = {
+        "prompt": tuple,
+        "response": tuple,
+        "params": _params,
+        "group": str,
+        "last_rewards": _last_rewards,
+    }
     values = {name: columns[name] for name in OWN}
     for name in SHARED:
         distinct, indices = columns[name]
@@ -72,6 +78,11 @@ def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
     index_by_object: dict[int, int] = {}
     indices = [index_by_object.setdefault(id(value), len(index_by_object)) for value in values]
     return list({id(value): value for value in values}.values()), indices
+
+
+def _last_rewards(values: Sequence[Any]) -> tuple[str, tuple[float | None, ...]]:
+    group, rewards = values
+    return group, tuple(rewards)
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:

@@ -108,8 +108,9 @@ class Scheduler:
         if self.drafter is not None and decodes:
             room = self.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
             verified = plan_verifications(decodes, self.drafter, self.blocks, max_tokens=room)
-            with_draft = {id(one.seq) for one in verified}
-            decodes = [seq for seq in decodes if id(seq) not in with_draft]
+            if verified:
+                with_draft = {id(one.seq) for one in verified}
+                decodes = [seq for seq in decodes if id(seq) not in with_draft]
         return Step(
             decodes=decodes,
             chunks=chunks,

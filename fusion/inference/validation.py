@@ -15,7 +15,7 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from fusion.inference.request import Request, SamplingParams
+from fusion.inference.request import NO_REWARDS, Request, SamplingParams
 from fusion.telemetry.validation import Checks, is_finite
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class _Shared:
         self._tokens: dict[int, tuple[Any, tuple[int, ...]]] = {}
         """By id: the tuple, so that no other object gets its id, and what it has become"""
         self._params: dict[int, tuple[SamplingParams, SamplingParams]] = {}
+        self._rewards: dict[int, tuple[Any, tuple[str, tuple[float | None, ...]]]] = {}
 
     def tokens(self, request: Request, name: str) -> tuple[int, ...]:
         value = getattr(request, name)
@@ -81,6 +82,13 @@ class _Shared:
             known = self._params[id(value)] = value, _params(_name(request), value, self._vocabulary)
         return known[1]
 
+    def last_rewards(self, request: Request) -> tuple[str, tuple[float | None, ...]]:
+        value = request.last_rewards
+        known = self._rewards.get(id(value))
+        if known is None:
+            known = self._rewards[id(value)] = value, _last_rewards(_name(request), value)
+        return known[1]
+
 
 def _checked(request: Request, shared: _Shared) -> Request:
     # Written for speed: a stage submits all of its requests at once, and each field of each is checked.
@@ -93,7 +101,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
         if type(text) is not str or not text.isascii():
             _check_text(_name(request), name, text)
     prompt, response = shared.tokens(request, "prompt"), shared.tokens(request, "response")
-    params = shared.params(request)
+    params, last_rewards = shared.params(request), shared.last_rewards(request)
     chunk, exact, rank = _whole(request.chunk_tokens), _whole(request.exact_tokens), _whole(request.kv_rank)
     priority, kv_tokens = _whole(request.priority), _whole(request.kv_tokens)
     begun, limit = len(response), params.max_tokens
@@ -120,7 +128,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
         )
     same = prompt is request.prompt and response is request.response and params is request.params
     same = same and chunk is request.chunk_tokens and exact is request.exact_tokens
-    same = same and kv_tokens is request.kv_tokens
+    same = same and kv_tokens is request.kv_tokens and last_rewards is request.last_rewards
     if same and rank is request.kv_rank and priority is request.priority:
         return request
     return replace(
@@ -133,7 +141,24 @@ def _checked(request: Request, shared: _Shared) -> Request:
         kv_rank=rank,
         priority=priority,
         kv_tokens=kv_tokens,
+        last_rewards=last_rewards,
     )
+
+
+def _last_rewards(name: str, value: Any) -> tuple[str, tuple[float | None, ...]]:
+    """Returns the value itself if it has exact types already."""
+    if value is NO_REWARDS:
+        return NO_REWARDS
+    if not (type(value) in (tuple, list) and len(value) == 2 and type(value[1]) in (tuple, list)):
+        raise ValueError(f"{name}: last_rewards={value!r:.200}: expected (group, rewards)")
+    group, rewards = value
+    _check_text(name, "last_rewards[0]", group)
+    for reward in rewards:
+        if reward is not None and not is_finite(reward):
+            raise ValueError(f"{name}: last_rewards has {reward!r:.200}: expected a finite number, or None")
+    if type(value) is type(rewards) is tuple and all(reward is None or type(reward) is float for reward in rewards):
+        return value
+    return group, tuple(None if reward is None else float(reward) for reward in rewards)
 
 
 def _name(request: Request) -> str:

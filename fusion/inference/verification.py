@@ -22,7 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from fusion.inference.blocks import BlockManager
 
@@ -39,12 +39,17 @@ class Draft(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """``decodes``: sequences that decoded one token; ``drafted``: sequences with a draft, of ``tokens`` together."""
+    """``decodes``: sequences that decoded one token; ``drafted``: sequences with a draft, of ``tokens`` together, of
+    which ``accepted`` were kept; ``drafting_s``: of ``seconds``, those of the drafter; ``prefills``: the step also
+    computed prompts."""
 
     decodes: int
     drafted: int
     tokens: int
     seconds: float
+    accepted: int = 0
+    drafting_s: float = 0.0
+    prefills: bool = False
 
 
 class Drafter(Protocol):
@@ -75,7 +80,32 @@ class Drafter(Protocol):
         """Record the last tokens of a sequence that leaves the engine, for whatever reason."""
 
     def observe_step(self, cost: StepCost) -> None:
-        """Record what a step without prefill has cost on the engine's leader, the same on every rank."""
+        """Record what a step has cost on the engine's leader, the same on every rank."""
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent in these methods since the last call, about."""
+
+
+class _Depths(Items[int]):
+    """The depth of the draft that each sequence has room for; counted only where it is asked for."""
+
+    def __init__(self, sequences: Items[Sequence]) -> None:
+        self._sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        seq = self._sequences[index]
+        return seq.limit - len(seq.tokens) - 1
 
 
 class Path(NamedTuple):
@@ -171,8 +201,10 @@ def plan_verifications(
     """Plan the verification of drafts of sequences that decode, as far as tokens and free blocks allow, and take the
     blocks: a draft preempts no sequence, but may evict cached prefixes as any other token may."""
     size = blocks.block_size
-    drafts = drafter.draft(decodes, [seq.limit - len(seq.tokens) - 1 for seq in decodes], max_tokens)
-    verified = []
+    drafts = drafter.draft(decodes, _Depths(decodes), max_tokens)
+    verified: list[Verification] = []
+    if not any(drafts):
+        return verified
     for seq, draft in zip(decodes, drafts, strict=True):
         if draft is None or not draft.tokens or len(draft.tokens) > max_tokens:
             continue

@@ -27,6 +27,8 @@ def some_requests(draw) -> list[Request]:
     shared = st.sampled_from
     prompts, responses = (draw(st.lists(TOKENS, min_size=1, max_size=3)) for _ in range(2))
     groups, params = draw(st.lists(st.text(max_size=3), min_size=1)), draw(st.lists(PARAMS, min_size=1, max_size=3))
+    rewards = st.lists(st.none() | st.floats(-9, 9), max_size=3).map(tuple)
+    last = draw(st.lists(st.tuples(st.text(max_size=3), rewards), min_size=1, max_size=3))
     one = st.builds(
         Request,
         id=st.text(max_size=3),
@@ -39,6 +41,7 @@ def some_requests(draw) -> list[Request]:
         earlier=st.text(max_size=3),
         kv_rank=st.none() | st.integers(0, 3),
         priority=st.integers(0, 1),
+        last_rewards=shared(last),
     )
     return draw(st.lists(one, max_size=6))
 
@@ -47,7 +50,7 @@ def some_requests(draw) -> list[Request]:
 def test_requests_survive_their_columns_and_share_what_they_shared(requests):
     decoded = from_columns(json.loads(json.dumps(to_columns(requests))))
     assert decoded == requests
-    for name in ("prompt", "params"):
+    for name in ("prompt", "params", "last_rewards"):
         objects = [{id(getattr(one, name)) for one in some} for some in (requests, decoded)]
         assert len(objects[1]) <= len(objects[0])
 

@@ -43,6 +43,13 @@ REFUSED = [
     (dict(kv_rank="0"), "kv_rank='0'"),
     (dict(priority=-1), r"priority=-1: expected a whole number in \[0, 1000000000\]"),
     (dict(priority=None), "priority=None"),
+    (dict(last_rewards=None), r"last_rewards=None: expected \(group, rewards\)"),
+    (dict(last_rewards=("e0", (1.0,), 2)), "last_rewards="),
+    (dict(last_rewards=("e0", 1.0)), "last_rewards="),
+    (dict(last_rewards=(3, (1.0,))), r"last_rewards\[0\]=3: expected text"),
+    (dict(last_rewards=("e0", (1.0, math.nan))), "last_rewards has nan: expected a finite number, or None"),
+    (dict(last_rewards=("e0", (True,))), "last_rewards has True"),
+    (dict(last_rewards=("e0", ("1",))), "last_rewards has '1'"),
     (dict(group=3), "group=3: expected text"),
     (dict(group="\ud800"), "group="),
     (dict(earlier=None), "earlier=None"),
@@ -185,7 +192,7 @@ JUNK = st.one_of(
     st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=2),
 )
 FIELDS = ["id", "prompt", "params", "group", "response", "chunk_tokens", "exact_tokens", "earlier", "kv_rank"]
-FIELDS += ["priority"]
+FIELDS += ["priority", "last_rewards"]
 PARAMS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "stop_token_ids"]
 
 

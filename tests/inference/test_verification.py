@@ -41,6 +41,9 @@ class Guesses:
 
     def observe_step(self, cost): ...
 
+    def take_seconds(self):
+        return 0.0
+
     def draft(self, sequences, max_depth, max_tokens):
         drafts = []
         for seq, depth in zip(sequences, max_depth, strict=True):

@@ -68,7 +68,7 @@ def test_a_stage_sends_all_its_text_to_other_engines_when_it_ends():
 
     class Flushed(TextDrafter):
         def flush(self):
-            texts = [text for prompt in self._prompts.values() for text in prompt.texts.items()]
+            texts = [text for prompt in self.texts.prompts.values() for text in prompt.texts.items()]
             sent.append({request: len(text) for request, text in texts})
 
     drafter = Flushed(make_indexes())

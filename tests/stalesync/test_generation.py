@@ -7,6 +7,7 @@ import pytest
 
 from fusion.colocate import Deployment, InferenceShare
 from fusion.inference.config import RolloutConfig
+from fusion.inference.request import NO_REWARDS
 from fusion.rollout import SuspendedSample
 from fusion.rollout.detokenize import DetokenizerSpec
 from stalesync.commands import Dispatch, DispatchedRequests, Publish
@@ -14,6 +15,7 @@ from stalesync.failures import CardFailed
 from stalesync.generation import Generation
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+from stalesync.reward_history import RewardHistory
 from stalesync.stage_calls import RunningStage
 
 
@@ -93,6 +95,17 @@ def _requests(*ids):
     return DispatchedRequests(
         ids, [id.split("/")[0] for id in ids], [""] * count, [None] * count, [0] * count, [0] * count
     )
+
+
+def test_requests_have_the_rewards_of_the_last_group_of_their_row():
+    made, _ = _generation()
+    assert {one.last_rewards for one in made._requests(_requests("a/0", "b/0"))} == {NO_REWARDS}
+    made._rewards = history = RewardHistory()
+    made._prompts |= {"e1-a": made._prompts["a"]}
+    history.observe({"e0-a/0": 1.0, "e0-a/1": None})
+    one, two, other = made._requests(_requests("e1-a/0", "e1-a/1", "b/0"))
+    assert one.last_rewards == ("e0-a", (1.0, None)) and one.last_rewards is two.last_rewards
+    assert other.last_rewards == NO_REWARDS
 
 
 def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():

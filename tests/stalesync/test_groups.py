@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from distqueue import LostSample
+from fusion.inference.request import NO_REWARDS
 from fusion.rewards import RewardOutcome
 from fusion.rollout import SuspendedSample
 from fusion.training import AlgorithmConfig
@@ -14,6 +15,7 @@ from stalesync.admission import Admission
 from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, Suspend, Train
 from stalesync.groups import Groups
 from stalesync.prompts import Prompt
+from stalesync.reward_history import RewardHistory
 from stalesync.samples import Sample
 from stalesync.staleness import StalenessLedger
 from tests.stalesync.fake_cluster import share_of, spec_of, with_outcome
@@ -134,6 +136,24 @@ def test_a_sample_that_is_lost_before_it_arrives_counts_as_one_that_cannot_be_sc
     run.groups.note_lost(_lost(*(f"g1/{member}" for member in range(4))))
     assert "g1" not in prompts
     assert (["g1"], "failed:lost") in run.ended and run.admission.ledger.ended["failed:lost"] == 1
+
+
+def test_the_next_group_of_a_row_gets_the_rewards_of_a_group_that_may_be_trained():
+    run = _begun(2)
+    run.groups.rewards = history = RewardHistory()
+    outcomes = [RewardOutcome(None, error="timeout"), RewardOutcome(1.0), RewardOutcome(0.0), RewardOutcome(0.5)]
+    for member in (2, 0, 3, 1):
+        sample = _generated(run, f"g0/{member}")
+        run.groups.note([sample], [with_outcome(sample, outcomes[member])])
+    assert history.of("e1-g0") == ("g0", (None, 1.0, 0.0, 0.5))
+    for member in range(4):
+        sample = _generated(run, f"g1/{member}")
+        run.groups.note([sample], [with_outcome(sample, RewardOutcome(None, error="timeout"))])
+    assert history.of("e1-g1") == NO_REWARDS, "it has failed"
+    state, after = json.loads(json.dumps(run.groups.state_dict())), Run()
+    after.groups.rewards = RewardHistory()
+    after.groups.load_state_dict(state)
+    assert after.groups.rewards.of("e1-g0") == history.of("e1-g0")
 
 
 def test_a_sample_that_is_lost_after_it_was_scored_costs_its_group_only_if_it_was_the_last():

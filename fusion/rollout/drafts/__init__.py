@@ -3,9 +3,12 @@
     suffix_index   the drafts of one prompt's text: interface, and which implementation this machine has
     native         … in C++ (`suffix_index.cpp`), compiled on first use
     plain          … in Python, where there is no compiler
-    drafter        reads what an engine generates, and drafts for its sequences
+    drafter        drafts for the sequences of an engine
+    texts          what the engine generates, and others, by prompt; indexed where drafts are looked up
     prompt         the text of one prompt
+    rewards        how much an earlier response counts, by its reward
     budget         how many drafted tokens a step verifies, by measured costs
+    losses         … and how much of a run's time may be lost by it
     window         … by how much of the last draft was right
     text_store     what all engines of a run have generated, by prompt
     text_client    what an engine sends to the store, and asks for

@@ -2,6 +2,8 @@
 
     drafts/rank-00003.bin   what the next group of each prompt would have as history, as `pieces.encode`, compressed
 
+Version 2 has the requests that generated it, and their rewards as far as they are known; version 1 had neither, and its
+responses weigh alike.
 The manifest of the checkpoint has size and digest of each file, and is checked before any of them is read.
 """
 
@@ -17,6 +19,8 @@ from fusion.telemetry.manifest import FileWriter
 MAX_TOKENS = 1 << 24
 """Of a file: at most 64 MiB. Of more, the history of the prompts used last is kept."""
 
+VERSION = 2
+
 
 def write_history(folder: Path, rank: int, pieces: Sequence[Piece]) -> None:
     """Write the file of a rank, which does not exist; returns when it is on disk.
@@ -27,7 +31,7 @@ def write_history(folder: Path, rank: int, pieces: Sequence[Piece]) -> None:
     folder.mkdir(exist_ok=True)
     file = FileWriter(folder / f"rank-{rank:05d}.bin")
     try:
-        file.write(compress(encode({}, pieces)))
+        file.write(compress(encode({"version": VERSION}, pieces)))
         file.close()
     finally:
         file.abort()
@@ -43,7 +47,11 @@ def read_history(folder: Path) -> list[Piece]:
     found: dict[bytes, list[Piece]] = {}
     for path in sorted(folder.glob("rank-*.bin")):
         try:
-            _, pieces = decode(decompress(path.read_bytes()))
+            header, pieces = decode(decompress(path.read_bytes()))
+            if (version := header.get("version", 1)) not in (1, VERSION):
+                raise ValueError(f"version {version!r:.20} of the history; this code reads up to {VERSION}")
+            if not all(type(name) is str for piece in pieces for name in (piece.group, piece.request)):
+                raise ValueError("the name of a group or request is not text")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         own: dict[bytes, list[Piece]] = {}

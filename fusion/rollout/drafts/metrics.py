@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.rollout.drafts.drafter import DraftTotals, TextDrafter
+from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import ExchangeTotals
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
+from fusion.rollout.drafts.totals import DraftTotals
 from fusion.telemetry import Metrics
 from fusion.telemetry.memory import MIB
 

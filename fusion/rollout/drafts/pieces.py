@@ -1,6 +1,7 @@
 """Encode pieces of responses that engines send to each other: columns of plain data, then the tokens of all pieces.
 
     size of the JSON (uint32) │ JSON: header, prompts, groups, and a row for each piece │ tokens, 1 to 4 bytes each
+                             (and a reward for each, if any is known)
 
 Every length is checked against the others when a message is decoded; nothing in it is executed.
 """
@@ -8,6 +9,7 @@ Every length is checked against the others when a message is decoded; nothing in
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from array import array
@@ -22,13 +24,14 @@ MAX_MESSAGE = 1 << 28
 
 class Piece(NamedTuple):
     """Tokens of a response from position ``start`` on. ``prompt``: digest of its prompt; ``request``, ``group``: of the
-    request that generates it."""
+    request that generates it; ``reward``: of the response, finite; None: not known."""
 
     prompt: bytes
     group: str
     request: str
     start: int
     tokens: array[int]
+    reward: float | None = None
 
     @property
     def end(self) -> int:
@@ -48,6 +51,8 @@ def encode(header: Mapping[str, Any], pieces: Sequence[Piece]) -> bytes:
     tokens = np.concatenate([np.zeros(0, "<u4"), *(np.array(one.tokens, "<u4") for one in pieces)]).astype("<u4")
     width = max(1, (int(tokens.max(initial=0)).bit_length() + 7) // 8)
     columns = {"header": header, "prompts": [*prompts], "groups": [*groups], "rows": rows, "width": width}
+    if any(one.reward is not None for one in pieces):
+        columns["rewards"] = [one.reward for one in pieces]
     text = json.dumps(columns, separators=(",", ":")).encode()
     return struct.pack("<I", len(text)) + text + tokens.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
 
@@ -71,9 +76,10 @@ def decode(message: bytes) -> tuple[dict[str, Any], list[Piece]]:
         flat = array("i")
         flat.frombytes(padded.tobytes())
         ends = np.cumsum(counts, dtype=np.int64).tolist()
+        rewards = _rewards(columns.get("rewards", [None] * len(rows)), len(rows))
         pieces = [
-            Piece(prompts[prompt], groups[group], request, start, flat[end - count : end])
-            for (prompt, group, request, start, count), end in zip(rows, ends, strict=True)
+            Piece(prompts[prompt], groups[group], request, start, flat[end - count : end], reward)
+            for (prompt, group, request, start, count), end, reward in zip(rows, ends, rewards, strict=True)
         ]
         return header, pieces
     except (struct.error, KeyError, IndexError, TypeError, ValueError) as error:
@@ -99,6 +105,15 @@ def decompress(data: bytes) -> bytes:
     if not opened.eof:
         raise ValueError(f"a message between drafters is cut off, or has more than {MAX_MESSAGE} bytes")
     return message
+
+
+def _rewards(values: Any, count: int) -> list[float | None]:
+    if type(values) is not list or len(values) != count:
+        raise ValueError(f"rewards={values!r:.100}: expected a list of {count}")
+    for value in values:
+        if value is not None and not (type(value) is float and math.isfinite(value)):
+            raise ValueError(f"a reward is {value!r:.100}: expected a finite float, or null")
+    return values
 
 
 def _numbers(names: Iterable[str]) -> dict[str, int]:

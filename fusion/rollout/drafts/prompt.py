@@ -4,25 +4,47 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fusion.rollout.drafts.rewards import LastRewards, reward_by_request
+
+
+class Said(NamedTuple):
+    """A response of an earlier group. ``reward``: None: not known, or the response has none."""
+
+    request: str
+    tokens: array[int]
+    reward: float | None = None
+
+
+History = list[list[Said]]
+"""Responses by group, those of the last one first"""
 
 
 @dataclass
 class Prompt:
     """``groups``: whose responses are the siblings, several if one was begun before the others had ended; ``live``: the
     requests that run here; ``numbers``: request → sequence in the index; ``texts``: request → its response so far, here
-    or on another engine; ``history``: what is in the index of earlier groups, the last one first; ``past``: group →
-    request → text, of other groups on other engines."""
+    or on another engine; ``history``: responses of earlier groups; ``past``: group → request → text, of other groups
+    on other engines."""
 
     key: bytes
     version: int
     """Policy when a request began"""
-    index: int
-    history: list[list[array[int]]]
+    tokens: array[int]
+    """What is indexed of the prompt itself; empty when the index exists"""
+    history: History
+    index: int | None = None
+    """None: nothing was looked up since the group began"""
     groups: set[str] = field(default_factory=set)
     live: set[str] = field(default_factory=set)
     numbers: dict[str, int] = field(default_factory=dict)
     texts: dict[str, array[int]] = field(default_factory=dict)
     past: dict[str, dict[str, array[int]]] = field(default_factory=dict)
+    indexed: dict[str, int] = field(default_factory=dict)
+    """Request → tokens of its text that are in the index"""
+    stale: dict[str, None] = field(default_factory=dict)
+    """Requests whose text has more, in order"""
     unchecked: int = 0
     """Tokens added since the bytes of its text were counted"""
 
@@ -30,19 +52,35 @@ class Prompt:
     def num_tokens(self) -> int:
         """Tokens of texts and history, which are held besides the index."""
         past = [text for texts in self.past.values() for text in texts.values()]
-        return sum(map(len, (*self.texts.values(), *(text for texts in self.history for text in texts), *past)))
+        history = [said.tokens for texts in self.history for said in texts]
+        return sum(map(len, (self.tokens, *self.texts.values(), *history, *past)))
 
     def join(self, group: str) -> None:
         """Counts a group's responses as siblings."""
         self.groups.add(group)
         self.texts |= self.past.pop(group, {})
 
-    def next_history(self, max_groups: int, group: str = "") -> list[list[array[int]]]:
+    def text_of(self, request: str) -> tuple[array[int], bool]:
+        """Returns the text of a request, and whether it is a sibling's."""
+        text = self.texts.get(request)
+        if text is not None:
+            return text, True
+        return next(texts[request] for texts in self.past.values() if request in texts), False
+
+    def next_history(self, max_groups: int, group: str = "") -> History:
         """Returns what a group that begins now has as its history, of at most ``max_groups`` groups, the last one
         first: those that said anything; ``group``: the one that begins, of which other engines may have said
         something."""
-        past = [text for name, texts in self.past.items() if name != group for text in texts.values()]
-        own = [text for text in self.texts.values() if text]
+        past = [Said(*item) for name, texts in self.past.items() if name != group for item in texts.items()]
+        own = [Said(*item) for item in self.texts.items() if item[1]]
         last, *older = self.history or [[]]
         earlier = [last + past, *older]
         return [texts for texts in ([own, *earlier] if own else earlier) if texts][:max_groups]
+
+
+def rewarded(history: History, last: LastRewards) -> History:
+    """Returns a history in which the responses of the last group have their rewards, as far as they are known."""
+    if not last[1]:
+        return history
+    known = reward_by_request(last)
+    return [[one._replace(reward=known.get(one.request, one.reward)) for one in texts] for texts in history]

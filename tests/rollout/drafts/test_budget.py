@@ -18,6 +18,7 @@ from fusion.rollout.drafts.budget import (
     CostFit,
     DraftBudget,
 )
+from fusion.rollout.drafts.losses import DraftLosses
 
 
 def measured(decode: float, drafted: float, token: float, fixed: float = 10.0, sequences: int = 8) -> DraftBudget:
@@ -29,6 +30,7 @@ def measured(decode: float, drafted: float, token: float, fixed: float = 10.0, s
         single = sequences - with_draft
         cost = fixed + decode * single + drafted * with_draft + token * tokens
         budget.observe_step(StepCost(single, with_draft, tokens, cost / 1e3))
+    budget.losses = DraftLosses()  # to measure them is not counted
     return budget
 
 
@@ -145,7 +147,8 @@ def test_drafts_that_pay_are_verified_in_most_steps_from_the_first_on(sequences,
         drafted, tokens = len(set(owners[chosen])), int(chosen.sum())
         verified += tokens >= sequences
         seconds = 0.010 + 0.001 * (sequences + token * tokens)
-        budget.observe_step(StepCost(sequences - drafted, drafted, tokens, seconds))
+        accepted = int(probabilities[chosen].sum())
+        budget.observe_step(StepCost(sequences - drafted, drafted, tokens, seconds, accepted))
     assert verified >= 36
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from fusion.inference import Request, SamplingParams
+from fusion.inference.request import NO_REWARDS
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.plain import PlainIndexes
+from fusion.rollout.drafts.rewards import LastRewards
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
 from fusion.rollout.drafts.window import WindowBudget
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
@@ -44,8 +46,10 @@ def drafter(**options) -> TextDrafter:
     return made
 
 
-def sequence(request: str, prompt: list[int], text: list[int], group: str = "g") -> Sequence:
-    made = Sequence.of(Request(request, tuple(prompt), PARAMS, group), PARAMS, ())
+def sequence(
+    request: str, prompt: list[int], text: list[int], group: str = "g", last_rewards: LastRewards = NO_REWARDS
+) -> Sequence:
+    made = Sequence.of(Request(request, tuple(prompt), PARAMS, group, last_rewards=last_rewards), PARAMS, ())
     made.tokens += text
     return made
 
@@ -132,6 +136,59 @@ def test_history_of_several_groups_ages(resumes):
             made.end(seq)
 
 
+@pytest.mark.parametrize("indexes", [make_indexes, PlainIndexes])
+@pytest.mark.parametrize("better", [0, 1])
+def test_of_branches_that_occur_as_often_the_better_rewarded_one_is_drafted_first(indexes, better):
+    made = TextDrafter(indexes(), max_children=2)
+    made.budget = AllTokens()
+    said = [[2, 3, 4, 5], [2, 3, 4, 9]]
+    for number, text in enumerate(said):
+        old = sequence(f"e0-1/{number}", [1], text, group="e0-1")
+        paths(made, old)
+        made.end(old)
+    rewards = ("e0-1", (1.0, 0.0) if better == 0 else (0.0, 1.0))
+    new = sequence("e1-1/0", [1], [2, 3, 4], group="e1-1", last_rewards=rewards)
+    assert paths(made, new, depth=1) == [[5, 9] if better == 0 else [9, 5]]
+    assert made._drafted[id(new)][0].tolist() == [4 / 5, 1 / 5]
+
+
+@pytest.mark.parametrize("rewards", [NO_REWARDS, ("e0-1", (None, None)), ("e0-1", (1.0, 1.0)), ("e0-7", (0.0, 1.0))])
+def test_where_rewards_tell_nothing_branches_count_alike(rewards):
+    """There are none, they are equal, or are those of another group."""
+    made = drafter(max_children=2)
+    for number, text in enumerate(([2, 3, 4, 5], [2, 3, 4, 9])):
+        old = sequence(f"e0-1/{number}", [1], text, group="e0-1")
+        paths(made, old)
+        made.end(old)
+    new = sequence("e1-1/0", [1], [2, 3, 4], group="e1-1", last_rewards=rewards)
+    assert paths(made, new, depth=1) == [[5, 9]] and made._drafted[id(new)][0].tolist() == [0.5, 0.5]
+
+
+def test_older_groups_keep_their_rewards():
+    made = drafter(max_history=2, max_children=4)
+    last = NO_REWARDS
+    for epoch, texts in enumerate(([[2, 3, 4, 5], [2, 3, 4, 6]], [[2, 3, 4, 7], [2, 3, 4, 8]])):
+        for number, text in enumerate(texts):
+            old = sequence(f"e{epoch}/{number}", [1], text, group=f"e{epoch}", last_rewards=last)
+            paths(made, old)
+            made.end(old)
+        last = f"e{epoch}", (0.0, 1.0)
+    new = sequence("e2/0", [1], [2, 3, 4], group="e2", last_rewards=last)
+    assert paths(made, new, depth=1) == [[8, 6, 7, 5]], "weights 8, 4, 2 and 1"
+    assert made._drafted[id(new)][0].tolist() == [8 / 15, 4 / 15, 2 / 15, 1 / 15]
+
+
+def test_a_group_for_which_nothing_is_looked_up_is_not_indexed_and_is_history_nevertheless():
+    made, skips = drafter(), [True]
+    made.budget.skips = lambda num_sequences: skips[0]
+    old = sequence("a", [1], [2, 3, 4, 5, 6], group="e0")
+    assert paths(made, old) == [None]
+    made.end(old)
+    assert made.texts.indexes.nbytes == 0 and made.nbytes == 4 * (1 + 5)
+    skips[0] = False
+    assert paths(made, sequence("b", [1], [2, 3, 4], group="e1")) == [[5, 6]]
+
+
 def test_groups_of_one_prompt_at_the_same_time_are_siblings():
     made = drafter()
     first, second = sequence("a", [1], [2, 3, 4, 5], group="e0-1"), sequence("b", [1], [2, 3, 4], group="e0-2")
@@ -202,13 +259,13 @@ def test_a_prompt_with_more_text_than_it_may_have_is_dropped_alone_and_counted()
     for start in range(0, 6000, 100):
         large.tokens += range(start, start + 100)
         assert paths(made, small, large)[0][:5] == [5, 6, 2, 3, 4], "others are kept"
-        own = sum(made._indexes.nbytes_of(one.index) + 4 * one.num_tokens for one in made._prompts.values())
+        own = sum(made.texts.indexes.nbytes_of(one.index) + 4 * one.num_tokens for one in made.texts.prompts.values())
         assert own == made.nbytes < 200_000 + 60_000
-    assert made.totals.dropped == 1 and made._live["l"] is None and len(made._prompts) == 1
+    assert made.totals.dropped == 1 and made.texts.live["l"] is None and len(made.texts.prompts) == 1
     for seq in (small, large):
         made.end(seq)
     again = sequence("m", [9], [2, 3, 4], group="m")
-    assert paths(made, again) == [None] and made._live["m"] is not None, "its next group begins anew"
+    assert paths(made, again) == [None] and made.texts.live["m"] is not None, "its next group begins anew"
 
 
 def test_text_that_is_not_used_for_too_long_is_dropped_and_counted():
@@ -260,7 +317,7 @@ def test_a_request_that_comes_again_is_another_one():
         made.end(seq)
     chunk = sequence("eval-0", [1], [2, 3, 4, 8, 7], group="eval-0")
     paths(made, chunk)
-    assert len(made._live["eval-0"].numbers) == 1, "one that goes on is the same"
+    assert len(made.texts.live["eval-0"].numbers) == 1, "one that goes on is the same"
 
 
 def test_a_request_that_never_ran_changes_no_history():

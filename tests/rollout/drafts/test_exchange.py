@@ -133,7 +133,7 @@ def test_a_request_that_moves_is_sent_once_and_is_one_text():
     moved.tokens += [2, 3, 4, 5, 6]
     paths(two, moved)
     run.exchange()
-    assert len(two._live["g/0"].numbers) == 2, "it goes on with the text that had arrived"
+    assert len(two.texts.live["g/0"].numbers) == 2, "it goes on with the text that had arrived"
     assert two.exchange.totals.sent_tokens == 2, "the token of the witness, and the new one"
     two.end(moved)
     back = sequence("g/0", [1], [], group="g")
@@ -144,7 +144,7 @@ def test_a_request_that_moves_is_sent_once_and_is_one_text():
     run.exchange()
     assert paths(one, other) == [[6]]
     assert paths(one, back, other)[1] == [6, 8]
-    assert one._live["g/0"].numbers == {"g/0": 1, "g/1": 2, "g/2": 3}, "as before"
+    assert one.texts.live["g/0"].numbers == {"g/0": 1, "g/1": 2, "g/2": 3}, "as before"
 
 
 def test_text_that_was_dropped_for_memory_is_asked_for_again():

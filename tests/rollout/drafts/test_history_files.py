@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.inference.request import NO_REWARDS
 from fusion.rollout.drafts.history_files import read_history, write_history
-from fusion.rollout.drafts.pieces import Piece
+from fusion.rollout.drafts.pieces import Piece, compress, decompress, encode
 from fusion.rollout.drafts.suffix_index import HISTORY
 from tests.rollout.drafts.test_drafter import drafter, paths, sequence
 
@@ -40,6 +42,53 @@ def test_the_next_epoch_of_a_resumed_run_has_the_history(tmp_path):
             assert paths(made, new) == [expected]
         if expected:
             assert after._drafted[id(new)][1].tolist() == [HISTORY] * len(expected)
+
+
+@pytest.mark.parametrize("arrive", ["before", "after"])
+def test_rewards_weigh_over_a_resume(tmp_path, arrive):
+    """Those that were known when the checkpoint was taken, and those of the last group, which arrive with the next."""
+    before, rewards = drafter(max_history=2), ("e0", (0.0, 1.0))
+    said(before, [1], [2, 3, 4, 5], [2, 3, 4, 9])
+    if arrive == "before":
+        one = sequence("e1/0", [1], [7, 7], group="e1", last_rewards=rewards)
+        paths(before, one)
+        before.end(one)
+    after = resumed(tmp_path, before, max_history=2, max_children=2)
+    last = NO_REWARDS if arrive == "before" else rewards
+    new = sequence("e2/0", [1], [2, 3, 4], group="e2", last_rewards=last)
+    assert paths(after, new, depth=1) == [[9, 5]] and after._drafted[id(new)][0].tolist() == [0.8, 0.2]
+
+
+def test_files_of_the_first_version_are_read_and_weigh_alike(tmp_path):
+    pieces = [Piece(b"p" * 16, "0", str(n), 0, array("i", [2, 3, 4, n])) for n in range(2)]
+    message = encode({}, pieces)
+    assert b"rewards" not in message and b"version" not in message
+    (tmp_path / "rank-00000.bin").write_bytes(compress(message))
+    assert read_history(tmp_path) == pieces and {piece.reward for piece in pieces} == {None}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda text: text.replace(b'"version":2', b'"version":3'), "version 3 of the history"),
+        (lambda text: text.replace(b'"rewards":[0.5,null]', b'"rewards":[0.5]     '), "expected a list of 2"),
+        (lambda text: text.replace(b'"rewards":[0.5,null]', b'"rewards":{"0":1}   '), "expected a list of 2"),
+        (lambda text: text.replace(b"[0.5,null]", b"[NaN,null]"), "a reward is nan: expected a finite float"),
+        (lambda text: text.replace(b"[0.5,null]", b'["1",null]'), "a reward is '1'"),
+        (lambda text: text.replace(b'"r-0"', b"[1,2]"), "is not text"),
+    ],
+)
+def test_a_file_with_malformed_rewards_is_refused(tmp_path, change, expected):
+    tokens = array("i", [2, 3])
+    pieces = [Piece(b"p" * 16, "0", "r-0", 0, tokens, 0.5), Piece(b"p" * 16, "0", "r-1", 0, tokens)]
+    write_history(tmp_path, 0, pieces)
+    assert read_history(tmp_path) == pieces
+    path = tmp_path / "rank-00000.bin"
+    changed = change(message := decompress(path.read_bytes()))
+    assert len(changed) == len(message) and changed != message
+    path.write_bytes(compress(changed))
+    with pytest.raises(ValueError, match=expected):
+        read_history(tmp_path)
 
 
 def test_history_that_was_not_used_since_is_kept_over_the_next_resume(tmp_path):

@@ -1,0 +1,334 @@
+"""Keep the texts of the prompts that an engine answers, and index them where drafts are looked up.
+
+    running sequences ─ read ─► texts of their prompt ─ index ─► places in its index, for `SuffixIndexes.draft`
+    sequences that end ─ end ──┘   ▲   ▲
+    the next group of the prompt: what the last one said becomes history, weighed by its rewards
+    what other engines have generated for it (`exchange`)
+
+An index belongs to a prompt, whichever epoch it comes from, and is created and extended only when drafts for the prompt
+are looked up: a text of which none are costs no more than to be kept. Where text and indexes exceed `max_bytes`,
+prompts without running requests are dropped, those used longest ago first; then the others, whose running requests are
+not drafted for any more; likewise a prompt whose own text exceeds `max_group_bytes`. What is kept depends only on the
+calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from functools import lru_cache
+
+from fusion.inference.request import Request
+from fusion.inference.sequence import Sequence
+from fusion.rollout.drafts.exchange import TextExchange
+from fusion.rollout.drafts.pieces import Piece
+from fusion.rollout.drafts.prompt import History, Prompt, Said, rewarded
+from fusion.rollout.drafts.rewards import NEUTRAL, weights_of
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
+from fusion.rollout.drafts.totals import DraftTotals
+
+MIN_MATCH, MAX_MATCH = 3, 7
+"""Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
+to 3): the more are compared, the fewer places say what follows"""
+
+MAX_PROMPT = 1024
+"""Tokens at the end of a prompt that are indexed"""
+
+UNCHECKED_TOKENS = 256
+"""By which the text of a prompt may grow until its bytes are counted again"""
+
+Place = tuple[int, int]
+"""Index, and sequence in it"""
+
+
+class PromptTexts:
+    """The texts of an engine, by prompt.
+
+    Args:
+        totals: counts what is dropped here.
+        siblings, history, max_history, max_bytes, max_group_bytes, max_age: as of `TextDrafter`.
+    """
+
+    def __init__(
+        self,
+        indexes: SuffixIndexes,
+        totals: DraftTotals,
+        *,
+        siblings: bool,
+        history: bool,
+        max_history: int,
+        max_bytes: int,
+        max_group_bytes: int,
+        max_age: int | None,
+    ) -> None:
+        self.indexes, self.totals = indexes, totals
+        self._siblings, self._history = siblings, history
+        self._max_history, self._newest_weight = max_history, 1 << (max_history - 1)
+        self._max_bytes, self._max_group_bytes = max_bytes, max_group_bytes
+        self.exchange: TextExchange | None = None
+        """With other engines, on the first rank of those with one schedule"""
+        self.prompts: OrderedDict[bytes, Prompt] = OrderedDict()
+        """By a digest of the prompt, the one used last at the end"""
+        self.live: dict[str, Prompt | None] = {}
+        """Requests in the engine; None: its prompt was dropped, it is not read any more"""
+        self._grown: dict[bytes, None] = {}
+        """Prompts whose text has grown by more than `UNCHECKED_TOKENS` since its bytes were counted"""
+        self._restored: dict[bytes, History] = {}
+        """History that was loaded, of prompts that have had no request since, those used longest ago first"""
+        self._restored_version: int | None = None
+        """The first policy since then"""
+        self.version, self._max_age = 0, max_age
+        self._num_tokens = 0
+        """Of the texts and histories of all prompts"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the indexes, and of the texts beside them."""
+        return self.indexes.nbytes + self._num_tokens * array("i").itemsize
+
+    # Reading
+
+    def read(self, sequences: Items[Sequence]) -> list[tuple[int, Prompt]]:
+        """Reads the new tokens of sequences that run; returns the number and the prompt of each that is read."""
+        found: list[tuple[int, Prompt]] = []
+        for i, seq in enumerate(sequences):
+            prompt = self._read(seq)
+            if prompt is not None:
+                found.append((i, prompt))
+        return found
+
+    def end(self, seq: Sequence) -> None:
+        """Reads the last tokens of a sequence that leaves the engine, unless it never ran."""
+        request = seq.request.id
+        if request not in self.live and len(seq.tokens) == seq.first_token + len(seq.request.response):
+            return
+        self._read(seq)
+        prompt = self.live.pop(request)
+        if prompt is not None:
+            prompt.live.discard(request)
+
+    def read_piece(self, piece: Piece) -> int:
+        """Adds what another engine has generated to the texts of its prompt; returns the number of tokens added."""
+        prompt = self.prompts.get(piece.prompt)
+        if prompt is None or piece.request in prompt.live:
+            return 0
+        is_sibling = piece.group in prompt.groups
+        if not (is_sibling or self._history):
+            return 0
+        texts = prompt.texts if is_sibling else prompt.past.setdefault(piece.group, {})
+        text = texts.get(piece.request, array("i"))
+        known = text[piece.start : piece.end]
+        if piece.start > len(text) or (piece.start and known != piece.tokens[: len(known)]):
+            return 0
+        if piece.request not in texts or known != piece.tokens[: len(known)]:  # new, or generated again
+            self._open(prompt, texts, piece.request)
+            known = array("i")
+        self._append(prompt, texts[piece.request], piece.request, piece.tokens[len(known) :])
+        return len(piece.tokens) - len(known)
+
+    def _read(self, seq: Sequence) -> Prompt | None:
+        request = seq.request.id
+        if request not in self.live:
+            self._begin(seq)
+        prompt = self.live[request]
+        if prompt is None:
+            return None
+        text = prompt.texts[request]
+        known = seq.first_token + len(text)
+        if known < len(seq.tokens):
+            self._append(prompt, text, request, array("i", seq.tokens[known:]))
+            if self.exchange is not None:
+                self.exchange.note(prompt.key, seq.request.group, request, text, len(seq.request.response))
+        return prompt
+
+    def _begin(self, seq: Sequence) -> None:
+        """Adds a request to the texts of its prompt: where it left, if its response goes on from there."""
+        request = seq.request
+        key = _key(request.prompt)
+        prompt = self.prompts.get(key)
+        if prompt is not None and prompt.live:
+            prompt.join(request.group)
+        text = None if prompt is None else prompt.texts.get(request.id)
+        goes_on = text is not None and list(text) == seq.tokens[seq.first_token : seq.first_token + len(text)]
+        is_new = request.group not in prompt.groups or (text and not goes_on) if prompt is not None else True
+        if prompt is None or (is_new and not prompt.live):
+            prompt, goes_on = self._begin_group(key, request, last=prompt), False
+        if not goes_on:
+            self._open(prompt, prompt.texts, request.id)
+        prompt.live.add(request.id)
+        prompt.version = self.version
+        self.live[request.id] = prompt
+        self.prompts.move_to_end(key)
+
+    def _begin_group(self, key: bytes, request: Request, last: Prompt | None) -> Prompt:
+        """Begins the texts of a prompt for another group, with what the last one said as history."""
+        history: History = []
+        begun: dict[str, array[int]] = {}
+        if last is None:
+            history = self._drop_restored(key)
+        else:
+            begun = last.past.get(request.group, {})
+            if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
+                history = last.next_history(self._max_history, request.group)
+            self._drop(last)
+            if self.exchange is not None:
+                self.exchange.end_group(key)
+        history = rewarded(history, request.last_rewards)
+        prompt = self.prompts[key] = Prompt(key, self.version, array("i", request.prompt[-MAX_PROMPT:]), history)
+        prompt.join(request.group)
+        self._count(prompt, prompt.num_tokens)
+        for name, text in begun.items():
+            self._open(prompt, prompt.texts, name)
+            self._append(prompt, prompt.texts[name], name, text)
+        return prompt
+
+    def _open(self, prompt: Prompt, texts: dict[str, array[int]], request: str) -> None:
+        """Begins a response, ``texts``: those of its group; a request that is generated again has no other."""
+        self._num_tokens -= len(texts.get(request, ()))
+        texts[request] = array("i")
+        prompt.numbers.pop(request, None)
+        prompt.indexed[request] = 0
+        prompt.stale[request] = None
+
+    def _append(self, prompt: Prompt, text: array[int], request: str, tokens: array[int]) -> None:
+        text.extend(tokens)
+        prompt.stale[request] = None
+        self._count(prompt, len(tokens))
+
+    def _count(self, prompt: Prompt, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        prompt.unchecked += num_tokens
+        if prompt.unchecked > UNCHECKED_TOKENS:
+            self._grown[prompt.key] = None
+
+    # Indexes
+
+    def index(self, sequences: Items[tuple[str, Prompt]]) -> list[Place]:
+        """Brings the indexes of prompts up to date; returns the places of these requests in them."""
+        places: list[Place] = []
+        texts: list[array[int]] = []
+        for prompt in {prompt.key: prompt for _, prompt in sequences if prompt.stale}.values():
+            index = self._index_of(prompt)
+            for request in prompt.stale:
+                text, is_sibling = prompt.text_of(request)
+                if request not in prompt.numbers:
+                    source = SIBLING if is_sibling else HISTORY
+                    weight = NEUTRAL * self._newest_weight if source == HISTORY or self._siblings else 0
+                    prompt.numbers[request] = self.indexes.open(index, source, weight)
+                if new := text[prompt.indexed[request] :]:
+                    places.append((index, prompt.numbers[request]))
+                    texts.append(new)
+                    prompt.indexed[request] = len(text)
+            prompt.stale.clear()
+        if places:
+            self.indexes.extend(places, texts)
+        return [(self._index_of(prompt), prompt.numbers[request]) for request, prompt in sequences]
+
+    def _index_of(self, prompt: Prompt) -> int:
+        """Returns the index of a prompt; creates it with the prompt's history, unless there is one."""
+        if prompt.index is not None:
+            return prompt.index
+        index = prompt.index = self.indexes.new(prompt.tokens, MIN_MATCH, MAX_MATCH)
+        self._num_tokens -= len(prompt.tokens)
+        prompt.tokens = array("i")
+        for age, said in enumerate(prompt.history):
+            weights = weights_of([one.reward for one in said])
+            opened = [self.indexes.open(index, HISTORY, weight * (self._newest_weight >> age)) for weight in weights]
+            self.indexes.extend([(index, number) for number in opened], [one.tokens for one in said])
+        return index
+
+    # Checkpoints
+
+    def history(self, max_tokens: int) -> list[Piece]:
+        """Returns what the next group of each prompt would have as history, of the prompts used last first, for
+        `load_history`."""
+        groups_by_prompt = list(self._restored.items())
+        groups_by_prompt += [(key, prompt.next_history(self._max_history)) for key, prompt in self.prompts.items()]
+        pieces: list[Piece] = []
+        for key, groups in reversed(groups_by_prompt if self._history else []):
+            texts = [(str(age), one) for age, said in enumerate(groups) for one in said]
+            max_tokens -= sum(len(one.tokens) for _, one in texts)
+            if max_tokens < 0:
+                break
+            pieces += [Piece(key, age, one.request, 0, one.tokens[:], one.reward) for age, one in texts]
+        return pieces
+
+    def load_history(self, pieces: Items[Piece]) -> None:
+        """Loads what `history` has returned, before anything else was read."""
+        self._restored_version = None
+        ages = {str(age): age for age in range(self._max_history)} | {"": 0}
+        for piece in reversed(pieces) if self._history else ():
+            age = ages.get(piece.group)
+            if age is None:  # saved by a run that kept more
+                continue
+            groups = self._restored.setdefault(piece.prompt, [])
+            groups += [[] for _ in range(age + 1 - len(groups))]
+            groups[age].insert(0, Said(piece.request, piece.tokens, piece.reward))
+            self._num_tokens += len(piece.tokens)
+
+    # Dropping
+
+    def adopt(self, version: int) -> None:
+        """Records the policy version of the engine, and drops prompts that were not used for too long."""
+        self.version = version
+        if self._restored_version is None:
+            self._restored_version = version
+        if self._max_age is None:
+            return
+        oldest = version - self._max_age
+        expired = [one for one in self.prompts.values() if one.version < oldest and not one.live]
+        for prompt in expired:
+            self._forget(prompt)
+        self.totals.expired += len(expired)
+        for key in [*self._restored] if self._restored_version < oldest else ():
+            self._drop_restored(key)
+            self.totals.expired += 1
+
+    def drop_oldest(self) -> None:
+        """Drops prompts until what is kept has room."""
+        for key in self._grown:
+            prompt = self.prompts.get(key)
+            if prompt is None:
+                continue
+            prompt.unchecked = 0
+            index_bytes = 0 if prompt.index is None else self.indexes.nbytes_of(prompt.index)
+            if index_bytes + prompt.num_tokens * array("i").itemsize > self._max_group_bytes:
+                self._drop_running(prompt)
+        self._grown.clear()
+        while self.nbytes > self._max_bytes and self._restored:
+            self._drop_restored(next(iter(self._restored)))
+            self.totals.dropped += 1
+        while self.nbytes > self._max_bytes and self.prompts:
+            prompts = self.prompts.values()
+            self._drop_running(next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts)))
+
+    def _drop_running(self, prompt: Prompt) -> None:
+        """Drops a prompt for which there is no room; its running requests are not drafted for any more."""
+        for request in prompt.live:
+            self.live[request] = None
+        self._forget(prompt)
+        self.totals.dropped += 1
+
+    def _drop_restored(self, key: bytes) -> History:
+        groups = self._restored.pop(key, [])
+        self._num_tokens -= sum(len(one.tokens) for said in groups for one in said)
+        return groups
+
+    def _forget(self, prompt: Prompt) -> None:
+        """Drops a prompt; what other engines have is asked for again if a request of it comes."""
+        self._drop(prompt)
+        if self.exchange is not None:
+            self.exchange.forget(prompt.key)
+
+    def _drop(self, prompt: Prompt) -> None:
+        if prompt.index is not None:
+            self.indexes.remove(prompt.index)
+        self._num_tokens -= prompt.num_tokens
+        del self.prompts[prompt.key]
+
+
+@lru_cache(maxsize=256)
+def _key(prompt: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
