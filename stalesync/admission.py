@@ -152,7 +152,7 @@ class Admission:
         for group in groups:
             members = self.buffer.remove(group)
             if not self.spec.scores_beside:
-                self.ledger.finish(group, sum(entry.load for entry in members))
+                self.ledger.finish(group, sum([entry.load for entry in members]))
 
     def observe_scored(self, group: str, tokens: int) -> None:
         """Records that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose

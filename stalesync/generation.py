@@ -141,9 +141,9 @@ class Generation:
         for engine, dispatched in command.requests_by_engine.items():
             ranks, requests = self._spec.engines[engine], self._requests(dispatched)
             if engine in command.starting:
-                mine = {rank: requests if rank == ranks[0] else [] for rank in ranks}
-                calls = {rank: stage_call(Worker.generate, mine[rank], stay=not command.last) for rank in ranks}
-                self._running[engine] = self._cards.begin_each(calls)
+                calls = {rank: stage_call(Worker.generate, [], stay=not command.last) for rank in ranks[1:]}
+                first = stage_call(Worker.generate, requests, stay=not command.last)
+                self._running[engine] = self._cards.begin_each({ranks[0]: first, **calls})
             else:
                 submitted[ranks[0]] = stage_call(Worker.submit, requests)
         self._stopping = command.last
@@ -157,10 +157,14 @@ class Generation:
         if not self._stopping:  # a pause would find its engine in a later stage
             self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}
-        for engine in engines:
-            reports = self._cards.wait(self._running.pop(engine))
-            self._take_reports(reports)
-            suspended[engine] = [one for report in reports for one in report.suspended]
+        stopped: list[StageReport] = []
+        try:
+            for engine in engines:
+                reports = self._cards.wait(self._running.pop(engine))
+                suspended[engine] = [one for report in reports for one in report.suspended]
+                stopped += reports
+        finally:  # if a card has failed, those of the engines that had stopped before
+            self._take_reports(stopped)
         first_cards = {self._spec.engines[engine][0]: engine for engine in engines}
         asked = {rank: self._asked_chunks.pop(rank) for rank in first_cards if rank in self._asked_chunks}
         while asked:  # answered when the stage ends

@@ -101,12 +101,18 @@ class Groups:
     def log_trained(self, groups: Sequence[str], samples: SampleColumns, lost: Iterable[str]) -> None:
         """Records how the groups that were passed to training ended, and the lengths of their ``samples``, which are in
         order of ids; ``lost``: those of which no sample was left."""
-        tokens_by_group = _tokens(samples)
+        first_of = {samples.groups[first]: first for first in range(0, len(samples), self.size)}
+        """Group → the position of its first sample"""
         untrained, ledger = set(lost), self.admission.ledger
         outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
         for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
-            tokens = {group: tokens_by_group[group] for _, group in run}
-            self.folder.log_groups(self.step, tokens, ended, lag=lag, tokens=tokens)
+            ended_so = [group for _, group in run]
+            firsts = [first_of[group] for group in ended_so]
+            tokens: dict[str, list[Any]] = {
+                "prompt_tokens": [samples.prompt_tokens[first] for first in firsts],
+                "response_tokens": [samples.response_tokens[first : first + self.size] for first in firsts],
+            }
+            self.folder.log_groups(self.step, ended_so, ended, lag=lag, tokens=tokens)
 
     def _record(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
         response_tokens = {sample.id: sample.response_tokens for sample in generated}
@@ -114,7 +120,8 @@ class Groups:
         self.admission.observe_generated(response_tokens)
         for one in scored:
             group = one.prompt.id
-            members = self.scored.setdefault(group, [])
+            if (members := self.scored.get(group)) is None:
+                members = self.scored[group] = []
             members.append(one)
             if len(members) == self.size:
                 members.sort(key=by_id)
@@ -160,23 +167,26 @@ class Groups:
 
     def _judge(self, group: str, members: list[Sample]) -> None:
         """Decides whether a group whose samples are all scored may be trained, or ends."""
-        outcomes = [member.outcome for member in members]
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        rewards, errors, tokens = list[float | None](), list[str](), 0
+        for member in members:
+            outcome = member.outcome
+            rewards.append(outcome.reward)
+            if outcome.error is None:
+                tokens += member.prompt_tokens + member.response_tokens
+            else:
+                errors.append(outcome.error)
         self.num_failed_rewards += len(errors)
         if len(errors) == len(members):
             why = LOST if errors[0] == LOST else f"reward_{errors[0]}"
             self.admission.observe_failed(group, why)
             self._end(group, f"failed:{why}", why)
-        elif rule := self.algorithm.filter_rule([outcome.reward for outcome in outcomes]):
+        elif rule := self.algorithm.filter_rule(rewards):
             self.admission.observe_filtered(group, rule)
             self._end(group, f"filtered:{rule}", rule)
         else:
-            scored = [member for member in members if member.outcome.error is None] if errors else members
             if self.rewards is not None:
-                self.rewards.observe(
-                    {one.id: one.outcome.reward if one.outcome.error is None else None for one in members}
-                )
-            self.admission.observe_scored(group, sum([one.prompt_tokens + one.response_tokens for one in scored]))
+                self.rewards.observe({member.id: member.outcome.reward for member in members})
+            self.admission.observe_scored(group, tokens)
 
     def _end(self, group: str, ended: str, reason: str) -> None:
         """Ends a group that is not trained; `_record` drops its samples from the queue."""
@@ -189,14 +199,3 @@ class Groups:
 
 def _first_id(members: Sequence[Sample]) -> str:
     return members[0].id
-
-
-def _tokens(samples: SampleColumns) -> dict[str, dict[str, Any]]:
-    """Returns the lengths of the prompt and of the responses of each group."""
-    tokens: dict[str, dict[str, Any]] = {}
-    for group, prompt, response in zip(samples.groups, samples.prompt_tokens, samples.response_tokens, strict=True):
-        if group in tokens:
-            tokens[group]["response_tokens"].append(response)
-        else:
-            tokens[group] = {"prompt_tokens": prompt, "response_tokens": [response]}
-    return tokens

@@ -255,7 +255,9 @@ class Scorer:
             )
             for prompt in prompts
         ]
-        outcomes = self._outcomes(samples)
+        outcomes = self._source(samples)
+        with self._changed:
+            _refuse(self._failed.observe(outcomes))
         if rows := [answers[prompt.id].row for prompt in prompts if answers[prompt.id].row]:
             self._queue.drop(rows, EVALUATED)
         return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
@@ -305,22 +307,17 @@ class Scorer:
 
     def _score(self, samples: Sequence[Sample]) -> None:
         """Scores samples. They are reported before they are acknowledged, so that training need not wait for that."""
-        outcomes = self._outcomes(samples)
+        outcomes = self._source(samples)
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            sample.outcome = outcome
         with self._changed:
-            for sample, outcome in zip(samples, outcomes, strict=True):
-                sample.outcome = outcome
+            _refuse(self._failed.observe(outcomes))
             self._progress.observe_scored(samples)
             self._changed.notify_all()
         self._queue.ack(REWARD, [sample.id for sample in samples])
         with self._changed:
             self._progress.observe_acknowledged(len(samples))
             self._changed.notify_all()
-
-    def _outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        outcomes = self._source(samples)
-        with self._changed:
-            _refuse(self._failed.observe(outcomes))
-        return outcomes
 
     def _describe(self, batch: PackedBatch) -> list[Sample]:
         """Returns the batch's samples in order of ids. Leaves out those that have arrived before, and those whose group

@@ -31,8 +31,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class StageCall(Generic[Result]):
+class StageCall(NamedTuple, Generic[Result]):
     """One card's call of a stage: the name of the worker's method, and its arguments."""
 
     stage: str

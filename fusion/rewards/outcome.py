@@ -44,7 +44,7 @@ def reward_metrics(rewards: Sequence[float | None], errors: Sequence[str | None]
     where there are any."""
     scored = [reward for reward in rewards if reward is not None]
     metrics: dict[str, float] = {"reward/failed": float(len(rewards) - len(scored))}
-    num_by_error = Counter(errors)
+    num_by_error = Counter(filter(None, errors))
     for error in ERRORS:
         metrics[f"reward/failed_{error}"] = float(num_by_error[error])
     if rewards:

@@ -40,7 +40,8 @@ def assign_all(
     load_by_group: dict[str, int] = {}
     for entry in waiting:
         if entry.id not in returning:
-            load_by_group[entry.group] = load_by_group.get(entry.group, 0) + entry.load
+            load = entry.prompt_tokens + entry.generated  # the property `load` takes several times as long
+            load_by_group[entry.group] = load_by_group.get(entry.group, 0) + load
     groups_by_engine = assign_groups(load_by_group, list(loads.values()))
     entries_of_group = {
         group: entries for entries, groups in zip(by_engine.values(), groups_by_engine, strict=True) for group in groups
@@ -92,37 +93,53 @@ def fill(
         groups: by id; the engine of each is updated.
     """
     by_engine: ByEngine = {engine: [] for engine in vacancies}
-    widest_first = [(vacancy.rank, place, engine) for place, (engine, vacancy) in enumerate(vacancies.items())]
-    """The rank of an engine, or an earlier one, which was lower; its place among the engines, and its number"""
-    heapq.heapify(widest_first)
-    while widest_first:
-        rank, place, widest = widest_first[0]
-        vacancy = vacancies[widest]
-        if rank != vacancy.rank:  # it has been assigned to since, and may not be the widest any more
-            heapq.heapreplace(widest_first, (vacancy.rank, place, widest))
-            continue
-        if vacancy.requests <= 0 or (entry := waiting.take()) is None:
-            break
+    widest_first = _WidestFirst(vacancies)
+    free = sum([max(0, vacancy.requests) for vacancy in vacancies.values()])
+    while free and (entry := waiting.take()) is not None:
         tokens = entry.load + room.chunk(entry.max_tokens - entry.generated)
         group = groups[entry.group]
-        wish = entry.kv[0] if entry.kv else group.engine
-        wished = None if wish is None else vacancies.get(wish)
-        engine = widest
-        if wish is not None and wished is not None and wished.takes(tokens):
-            if not (pool and entry.kv_tokens) or _stays(wish, wished, widest, vacancy, pool):
-                engine, vacancy = wish, wished
-        if not vacancy.takes(tokens):
-            waiting.put_back(entry)
-            break
+        engine = entry.kv[0] if entry.kv else group.engine
+        vacancy = None if engine is None else vacancies.get(engine)
+        if (
+            engine is None
+            or vacancy is None
+            or not vacancy.takes(tokens)
+            or (pool and entry.kv_tokens and not _stays(engine, vacancies, widest_first.engine, pool))
+        ):
+            engine = widest_first.engine
+            vacancy = vacancies[engine]
+            if not vacancy.takes(tokens):
+                waiting.put_back(entry)
+                break
         vacancy.add(tokens)
         entry.reserved = tokens
         by_engine[engine].append(entry)
         group.engine = engine
+        free -= 1
     return by_engine
 
 
-def _stays(home: int, at_home: Vacancy, widest: int, at_widest: Vacancy, pool: PoolRouting) -> bool:
+class _WidestFirst:
+    """Finds the engine with the most room, of several the first, while room is only taken."""
+
+    def __init__(self, vacancies: Mapping[int, Vacancy]) -> None:
+        self._vacancies = vacancies
+        self._heap = [(vacancy.rank, place, engine) for place, (engine, vacancy) in enumerate(vacancies.items())]
+        """The rank of an engine, or an earlier one, which was lower; its place among the engines, and its number"""
+        heapq.heapify(self._heap)
+
+    @property
+    def engine(self) -> int:
+        while True:
+            rank, place, engine = self._heap[0]
+            now = self._vacancies[engine].rank
+            if rank == now:
+                return engine
+            heapq.heapreplace(self._heap, (now, place, engine))
+
+
+def _stays(home: int, vacancies: Mapping[int, Vacancy], widest: int, pool: PoolRouting) -> bool:
     """Whether a request in the pool returns to the engine that has parked its KV rather than to the one with the most
     room."""
-    missing = {home: -at_home.requests, widest: -at_widest.requests}
+    missing = {engine: -vacancies[engine].requests for engine in (home, widest)}
     return pool.choose_engine(missing, kv_home=home, least_loaded=widest) == home

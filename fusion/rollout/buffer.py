@@ -35,7 +35,7 @@ the same buffer with nothing on an engine; an engine with several requests has a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -111,6 +111,15 @@ class Group:
     engine: int | None = None
 
 
+@dataclass(slots=True)
+class Held:
+    """What an engine has: ``requests``, their ``tokens``, and the KV tokens that they occupy of its bound."""
+
+    requests: int = 0
+    tokens: int = 0
+    reserved: int = 0
+
+
 class RequestBuffer:
     """Holds requests by group, in the order in which groups were added.
 
@@ -140,10 +149,8 @@ class RequestBuffer:
         """Lengths of the rows whose groups have ended, if the order is `history`"""
         self._waiting = make_waiting(order, self.history)
         self._count: Counter[State] = Counter()
-        self._running_count: Counter[int] = Counter()
-        """Engine → requests that it has; `_running_load` their tokens, `_reserved` what they occupy of its bound"""
-        self._running_load: Counter[int] = Counter()
-        self._reserved: Counter[int] = Counter()
+        self._held: defaultdict[int, Held] = defaultdict(Held)
+        """Engine → what it has"""
         self._migrated = 0
         """Requests with tokens that were dispatched to another engine than the last one, since `take_metrics`"""
 
@@ -171,7 +178,7 @@ class RequestBuffer:
 
     def num_running_on(self, engine: int) -> int:
         """Counts requests that an engine has."""
-        return self._running_count[engine]
+        return self._held[engine].requests
 
     def dispatch(self, engines: Sequence[int], room: EngineRoom | None = None) -> dict[int, list[Entry]]:
         """Assigns waiting requests to engines; returns the assigned ones by engine, in the order of all.
@@ -181,15 +188,14 @@ class RequestBuffer:
         engine: what waits here may still go anywhere.
         """
         if room is None:
-            loads = {engine: self._running_load[engine] for engine in engines}
-            counts = {engine: self._running_count[engine] for engine in engines}
+            loads = {engine: self._held[engine].tokens for engine in engines}
+            counts = {engine: self._held[engine].requests for engine in engines}
             by_engine = assign_all(self._waiting.take_all(), loads, counts, self._pool)
         else:
-            count, reserved = self._running_count, self._reserved
             vacancies = {
-                engine: room.left(count[engine], reserved[engine])
+                engine: room.left(held.requests, held.reserved)
                 for engine in engines
-                if count[engine] < room.requests
+                if (held := self._held[engine]).requests < room.requests
             }
             assigned = fill(self._waiting, vacancies, room, self._groups, self._pool)
             by_engine = {engine: assigned.get(engine, []) for engine in engines}
@@ -239,9 +245,9 @@ class RequestBuffer:
             kv_tokens: number of tokens whose KV it has in the machine's pool.
         """
         entry = self.entries[id]
-        assert entry.state == "running" and entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
+        assert entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
-        self._stop(engine, [entry])
+        self._stop(entry)
         self._count["running"] -= 1
         self._count["waiting"] += 1
         entry.state = "waiting"
@@ -254,18 +260,14 @@ class RequestBuffer:
 
     def finish(self, generated: Mapping[str, int]) -> Finished:
         """Marks requests finished. ``generated``: the tokens of each, by id."""
-        finished = [self.entries[id] for id in generated]
-        by_engine: dict[int, list[Entry]] = {}
-        for entry in finished:
-            engine = entry.engine
-            assert entry.state == "running" and engine is not None, f"request {entry.id!r} is {entry.state}"
-            by_engine.setdefault(engine, []).append(entry)
+        engines: dict[int, None] = {}
+        groups: list[str] = []
+        for id, num_tokens in generated.items():
+            entry = self.entries[id]
+            engine = self._stop(entry)
+            engines[engine] = None
             if entry.kv is not None:
                 self._locate_kv(entry, engine)
-        for engine, entries in by_engine.items():
-            self._stop(engine, entries)
-        groups: list[str] = []
-        for entry, num_tokens in zip(finished, generated.values(), strict=True):
             entry.state, entry.generated, entry.earlier = "finished", num_tokens, ""
             group = self._groups[entry.group]
             group.num_unfinished -= 1
@@ -275,7 +277,7 @@ class RequestBuffer:
                 self._waiting.observe_finished(entry.group, num_tokens)
         self._count["running"] -= len(generated)
         self._count["finished"] += len(generated)
-        return Finished(list(by_engine), groups)
+        return Finished(list(engines), groups)
 
     def is_finished(self, group: str) -> bool:
         """Whether all requests of a group are finished."""
@@ -286,9 +288,10 @@ class RequestBuffer:
         removed = self._groups.pop(group)
         members = removed.members
         for entry in members:
-            assert entry.state != "running", f"request {entry.id!r} is still on engine {entry.engine}"
-            self._count[entry.state] -= 1
+            assert entry.engine is None, f"request {entry.id!r} is still on engine {entry.engine}"
             del self.entries[entry.id]
+        self._count["finished"] -= len(members) - removed.num_unfinished
+        self._count["waiting"] -= removed.num_unfinished
         if removed.num_unfinished or self._order != "fifo":
             waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
             self._waiting.discard(group, waiting)
@@ -340,10 +343,11 @@ class RequestBuffer:
             self._waiting.add(entries)
 
     def _start(self, engine: int, entries: Sequence[Entry]) -> None:
-        load = reserved = 0
+        held = self._held[engine]
+        held.requests += len(entries)
         for entry in entries:
-            load += entry.prompt_tokens + entry.generated
-            reserved += entry.reserved
+            held.tokens += entry.prompt_tokens + entry.generated
+            held.reserved += entry.reserved
             entry.state, entry.engine = "running", engine
             if entry.generated and entry.last_engine not in (None, engine):  # None: not known after a restart
                 self._migrated += 1
@@ -351,9 +355,6 @@ class RequestBuffer:
                 self._locate_kv(entry, engine)
         self._count["waiting"] -= len(entries)
         self._count["running"] += len(entries)
-        self._running_count[engine] += len(entries)
-        self._running_load[engine] += load
-        self._reserved[engine] += reserved
 
     def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
         """Records where the KV of a request of this engine is now; what it has at another is left there."""
@@ -361,12 +362,13 @@ class RequestBuffer:
             self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
         entry.kv, entry.kv_tokens = kv, kv_tokens
 
-    def _stop(self, engine: int, entries: Sequence[Entry]) -> None:
-        load = reserved = 0
-        for entry in entries:
-            load += entry.prompt_tokens + entry.generated
-            reserved += entry.reserved
-            entry.engine, entry.reserved = None, 0
-        self._running_count[engine] -= len(entries)
-        self._running_load[engine] -= load
-        self._reserved[engine] -= reserved
+    def _stop(self, entry: Entry) -> int:
+        """Takes a request from its engine, which it returns."""
+        engine = entry.engine
+        assert entry.state == "running" and engine is not None, f"request {entry.id!r} is {entry.state}"
+        held = self._held[engine]
+        held.requests -= 1
+        held.tokens -= entry.prompt_tokens + entry.generated
+        held.reserved -= entry.reserved
+        entry.engine, entry.reserved = None, 0
+        return engine

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,20 @@ class JsonLines:
         field: str,
         values: Iterable[str],
         after: Mapping[str, Any],
-        own: Mapping[str, Mapping[str, Any]] | None = None,
+        own: Mapping[str, Sequence[int | list[int]]] | None = None,
     ) -> None:
         """Append an object for each of the strings, by one system call: the fields ``before``, ``field`` with the
-        string, the fields ``after``, and those of the string in ``own``; none of these is empty. What the objects have
-        in common is encoded once."""
+        string, the fields ``after``, and those of ``own``, which has a column for each: a whole number or a list of
+        them for every string. Neither ``before`` nor ``after`` is empty. What the objects have in common is encoded
+        once."""
         head = f"{ENCODER.encode(finite(before))[:-1]}, {ENCODER.encode(field)}: "
         tail = ENCODER.encode(finite(after))[1:-1]
-        more = {value: f", {ENCODER.encode(fields)[1:-1]}" for value, fields in (own or {}).items()}
-        lines = [f"{head}{ENCODER.encode(value)}, {tail}{more.get(value, '')}}}\n" for value in values]
-        write_all(self._fd, "".join(lines).encode())
+        lines = [f"{head}{ENCODER.encode(value)}, {tail}" for value in values]
+        for name, column in (own or {}).items():  # Python writes whole numbers and lists of them as JSON does
+            more = f", {ENCODER.encode(name)}: "
+            lines = [f"{line}{more}{numbers}" for line, numbers in zip(lines, column, strict=True)]
+        lines.append("")
+        write_all(self._fd, "}\n".join(lines).encode())
 
     def close(self) -> None:
         if self._fd >= 0:

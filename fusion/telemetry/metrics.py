@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
 Rule = Literal["mean", "max", "min", "sum", "seconds"]
@@ -33,6 +34,7 @@ class Part(NamedTuple):
     weight: float
 
 
+@lru_cache(maxsize=4096)
 def rule_of(name: str) -> Rule:
     """Return the rule by which values of the metric `name` are merged, from the name alone."""
     last = name.rsplit("/", 1)[-1]

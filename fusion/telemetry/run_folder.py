@@ -115,13 +115,13 @@ class RunFolder:
         groups: Iterable[str],
         ended: str,
         lag: int | None = None,
-        tokens: Mapping[str, Mapping[str, Any]] | None = None,
+        tokens: Mapping[str, Sequence[int | list[int]]] | None = None,
     ) -> None:
         """Write how groups have ended.
 
         Args:
             lag: policy versions between the admission and the training of each.
-            tokens: group → `prompt_tokens` and `response_tokens`, a list.
+            tokens: `prompt_tokens` of each group and `response_tokens`, a list for each.
         """
         if self._groups is None:
             self._groups = JsonLines(self.path / "groups.jsonl")

@@ -62,6 +62,11 @@ def test_objects_that_differ_in_one_field_are_written_as_if_each_were_encoded(tm
         one_by_one.write({"step": 3, "group": value, "ended": "trained", "lag": 0})
     together.write_each({"step": 3}, "group", values, {"ended": "trained", "lag": 0})
     together.write_each({"step": 3}, "group", [], {"lag": 0})
+    own = {"prompt_tokens": [3, 0, 12], "response_tokens": [[5, 600], [], [7]]}
+    for value, prompt, responses in zip(values, *own.values(), strict=True):
+        tokens = {"prompt_tokens": prompt, "response_tokens": responses}
+        one_by_one.write({"step": 3, "group": value, "ended": "trained", **tokens})
+    together.write_each({"step": 3}, "group", values, {"ended": "trained"}, own)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "together").read_bytes()
 
 
