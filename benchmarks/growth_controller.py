@@ -240,6 +240,7 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
             max_filtered_groups=10 * groups,
             ahead=staleness > 0,
             filters=False,
+            order=rollout.order,
         ),
         StalenessLedger(staleness, groups),
     )

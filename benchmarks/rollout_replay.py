@@ -122,7 +122,8 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, *
     if mode.order == "history" and epoch > 1:
         rows = [f"e0-{row}" for row in range(workload.prompts)]
         for row, lengths in enumerate(forced.of_groups(rows, range(workload.group_size))):
-            run.admission.buffer.history.observe(str(row), lengths)
+            run.admission.buffer.history.observe(row, str(row), lengths)
+        run.admission.buffer.history.end_step()
     if not mode.divided:
         _spread_over_ranks(run, setup.engine.num_ranks)
     run.admission.observe_kv_tokens(workload.kv_tokens * setup.engine.num_ranks)

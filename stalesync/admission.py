@@ -192,6 +192,7 @@ class Admission:
         untrained = set(lost)
         self.ledger.train([group for group in groups if group not in untrained])
         self.ledger.advance()
+        self.buffer.history.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON, between two steps. No engine has a request."""
@@ -293,7 +294,7 @@ class Admission:
             return
         requests_by_engine = {
             engine: _columns(entries)
-            for engine, entries in self.buffer.dispatch(engines, self._room).items()
+            for engine, entries in self.buffer.dispatch(engines, self._room, slots=self.spec.engine_slots).items()
             if entries or engine in starting
         }
         for engine in requests_by_engine:

@@ -180,17 +180,21 @@ class RequestBuffer:
         """Counts requests that an engine has."""
         return self._held[engine].requests
 
-    def dispatch(self, engines: Sequence[int], room: EngineRoom | None = None) -> dict[int, list[Entry]]:
+    def dispatch(
+        self, engines: Sequence[int], room: EngineRoom | None = None, *, slots: int = 0
+    ) -> dict[int, list[Entry]]:
         """Assigns waiting requests to engines; returns the assigned ones by engine, in the order of all.
 
         Without ``room`` all are assigned: those with KV to the engine that has it as far as loads stay even, the others
-        of a group together, to the least loaded engine. With it they are assigned in order until the next one fits no
-        engine: what waits here may still go anywhere.
+        of a group together, to the least loaded engine; the oldest first if all can run at once. With it they are
+        assigned in order until the next one fits no engine: what waits here may still go anywhere. ``slots``: requests
+        that an engine decodes at a time.
         """
         if room is None:
             loads = {engine: self._held[engine].tokens for engine in engines}
             counts = {engine: self._held[engine].requests for engine in engines}
-            by_engine = assign_all(self._waiting.take_all(), loads, counts, self._pool)
+            ranked = len(self._waiting) + sum(counts.values()) > slots * len(engines)
+            by_engine = assign_all(self._waiting.take_all(ranked=ranked), loads, counts, self._pool)
         else:
             vacancies = {
                 engine: room.left(held.requests, held.reserved)
@@ -296,7 +300,7 @@ class RequestBuffer:
             waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
             self._waiting.discard(group, waiting)
         if self._order == "history" and not removed.num_unfinished:
-            self.history.observe(row_of(group), [entry.generated for entry in members])
+            self.history.observe(members[0].position, row_of(group), [entry.generated for entry in members])
         return members
 
     @property

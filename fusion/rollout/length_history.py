@@ -4,9 +4,13 @@ Adjacent epochs rhyme (RhymeRL, arXiv 2508.18588): the ranks of the lengths of t
 order of requests knows from the last epoch which will be long. A response runs away if it is more than `RUNAWAY` times
 as long as the median of its group: nothing foretells it.
 
-Invariants (property-tested in tests/rollout/test_length_history.py): a row has the lengths of its group that ended
-last; of more than ``max_rows`` rows those whose group ended longest ago are dropped; the share of runaways is that of
-all groups, of which one counts half as much after `HALF_LIFE` further ones; a restored history is the same.
+Groups that have ended are known from the next step on, in the order in which they were admitted: so at staleness 0 it
+does not matter which of them ended first, and a run is repeatable.
+
+Invariants (property-tested in tests/rollout/test_length_history.py): a row has the lengths of its last group of the
+last step that had one; of more than ``max_rows`` rows those whose group is oldest are dropped; the share of runaways is
+that of all groups, of which one counts half as much after `HALF_LIFE` further ones; none of this depends on the order
+in which the groups of a step end; a restored history is the same.
 Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row.
 """
 
@@ -25,6 +29,7 @@ MIN_GROUP = 4
 """Responses of a group whose median says what is usual"""
 
 HALF_LIFE = 256
+KEPT = 0.5 ** (1 / HALF_LIFE)
 MIN_RESPONSES = 500
 """As many responses are counted at least, so that a few of the first do not decide"""
 
@@ -42,28 +47,35 @@ class LengthHistory:
         self._lengths: dict[str, array[int]] = {}
         self._num_runaways = self._num_responses = 0.0
         """Sums over all groups, by weight"""
+        self._ended: list[tuple[int, str, Sequence[int]]] = []
+        """Position, row and lengths of each group that has ended since the last `end_step`"""
 
     @property
     def runaway_share(self) -> float:
         return self._num_runaways / max(self._num_responses, MIN_RESPONSES)
 
-    def observe(self, row: str, lengths: Sequence[int]) -> None:
-        """Records the lengths of a group's responses; they replace those of the row's earlier group."""
-        self._lengths.pop(row, None)
-        self._lengths[row] = array("I", lengths)
-        if len(self._lengths) > self._max_rows:
-            del self._lengths[next(iter(self._lengths))]
-        usual = sorted(lengths)[len(lengths) // 2] if len(lengths) >= MIN_GROUP else max(lengths)
-        weight = 0.5 ** (1 / HALF_LIFE)
-        self._num_runaways = self._num_runaways * weight + sum(tokens > RUNAWAY * usual for tokens in lengths)
-        self._num_responses = self._num_responses * weight + len(lengths)
+    def observe(self, position: int, row: str, lengths: Sequence[int]) -> None:
+        """Records the lengths of a group's responses. ``position``: in the order in which groups were admitted."""
+        self._ended.append((position, row, lengths))
+
+    def end_step(self) -> None:
+        """Makes what was recorded known: the lengths of a row's group replace those of its earlier one."""
+        ended, self._ended = sorted(self._ended), []
+        for _, row, lengths in ended:
+            self._lengths.pop(row, None)
+            self._lengths[row] = array("I", lengths)
+            if len(self._lengths) > self._max_rows:
+                del self._lengths[next(iter(self._lengths))]
+            usual = sorted(lengths)[len(lengths) // 2] if len(lengths) >= MIN_GROUP else max(lengths)
+            self._num_runaways = self._num_runaways * KEPT + sum([tokens > RUNAWAY * usual for tokens in lengths])
+            self._num_responses = self._num_responses * KEPT + len(lengths)
 
     def of(self, row: str) -> Sequence[int]:
         """Returns the lengths of the row's last group; empty if it has had none."""
         return self._lengths.get(row, ())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON."""
+        """Returns plain JSON, between two steps."""
         rows = {row: list(lengths) for row, lengths in self._lengths.items()}
         return {"rows": rows, "num_runaways": self._num_runaways, "num_responses": self._num_responses}
 

@@ -155,8 +155,8 @@ class WaitingRequests(Protocol):
     def put_back(self, request: Entry) -> None:
         """Undoes the last `take`, which returned this request: it counts as not served."""
 
-    def take_all(self) -> list[Entry]:
-        """Takes out all requests, in order; with `history` without probes."""
+    def take_all(self, *, ranked: bool) -> list[Entry]:
+        """Takes out all requests, in order, with `history` without probes; not ``ranked``: the oldest first."""
 
     def observe_finished(self, group: str, tokens: int) -> None:
         """Records the length of a finished response."""
@@ -220,7 +220,7 @@ class FifoRequests:
     def take_errors(self) -> list[float]:
         return []
 
-    def take_all(self) -> list[Entry]:
+    def take_all(self, *, ranked: bool) -> list[Entry]:
         if self._returned or self._discarded:
             return list(iter(self.take, None))
         waiting, self._new = list(self._new), deque()
@@ -325,17 +325,20 @@ class RankedRequests:
             self._served[request.group] = self._served_before
         self.add([request])
 
-    def take_all(self) -> list[Entry]:
-        if self._history is None or self._hedges:
+    def take_all(self, *, ranked: bool) -> list[Entry]:
+        if ranked and (self._history is None or self._hedges):
             return list(iter(self.take, None))
         # All are bound to engines now: what a probe would say comes too late for its siblings.
-        ranked = []
+        waiting = []
         for siblings in self._groups.values():
             for request in (*siblings.others.values(), *siblings.fresh):
-                ranked.append((_most_left(request, siblings.lengths), request.position, request))
+                rank = _most_left(request, siblings.lengths) if ranked else ()
+                waiting.append((rank, request.position, request))
             siblings.others, siblings.fresh = {}, deque()
         self._by_rank, self._num_fresh, self._num_others = StampedHeap(), 0, 0
-        return [request for _, _, request in sorted(ranked)]
+        if self._by_service is not None:
+            self._by_service = StampedHeap()
+        return [request for _, _, request in sorted(waiting)]
 
     def observe_finished(self, group: str, tokens: int) -> None:
         siblings = self._groups[group]

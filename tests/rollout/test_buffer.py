@@ -25,6 +25,10 @@ ORDERS = {
 }
 
 
+def by_position(entry):
+    return entry.position
+
+
 @settings(max_examples=60)
 @given(
     st.integers(1, 4),
@@ -49,8 +53,10 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 running = sorted(random.sample(range(engines), random.randint(1, engines)))
                 loads = {engine: _load(buffer, engine) for engine in running}
                 most, had = random.choice([None, random_room(random)]), {n: buffer.num_running_on(n) for n in running}
-                expected = plain_dispatch(buffer, running, most, last_engine, ORDERS[order])
-                found = buffer.dispatch(running, most)
+                slots = random.choice([0, 0, 100]) if most is None else 0
+                key = by_position if slots else ORDERS[order]
+                expected = plain_dispatch(buffer, running, most, last_engine, key)
+                found = buffer.dispatch(running, most, slots=slots)
                 given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
                 assert given_ == expected
                 assert not set(given_) & set(held)
@@ -61,11 +67,11 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                     assert set(given_) == set(waiting)
                     _check_ways_back(buffer, loads, waiting, given_)
                 else:
-                    in_order = [entry.id for entry in sorted(before, key=ORDERS[order])]
+                    in_order = [entry.id for entry in sorted(before, key=key)]
                     _check_filled(buffer, in_order, given_, had, most)
                     last_engine |= {buffer.entries[id].group: given_[id] for id in in_order if id in given_}
                 for entries in found.values():
-                    assert entries == sorted(entries, key=ORDERS[order]), "each engine has its requests in order"
+                    assert entries == sorted(entries, key=key), "each engine has its requests in order"
                 _check_priorities(buffer, given_, num_probes)
                 held |= given_
             case "suspend" if held:

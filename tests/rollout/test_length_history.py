@@ -12,11 +12,28 @@ ROWS = st.sampled_from("abcdef")
 LENGTHS = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=8)
 
 
-@given(st.lists(st.tuples(ROWS, LENGTHS), max_size=30), st.integers(0, 6))
-def test_a_row_has_the_lengths_of_its_last_group_and_the_oldest_rows_are_dropped(groups, max_rows):
-    history = LengthHistory(max_rows)
-    for row, lengths in groups:
-        history.observe(row, lengths)
+def record(history, groups, random=None):
+    """Ends a step of these groups, in any order."""
+    order = [*enumerate(groups)]
+    if random:
+        random.shuffle(order)
+    for position, (row, lengths) in order:
+        history.observe(position, row, lengths)
+    history.end_step()
+
+
+@given(
+    st.lists(st.lists(st.tuples(ROWS, LENGTHS), max_size=8), max_size=5),
+    st.integers(0, 6),
+    st.randoms(use_true_random=False),
+)
+def test_a_row_has_the_lengths_of_its_last_group_and_the_oldest_rows_are_dropped(steps, max_rows, random):
+    history, plain = LengthHistory(max_rows), LengthHistory(max_rows)
+    for groups in steps:
+        record(history, groups, random)
+        record(plain, groups)
+    assert history.state_dict() == plain.state_dict(), "whichever ends first"
+    groups = [group for step in steps for group in step]
     newest = list(dict.fromkeys(row for row, _ in reversed(groups)))[:max_rows]
     last = dict(groups)
     assert {row: list(history.of(row)) for row in "abcdef"} == {
@@ -24,19 +41,26 @@ def test_a_row_has_the_lengths_of_its_last_group_and_the_oldest_rows_are_dropped
     }
     again = LengthHistory(max_rows)
     again.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    again.observe("z", [1])
-    history.observe("z", [1])
+    record(again, [("z", [1])])
+    record(history, [("z", [1])])
     assert again.state_dict() == history.state_dict(), "and drops the same row next"
     assert list(again.state_dict()["rows"]) == list(history.state_dict()["rows"])
     assert again.runaway_share == history.runaway_share
+
+
+def test_what_has_ended_is_known_from_the_next_step_on():
+    history = LengthHistory()
+    history.observe(0, "a", [5])
+    assert not history.of("a") and history.runaway_share == 0
+    history.end_step()
+    assert list(history.of("a")) == [5]
 
 
 @given(st.lists(LENGTHS, max_size=20), st.integers(0, HALF_LIFE))
 def test_the_share_of_runaways_is_that_of_all_groups_by_age(groups, others):
     history = LengthHistory(0)
     groups = [[100] * MIN_RESPONSES, *groups, *[[1]] * others]
-    for lengths in groups:
-        history.observe("r", lengths)
+    record(history, [("r", lengths) for lengths in groups])
     weights = [0.5 ** (age / HALF_LIFE) for age in reversed(range(len(groups)))]
     medians = [sorted(lengths)[len(lengths) // 2] if len(lengths) > 3 else float("inf") for lengths in groups]
     runaways = [sum(one > 4 * median for one in lengths) for lengths, median in zip(groups, medians, strict=True)]

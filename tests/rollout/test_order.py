@@ -83,7 +83,8 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
                 group, exact = f"g{step}", [random.randint(1, MAX_TOKENS) for _ in range(group_size)]
                 earlier = [random.randint(1, MAX_TOKENS) for _ in range(random.choice([0, group_size]))]
                 if random.random() < 0.1:
-                    history.observe("row", [1, 1, 1, random.choice([1, 10])] * 300)
+                    history.observe(0, "r", [1, 1, 1, random.choice([1, 10])] * 300)
+                    history.end_step()
                 waiting.add_group(group, Lengths(MAX_TOKENS, earlier, exact))
                 plain.hedges = name == "history" and history.runaway_share >= HEDGE[plain.hedges]
                 plain.lengths[group] = Lengths(MAX_TOKENS, earlier, exact)
@@ -141,9 +142,13 @@ def test_requests_that_are_all_taken_at_once_have_no_probes():
     for number, (group, earlier) in enumerate({"new": [], "short": [5], "other": [], "long": [50]}.items()):
         waiting.add_group(group, Lengths(MAX_TOKENS, earlier=earlier))
         waiting.add([Request(f"{group}/{k}", group, 10 * number + k, k) for k in range(2)])
-    taken = [one.id for one in waiting.take_all()]
-    assert taken == ["new/0", "new/1", "other/0", "other/1", "long/0", "long/1", "short/0", "short/1"]
-    assert waiting.take() is None and waiting.take_all() == []
+    taken = waiting.take_all(ranked=True)
+    ids = ["new/0", "new/1", "other/0", "other/1", "long/0", "long/1", "short/0", "short/1"]
+    assert [one.id for one in taken] == ids
+    assert waiting.take() is None and waiting.take_all(ranked=True) == []
+    waiting.add(taken)
+    assert [one.position for one in waiting.take_all(ranked=False)] == [0, 1, 10, 11, 20, 21, 30, 31]
+    assert len(waiting) == 0
 
 
 def test_estimates_are_trusted_until_responses_run_away_and_again_when_they_do_not():
@@ -161,13 +166,17 @@ def test_estimates_are_trusted_until_responses_run_away_and_again_when_they_do_n
         return taken.id
 
     assert first() == "long"
-    history.observe("r", [1] * 999 + [5] * 2)
+    history.observe(0, "r", [1] * 999 + [5] * 2)
+    history.end_step()
     assert first() == "long", "two of a thousand are not many"
-    history.observe("r", [1] * 99 + [5] * 2)
+    history.observe(0, "r", [1] * 99 + [5] * 2)
+    history.end_step()
     assert first() == "short", "the fewest tokens so far"
-    history.observe("r", [1] * 500)
+    history.observe(0, "r", [1] * 500)
+    history.end_step()
     assert first() == "short", "which is not changed for a little fewer"
-    history.observe("r", [1] * 2000)
+    history.observe(0, "r", [1] * 2000)
+    history.end_step()
     assert first() == "long"
 
 

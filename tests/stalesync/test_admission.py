@@ -112,6 +112,40 @@ def test_a_step_makes_up_for_filtered_groups_up_to_a_limit(filtered):
                 admission.observe_trained(groups)
 
 
+@pytest.mark.parametrize("slots", [1, 100])
+@given(st.randoms(use_true_random=False))
+def test_at_staleness_0_what_is_dispatched_does_not_depend_on_which_response_ends_first(slots, random):
+    """An epoch ends within a step, so that two groups of a row are in it, of other lengths."""
+
+    def dispatched(shuffle):
+        spec = spec_of("colocated", group_size=2, order="history", engine_slots=slots, num_rows=5, filters=False)
+        ledger, commands, admitted = StalenessLedger(0, 7), [], 0
+        admission = Admission(spec, ledger)
+        for step in range(4):
+            running = []
+            for command in admission.step(4 - step, share_of(range(4))):
+                match command:
+                    case admission_module.AdmitGroups(count):
+                        numbers = range(admitted, admitted + count)
+                        admission.observe_admitted({f"e{number // 5}-{number % 5}": 1 for number in numbers})
+                        admitted += count
+                    case Dispatch(requests):
+                        commands.append({engine: list(columns.ids) for engine, columns in requests.items()})
+                        running += [id for ids in commands[-1].values() for id in ids]
+                    case AwaitSamples():
+                        shuffle(running)
+                        id = running.pop()
+                        admission.observe_generated({id: 1 + sum(map(ord, id)) * 37 % 50})
+                        group = id.split("/")[0]
+                        if not any(one.startswith(f"{group}/") for one in running):
+                            admission.observe_scored(group, 6)
+                    case admission_module.Train(groups):
+                        admission.observe_trained(groups)
+        return commands
+
+    assert dispatched(random.shuffle) == dispatched(lambda ids: ids.sort())
+
+
 def test_engines_that_share_no_card_with_the_trainer_take_new_weights_while_they_run():
     random = _Always(0.9)
     cluster = FakeCluster(spec_of("hybrid", ahead=True), StalenessLedger(1, 4), random, ("ok",))
