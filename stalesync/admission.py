@@ -31,10 +31,10 @@ decodes at a time, of which the KV fits its cache, and receives more when it has
 number. The remaining requests can go to any engine with capacity, in the order of `fusion/rollout/order.py`, and start
 no earlier (and so become no older) than necessary.
 
-The requests of an engine that has died are dispatched to the others. Where these have got their last requests, and where
-none is left, generation stops when they are done, the weights are published again, which waits until the engine is
-replaced, and the requests are dispatched to all. Otherwise a replaced engine takes part from the next `Publish` on that
-stops the engines, as its weights come with it.
+The requests of an engine that has died are dispatched to the others. Where these have got their last requests, and
+where none is left, generation stops when they are done, the weights are published again, which waits until the engine
+is replaced, and the requests are dispatched to all. Otherwise a replaced engine takes part from the next `Publish` on
+that stops the engines, as its weights come with it.
 
 Cost, for n requests in progress: an observation O(log n); `feed` O(1) if there is nothing to do, else that of
 `RequestBuffer.dispatch`. A generator holds the position within a step; state is saved between two steps.

@@ -25,6 +25,7 @@ from stalesync.commands import Publish, SwitchToTrain
 from stalesync.config import Config
 from stalesync.control import ControlDesk
 from stalesync.controller import Controller
+from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
 from stalesync.failures import logging_errors
 from stalesync.garbage import collecting_seldom
@@ -98,6 +99,15 @@ class TrainingRun:
             scorer=scorer,
             groups=self.groups,
             generation=self.generation,
+            restarts=EngineRestarts(
+                spec=spec,
+                cards=cards,
+                queue=queue,
+                admission=self.admission,
+                generation=self.generation,
+                step_metrics=self.step_metrics,
+                note=view.note,
+            ),
             attention_ranks=spec.infer_of_one_engine.dp,
             updater=Updater(
                 spec=spec,

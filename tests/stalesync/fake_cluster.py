@@ -122,8 +122,8 @@ class FakeCluster:
             self.admission.observe_chunks_ended(engine, samples)
 
     def dies(self, engine):
-        """An engine on cards that do not train may die: what it has sampled since the last end of a chunk is gone, but for samples on their
-        way."""
+        """An engine on cards that do not train may die: what it has sampled since the last end of a chunk is gone, but
+        for samples on their way."""
         if not self.death or engine in self.spec.shared_engines or self.random.random() >= self.death:
             return False
         lost = [
