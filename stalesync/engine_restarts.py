@@ -26,6 +26,7 @@ from stalesync.admission import Admission
 from stalesync.cards import WAIT_S, Cards
 from stalesync.engine_deaths import recover
 from stalesync.generation import Generation
+from stalesync.groups import Groups
 from stalesync.scoring import RESPONSE
 from stalesync.step_metrics import StepMetrics
 
@@ -49,13 +50,14 @@ class EngineRestarts:
     cards: Cards
     queue: DistQueue
     admission: Admission
+    groups: Groups
     generation: Generation
     step_metrics: StepMetrics
     note: Callable[[str], None]
     _restarts: dict[int, Restart] = field(default_factory=dict)
     """By engine, until it has rejoined"""
-    _count: int = 0
-    """Number of restarts in this run"""
+    num_restarts: int = 0
+    """Number of restarts since the run was started"""
 
     def observe(self) -> None:
         """Reports engines that have died to `Admission`, with what survives of their requests, and begins to replace
@@ -63,8 +65,8 @@ class EngineRestarts:
         for engine, how in self.cards.take_dead().items():
             self.generation.forget(engine)
             requests = self._recover(engine)
-            self._count += 1
-            self._restarts[engine] = Restart(wall_ns(), in_flight.begin(self._start, engine, self._count))
+            self.num_restarts += 1
+            self._restarts[engine] = Restart(wall_ns(), in_flight.begin(self._start, engine, self.num_restarts))
             self.step_metrics.metrics.add("rollout/engine_restarts", 1, rule="sum")
             self.note(f"{how}; {requests}, and engine {engine} is started again")
 
@@ -97,7 +99,7 @@ class EngineRestarts:
         if not self._restarts:
             return
         self.await_started()
-        self.cards.on(self.spec.deployment.actor).call(Worker.rejoin, self._count)
+        self.cards.on(self.spec.deployment.actor).call(Worker.rejoin, self.num_restarts)
         for engine, restart in self._restarts.items():
             began_ns, started_ns = restart.began_ns, restart.started.result()
             cards = [f"card {rank}" for rank in self.spec.engines[engine]]
@@ -113,6 +115,8 @@ class EngineRestarts:
     def _recover(self, engine: int) -> str:
         """Returns the requests of an engine that has died to the buffer, with the tokens that the queue holds of them.
         Returns in words what becomes of them."""
+        # Samples that the queue has lost count as finished: it would not store them again.
+        self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
         buffer = self.admission.buffer
         had = [entry for entry in buffer.of("running") if entry.engine == engine]
         rows: dict[str, list[int]] = {}
@@ -126,6 +130,8 @@ class EngineRestarts:
         if found.dropped:
             self.queue.drop(found.dropped, RESUMED)
         self.admission.observe_died(engine, found.suspended)
+        log.info("engine %d: of %d requests %d samples are in the queue", engine, len(had), found.num_finished)
+        if not found.suspended:
+            return "it had no unfinished requests"
         kept = sum(one.generated for one in found.suspended)
-        log.info("engine %d: %d samples had arrived in the queue", engine, found.num_finished)
         return f"its {len(found.suspended)} unfinished requests go on elsewhere, with {kept} tokens that were kept"

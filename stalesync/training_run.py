@@ -104,6 +104,7 @@ class TrainingRun:
                 cards=cards,
                 queue=queue,
                 admission=self.admission,
+                groups=self.groups,
                 generation=self.generation,
                 step_metrics=self.step_metrics,
                 note=view.note,
@@ -281,6 +282,8 @@ class TrainingRun:
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
         if self._text_server_note:
             lines.append(self._text_server_note)
+        if num_restarts := self.loop.restarts.num_restarts:
+            lines.append(f"{num_restarts} engines died and were replaced (rollout/engine_restarts)")
         if ledger.num_untrained:
             lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")
         if num_failed:

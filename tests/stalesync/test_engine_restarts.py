@@ -122,10 +122,13 @@ def test_an_engine_killed_in_mid_step_is_replaced_and_the_steps_tokens_are_those
 ):
     done, folder = run(base, tmp_path / "killed", *overrides, kills=kills)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert restarts_of(folder) == sum(map(len, kills.values()))
+    count = sum(map(len, kills.values()))
+    assert restarts_of(folder) == count and f"{count} engines died and were replaced" in done.stdout
     assert_bitwise(folder, undisturbed())
     for ranks in kills.values():
-        assert re.search(rf"rank {ranks[0]} died in stage '(generate|idle)' \(.*requests go on elsewhere", done.stdout)
+        assert re.search(
+            rf"rank {ranks[0]} died in stage '(generate|idle)' \(.*unfinished requests.* is started", done.stdout
+        )
 
 
 @pytest.mark.extended
