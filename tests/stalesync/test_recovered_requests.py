@@ -17,7 +17,8 @@ SIZE = 6
 
 
 def _put(queue, id, column="partial_response"):
-    queue.put(PackedBatch.from_samples([id], {column: [torch.arange(3)]}, groups=["g0"] if column == "response" else ()))
+    groups = ["g0"] if column == "response" else ()
+    queue.put(PackedBatch.from_samples([id], {column: [torch.arange(3)]}, groups=groups))
 
 
 def _generating(admission):
