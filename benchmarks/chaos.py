@@ -10,10 +10,12 @@ start goes to its end. What is killed when is drawn from the seed (`chaos_plan.p
 After each kill the run must end, or go on where it survives, within 1.5 times the time in which it starts on this
 machine under its present load (else `late`); its message must name what was killed, for a worker with rank and stage
 (`unnamed`); and no process, segment of shared memory or temporary file may be left over, and no checkpoint count as
-complete that is not (`left_over`; Ray's own logs do not count). After a chain, its folder must show every group ended
+complete that is not (`left_over`; Ray's own logs do not count). A run that goes on without a worker, because its engine
+is replaced, counts as `mended`; its controller is killed then. After a chain, its folder must show every group ended
 once (`lost`, `twice`) at an age within the bound (`too_old`), and at staleness 0 the metrics and final weights of a run
-that was not disturbed, to the bit (`not_bitwise`); `not_finished` counts chains whose last start failed. A chain in
-which a reward process was killed while it scored a sample is not compared: that sample is not trained.
+that was not disturbed, to the bit (`not_bitwise`; of a step in which an engine was replaced, without what engines
+count); `not_finished` counts chains whose last start failed. A chain in which a reward process was killed while it
+scored a sample is not compared: that sample is not trained.
 
 Exit status 1 if any of these but `late` is not 0. Needs root or user namespaces (`chaos_space.py`).
 """
@@ -87,6 +89,7 @@ class Chaos:
         """Return the figures."""
         return {
             "kills": len(self.kills),
+            "mended": sum(kill["mended"] for kill in self.kills),
             **{name: self.faults[name] for name in (*FAULTS, "late")},
             "chains": sum(chain["chain"] >= 0 for chain in self.chains),
             "compared_bitwise": sum(chain["compared"] for chain in self.chains),
@@ -141,6 +144,7 @@ class Chaos:
             "limit_s": round(ended.limit_s, 1),
             "status": ended.status,
             "message": "goes on" if ended.status == 0 and not ended.kill.ends else ended.message[:300],
+            "mended": ended.mended,
             "late": ended.late,
             "unnamed": ended.unnamed,
             "left_over": list(ended.left),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
     """Return the arguments of every start of a chain. Above staleness 0, responses are long enough that training
     suspends some."""
     longer = ["rollout.max_response_length=24", "rollout.forced_median=6"]
+    replaces = chain.deployment in ("separate", "hybrid")  # engines, whose requests are generated in other batches then
     return [
         *COMMON,
         *(longer if chain.bound else ["rollout.max_response_length=5"]),
@@ -59,6 +60,7 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
         f"algorithm.kl_coef={0.01 if chain.deployment == 'full' else 0.0}",
         f"stalesync.max_staleness={chain.bound}",
         f"queue.durability={chain.durability}",
+        *(["rollout.batch_invariant=true"] if replaces else []),
         *([f"rollout.chunk_tokens={chain.chunk_tokens}"] if chain.chunk_tokens else []),
     ]
 
@@ -87,7 +89,7 @@ def run_chain(
         for number, kills in enumerate(chain.starts, start=1):
             run = StartedRun(space, arguments, name="run", reference_s=reference_s)
             for kill in () if stopping() else kills:
-                if (ended := execute(run, kill)) is not None:
+                for ended in execute(run, kill):
                     result.ends.append(ended)
                     note(chain, ended)
             status = run.wait_for_end()
@@ -100,14 +102,23 @@ def run_chain(
         space.close()
 
 
-def execute(run: StartedRun, kill: Kill) -> Ended | None:
-    """Execute a kill; None: the run had ended before, or the victim did not exist."""
+def execute(run: StartedRun, kill: Kill) -> Iterator[Ended]:
+    """Execute a kill, and yield what came of it; nothing if the run had ended before, or the victim did not exist. If
+    the run was to end and goes on, because an engine is replaced, its controller is killed then."""
     if not run.await_moment(kill):
-        return None
+        return
     struck, rank = run.strike(kill)
     if not struck:
-        return None
-    return run.observe_end(kill, rank) if kill.ends else run.observe_survival(kill)
+        return
+    if not kill.ends:
+        yield run.observe_survival(kill)
+    elif kill.victim != "worker":
+        yield run.observe_end(kill, rank)
+    else:
+        yield (ended := run.observe_worker(kill, rank))
+        instead = replace(kill, victim="controller")
+        if ended.mended and run.running and run.strike(instead)[0]:
+            yield run.observe_end(instead, None)
 
 
 def _collect(result: Result, run: StartedRun) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.chaos_forks import Forked
 from benchmarks.chaos_plan import STEPS, Kill
 from benchmarks.chaos_space import Space, victim_of
-from benchmarks.chaos_verdict import Ended
+from benchmarks.chaos_verdict import MENDED, Ended
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.03
@@ -42,6 +42,8 @@ class StartedRun:
         self._stat: tuple[int, int] = (-1, -1)
         self._step = 0
         self._hung = self._trained = False
+        self._num_mended = 0
+        """Number of engines that were replaced before the last kill"""
         script, all_variables = [str(ROOT / "scripts" / "train.py"), *arguments], environment() | space.environment()
         out, err = self._outputs
         for path in self._outputs:
@@ -99,6 +101,7 @@ class StartedRun:
     def strike(self, kill: Kill) -> tuple[bool, int | None]:
         """Kill or fill. Return whether the victim was there, and the rank if it is a worker that has one."""
         self._trained = self._new_steps() >= STEPS
+        self._num_mended = self.count_mended()
         if kill.filled:
             self.space.fill(kill.victim)
             return True, None
@@ -133,12 +136,23 @@ class StartedRun:
             time.sleep(POLL_S)
         return self.describe(kill, status, rank=rank, seconds=time.monotonic() - struck_s, left=tuple(left.values()))
 
-    def observe_survival(self, kill: Kill) -> Ended:
+    def observe_survival(self, kill: Kill, rank: int | None = None, mended: bool = False) -> Ended:
         """Wait until a run that was struck has ended two more steps, the one in progress and another, or has ended."""
         struck_s, rows = time.monotonic(), self.num_rows()
         went_on = self._wait(lambda: self.num_rows() >= rows + 2, HANGS_STARTS * self.start_s)
         seconds = time.monotonic() - struck_s
-        return self.describe(kill, 0 if went_on else self.wait_for_end(0.0), seconds=seconds)
+        status = 0 if went_on else self.wait_for_end(0.0)
+        return self.describe(kill, status, rank=rank, seconds=seconds, mended=mended)
+
+    def observe_worker(self, kill: Kill, rank: int | None) -> Ended:
+        """Wait for the end of a run whose worker was struck, or until it goes on because an engine is replaced."""
+        self._wait(lambda: self.count_mended() > self._num_mended, HANGS_STARTS * self.start_s)
+        mended = self.count_mended() > self._num_mended
+        return self.observe_survival(kill, rank, mended=True) if mended else self.observe_end(kill, rank)
+
+    def count_mended(self) -> int:
+        """Return the number of engines that this start has replaced."""
+        return len(re.findall(MENDED, self._outputs[0].read_text(errors="replace"), re.MULTILINE))
 
     def describe(
         self,
@@ -148,6 +162,7 @@ class StartedRun:
         rank: int | None = None,
         seconds: float = 0.0,
         left: tuple[str, ...] = (),
+        mended: bool = False,
     ) -> Ended:
         """Return what was observed."""
         out, err = (path.read_text(errors="replace") for path in self._outputs)
@@ -163,6 +178,7 @@ class StartedRun:
             seconds=seconds,
             limit_s=LATE_STARTS * self.start_s,
             left=tuple([*left, *self.space.left_files(), *damaged_checkpoints(self.folder)]) if ended else (),
+            mended=mended,
         )
 
     def _wait(self, reached: Callable[[], bool], limit_s: float = float("inf")) -> bool:

@@ -35,6 +35,12 @@ NAMED = {
 NOT_STARTED = r"^error: Ray did not start on this machine"
 """… a process of Ray that is killed while Ray starts, where Ray notices that itself"""
 
+MENDED = r"^rank (\d+) died in stage '(?:generate|idle)' .* is started again"
+"""How the standard output names an engine that is replaced"""
+
+OF_GENERATION = ("rollout/", "switch/")
+"""Prefixes of metrics that count what engines do, and so differ in a step in which one was replaced"""
+
 OF_THIS_START = ("timing_s/", "perf/", "save/", "memory/", "distqueue/")
 """Prefixes of metrics that depend on how long a run took and how often it was started, not on what it computes"""
 
@@ -52,6 +58,7 @@ class Ended:
         seconds: from the kill to the end of the last process of the run, or to the next step of one that goes on.
         limit_s: within which this had to happen.
         left: processes, segments and files that are left over.
+        mended: whether the run goes on because the engine of the worker is replaced.
     """
 
     kill: Kill
@@ -64,6 +71,7 @@ class Ended:
     seconds: float = 0.0
     limit_s: float = float("inf")
     left: tuple[str, ...] = ()
+    mended: bool = False
 
     @property
     def late(self) -> bool:
@@ -75,6 +83,8 @@ class Ended:
         """The line in which the run says why it ended."""
         if self.status is None:
             return "it did not end"
+        if self.mended and self.status == 0:
+            return "mended: the engine is replaced"
         if self.status == 0:
             return "finished"
         lines = self.err.strip().splitlines()
@@ -88,6 +98,9 @@ class Ended:
         kill = self.kill
         if self.status is None:
             return "it did not end"
+        if self.mended and self.status == 0:
+            died = re.findall(MENDED, self.out, re.MULTILINE)
+            return "" if self.rank is None or str(self.rank) in died else f"rank {self.rank} is not named"
         if kill.signal == "SIGKILL" and kill.victim == "controller":
             return ""
         if self.status == 0:
@@ -199,6 +212,8 @@ def differences(
     """Compare a run with the undisturbed one. ``weights``: digests of the exported files by name."""
     found = []
     for ours, theirs in zip(map(computed, metrics), map(computed, of_metrics), strict=False):
+        if "rollout/engine_restarts" in ours:
+            ours, theirs = without_generation(ours), without_generation(theirs)
         if names := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
             values = (f"{name} {ours.get(name)}, not {theirs.get(name)}" for name in names[:5])
             found.append(f"step {ours['step']}: {'; '.join(values)}")
@@ -213,3 +228,8 @@ def differences(
 def computed(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a step that must be the same however often the run was started."""
     return {name: value for name, value in row.items() if not name.startswith(OF_THIS_START)}
+
+
+def without_generation(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a step that must be the same although an engine was replaced in it."""
+    return {name: value for name, value in row.items() if not name.startswith(OF_GENERATION)}

@@ -272,6 +272,10 @@ class QueueActor:
         async with self._call():
             return pack({}, {"lengths": smallest(self.core.lengths(ids, columns))})
 
+    async def holding(self, column: str) -> list[str]:
+        async with self._call():
+            return self.core.holding(column)
+
     async def change(self, method: str, *args: Any) -> Any:
         """Apply a change of state without a payload: claim, ack, drop, renew, give_back or seal of the core."""
         async with self._call():

@@ -146,6 +146,9 @@ class DistQueue(SampleQueue):
         _, arrays = unpack(message)
         return dict(zip(columns, arrays["lengths"].tolist(), strict=True))
 
+    def holding(self, column: str) -> list[str]:
+        return run(self._call("holding", column))
+
     def lost(self, first: int = 0) -> list[LostSample]:
         return run(self._call("lost", first))
 

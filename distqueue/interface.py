@@ -73,6 +73,10 @@ class SampleQueue(ABC):
         """Return the tokens of live samples by column, in the order of `ids`, without reading payload; 1 each for dense
         columns, text and metadata. ValueError names the sample and the column it lacks."""
 
+    @abstractmethod
+    def holding(self, column: str) -> list[str]:
+        """Return the ids of all live samples that hold a column, oldest first. Visits every sample: for recovery."""
+
     def claim(self, task: str, ids: Iterable[str]) -> None:
         """Lease named samples to `task`, with any columns, without reading them: for a caller that knows its samples.
         ValueError, with nothing leased: a sample that was never put or has ended, or that `task` holds or has

@@ -89,6 +89,10 @@ class LocalQueue(SampleQueue):
             lengths = self._core.lengths(ids, columns)
         return dict(zip(columns, lengths.tolist(), strict=True))
 
+    def holding(self, column: str) -> list[str]:
+        with self._lock:
+            return self._core.holding(column)
+
     def lost(self, first: int = 0) -> list[LostSample]:
         with self._lock:
             return self._core.lost[first:]

@@ -20,6 +20,7 @@ controller in a run, a simulator in virtual time, a property test) executes each
     observe_scored         all samples of a group are scored; observe_filtered, observe_failed: it is not trained
     observe_chunks_ended   requests were suspended at the end of their chunk, while the engine runs
     observe_stopped        an engine has stopped, with its unfinished requests
+    observe_died           an engine has died; its unfinished requests, with what is known of them
     observe_trained        Train is done: the next version begins
 
 What may be admitted and trained is the ledger's decision (`staleness.py`), which waiting request goes to which engine
@@ -30,19 +31,25 @@ decodes at a time, of which the KV fits its cache, and receives more when it has
 number. The remaining requests can go to any engine with capacity, in the order of `fusion/rollout/order.py`, and start
 no earlier (and so become no older) than necessary.
 
+The requests of an engine that has died are dispatched to the others. Where these have got their last requests, and
+where none is left, generation stops when they are done, the weights are published again, which waits until the engine
+is replaced, and the requests are dispatched to all. Otherwise a replaced engine takes part from the next `Publish` on
+that stops the engines, as its weights come with it.
+
 Cost, for n requests in progress: an observation O(log n); `feed` O(1) if there is nothing to do, else that of
 `RequestBuffer.dispatch`. A generator holds the position within a step; state is saved between two steps.
 
 Invariants (property-tested in tests/stalesync/test_admission.py), in addition to those of ledger and buffer:
 1. Requests are dispatched only to engines that run or start with the command, at most `max_requests` to each.
 2. At staleness 0 a step admits exactly its batch and replacements of its filtered groups, and suspends no unfinished
-   request.
+   request of an engine that lives.
 3. Every admitted group ends trained, filtered or failed, unless the run ends first; with n steps left, at most n steps'
    groups are untrained when a group is admitted.
 4. A step replaces filtered groups until it has filtered more than `max_filtered_groups`.
 5. No deadlock: when `AwaitSamples` is issued, an engine has a request, or a sample is generated and not scored.
 6. When `Train` is issued, no engine that shares cards with the trainer runs.
 7. No `Dispatch` follows one that is the last before its engines are suspended.
+8. An engine that has died gets no request before the next `Publish` that stops the engines.
 """
 
 from __future__ import annotations
@@ -96,6 +103,8 @@ class Admission:
         """Number of groups filtered since the last `Train`"""
         self._chunks_ended = False
         """Whether requests were suspended at the end of their chunk since the last `feed`"""
+        self._has_died = False
+        """Whether an engine has died since the last `Publish` that stopped the engines"""
         self._kv_tokens: int | None = None
         """Capacity of an engine's KV cache, once it is known"""
         self._num_requested = 0
@@ -184,6 +193,16 @@ class Admission:
         self._take_back(engine, suspended)
         self.running.remove(engine)
 
+    def observe_died(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
+        """Records that an engine has died. ``suspended``: its requests, but for those whose samples are on their way;
+        with what survives of each."""
+        self._take_back(engine, suspended)
+        self.buffer.forget_kv(engine)
+        if engine in self.running:
+            self.running.remove(engine)
+        self._has_died = True
+        self._chunks_ended |= not self._dispatches_once
+
     def observe_trained(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
         """Records that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begins
         the next version."""
@@ -213,8 +232,7 @@ class Admission:
         self._share = share
         if not beside:
             yield from self.stop()
-        yield Publish(self.ledger.version, beside)
-        self.buffer.observe_new_weights()
+        yield from self._publish(beside)
         self.stage = "fill"
         yield from self._admit(share.engines)
         yield from self._dispatch(share.engines, last=self._dispatches_once)
@@ -225,6 +243,8 @@ class Admission:
                 if not self.ledger.in_flight:
                     break
             yield AwaitSamples()
+            if self._must_publish_again:
+                yield from self._publish_again(share)
             yield from self.feed()
             if self._can_replace_filtered and self.ledger.may_admit:
                 yield from self._admit()
@@ -235,6 +255,31 @@ class Admission:
         yield SwitchToTrain()
         self.stage = "score"
         yield Score()
+
+    def _publish(self, beside: tuple[int, ...] = ()) -> Iterator[Command]:
+        yield Publish(self.ledger.version, beside)
+        self._has_died &= bool(beside)
+        self.buffer.observe_new_weights()
+
+    @property
+    def _must_publish_again(self) -> bool:
+        """Whether an engine has died, and no engine that runs can take its requests: none is left, or all have got
+        their last requests, and are done with them."""
+        if not self._has_died:
+            return False
+        if self._dispatches_once:
+            return not self.running.total and bool(self.buffer.num("waiting"))
+        return not self.running
+
+    def _publish_again(self, share: InferenceShare) -> Iterator[Command]:
+        """Replaces the engines that have died, and dispatches their requests to all."""
+        self.stage = "switch"
+        yield from self.stop()
+        if self.spec.shared_engines:
+            yield SwitchToTrain()
+        yield from self._publish()
+        self.stage = "generate"
+        yield from self._dispatch(share.engines, last=self._dispatches_once)
 
     def _stop_shared(self) -> Iterator[Command]:
         """Stops the engines whose cards train now, and dispatches their requests to the others. At staleness 0, where

@@ -2,12 +2,13 @@
 
 Stages run one after the other. Methods in concurrency groups run at the same time: control calls, the call that waits
 for requests at the end of their chunk, the transfer of new weights to a card that continues generating, and the writing
-of a checkpoint.
+of a checkpoint. One call is never answered: by it the end of the process is noticed.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ def _in_group(name: str) -> Callable[[Method], Method]:
 
 STAGES = (
     "prepare",
+    "rejoin",
     "switch",
     "receive",
     "generate",
@@ -69,8 +71,13 @@ class Card(Worker):
         spec, queue = self._spec_and_queue
         super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server))
 
-    def prepare(self, address: str, device: Device | None = None) -> str:
-        description = super().prepare(address, device)
+    @_in_group("watch")
+    def watch(self) -> None:
+        """Never returns: Ray reports the end of this process to who waits for it, whatever the card does."""
+        threading.Event().wait()
+
+    def prepare(self, address: str, device: Device | None = None, restart: int = 0) -> str:
+        description = super().prepare(address, device, restart)
         # What exists now lives as long as the card. To look for garbage in it takes 0.15 s, during which the cards that
         # compute with this one wait for it.
         gc.collect()

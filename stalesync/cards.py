@@ -11,6 +11,9 @@ the other cards, which may wait for it in a collective, are ended with it. If a 
 that do not answer a control call are named, whichever stage they run. A control call has the same timeout: a card whose
 machine is busy or suspended answers late, which is reported while it lasts and ends nothing. A failing health check
 (`health_checks`) also ends the wait.
+
+An engine of cards that only generate can be replaced when one of them dies (`engine_deaths.py` decides): its other
+cards are ended, its stage has no results, `take_dead` reports it, and `restart` starts other processes.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn
+from typing import Any, Concatenate, NoReturn, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -34,6 +39,7 @@ from fusion.npu.config import claim
 from fusion.npu.failures import FailureKind
 from fusion.telemetry import wall_ns
 from stalesync.card import Card
+from stalesync.engine_deaths import IDLE, EngineDeaths
 from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
 from stalesync.hosts import Host, alive_hosts, all_hosts, describe_ranks
 from stalesync.patience import Patience
@@ -110,6 +116,7 @@ class Cards:
         log_of: the file in which the worker of a rank writes its log; None: Ray's.
         health_checks: from the start of the workers on.
         text_server: the actor through which engines exchange text (`text_server.py`), or None.
+        max_engine_restarts: maximum number of engines that are replaced.
 
     Attributes:
         hosts: of every rank, once the workers have started.
@@ -123,8 +130,9 @@ class Cards:
         log_of: Callable[[int], Path] | None = None,
         health_checks: Sequence[Callable[[], None]] = (),
         text_server: Any = None,
+        max_engine_restarts: int = 0,
     ):
-        self.world, self.timeout_s = spec.world, timeout_s
+        self.world, self.timeout_s, self.engines = spec.world, timeout_s, spec.engines
         self.hosts: list[Host] = []
         self.health_checks: list[Callable[[], None]] = [*health_checks]
         """Called while waiting; an exception of one ends the run."""
@@ -133,21 +141,40 @@ class Cards:
         """Held while the calls of a stage are sent: stages of two threads reach all cards in the same order"""
         self._poll: Callable[[], None] | None = None
         self._polling_thread = 0
+        self._address = ""
+        """Of the first card's rendezvous"""
+        self._deaths = EngineDeaths.of(spec.deployment, spec.engines, max_engine_restarts)
+        self._thread = threading.get_ident()
+        """The thread that takes note of the deaths of engines"""
+        self._ended: deque[tuple[int, Any, Exception]] = deque()
+        """Rank, actor and Ray's error of watched processes that have ended"""
+        self._dead: dict[int, str] = {}
+        """Engine that has died → how, until `take_dead`"""
+        self._down: set[int] = set()
+        """Engines that have died and are not started again"""
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
         spec = replace(spec, device=replace(spec.device, kind=kind))
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 2, "chunks": 1, "weights": 1, "save": 1}, **resources)(Card)
-        options = _on_hosts(spec.world, alive_hosts(ray.nodes())) if kind == "emulated" else [{}] * spec.world
-        self._actors = [actor.options(**one).remote(spec, queue, text_server) for one in options]
+        threads = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
+        actor = remote(concurrency_groups=threads, **resources)(Card)
+        nodes = _nodes_of(spec.world, alive_hosts(ray.nodes())) if kind == "emulated" else [None] * spec.world
+
+        def start(node: str | None, soft: bool = False) -> Any:
+            """Starts a worker. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""
+            place = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=soft)}
+            return actor.options(**place).remote(spec, queue, text_server)
+
+        self._start, self._chooses_nodes = start, kind == "emulated"
+        self._log_of = log_of
+        self._actors = [start(node) for node in nodes]
         try:
             places = self.on().call(Card.place)
             hosts = all_hosts(ray.nodes())
             order = order_by_place([(hosts[node].address, cards) for node, cards in places])
             self._actors = [self._actors[index] for index in order]
             self.hosts = [hosts[places[index][0]] for index in order]
-            logs = [None if log_of is None else str(log_of(rank).resolve()) for rank in range(self.world)]
-            self.call_each({rank: stage_call(Card.take_rank, rank, log) for rank, log in enumerate(logs)})
+            self._assign_ranks(range(self.world))
         except BaseException:
             self.close()
             raise
@@ -161,7 +188,37 @@ class Cards:
     def prepare(self) -> list[str]:
         """Joins the workers in one process group and loads the model; returns a description of each card."""
         host = self.hosts[0].address if len({*self.hosts}) > 1 else LOOPBACK
-        return self.on().call(Worker.prepare, self.on([0]).call(Worker.rendezvous, host)[0])
+        (self._address,) = self.on([0]).call(Worker.rendezvous, host)
+        descriptions = self.on().call(Worker.prepare, self._address)
+        self._watch(self._deaths.watched)
+        return descriptions
+
+    def take_dead(self) -> dict[int, str]:
+        """Returns the engines that have died since the last call, each with a text that says how. Their processes have
+        ended."""
+        dead, self._dead = self._dead, {}
+        return dead
+
+    def restart(self, engine: int, number: int) -> None:
+        """Starts other processes for an engine that has died, on the same hosts if these live, and prepares them; the
+        actor's cards `rejoin` then. May be called on another thread.
+
+        Args:
+            number: of this restart in the run, from 1.
+
+        Raises:
+            CardFailed: as `CardGroup.call`.
+        """
+        ranks = self.engines[engine]
+        for rank in ranks:
+            self._actors[rank] = self._start(self.hosts[rank].node if self._chooses_nodes else None, soft=True)
+        hosts = all_hosts(ray.nodes())
+        for rank, (node, _) in zip(ranks, self.on(ranks).call(Card.place), strict=True):
+            self.hosts[rank] = hosts[node]
+        self._assign_ranks(ranks)
+        self.on(ranks).call(Worker.prepare, self._address, restart=number)
+        self._down.discard(engine)
+        self._watch(ranks)
 
     def on(self, ranks: Sequence[int] | None = None) -> CardGroup:
         """Selects cards by rank (None: all of them)."""
@@ -186,7 +243,7 @@ class Cards:
         return running
 
     def wait(self, running: RunningStage[Result]) -> list[Result]:
-        """Waits for a stage; returns its results in the order of its ranks.
+        """Waits for a stage; returns its results in the order of its ranks, none if its engine is replaced.
 
         Raises:
             CardFailed: as `CardGroup.call`.
@@ -204,6 +261,8 @@ class Cards:
                     case "warn":
                         waited_s = time.monotonic() - patience.begun_s
                         log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, waited_s)
+        if running.died:
+            return []
         self._running.remove(running)
         return [running.results[rank] for rank in running.ranks]
 
@@ -225,6 +284,8 @@ class Cards:
         """
         for health_check in self.health_checks:
             health_check()
+        if threading.get_ident() == self._thread:
+            self._note_ended()
         running = [stage for stage in list(self._running) if stage.thread == threading.get_ident()]
         stage_by_ref = {ref: stage for stage in running for ref in stage.pending}
         if not stage_by_ref:
@@ -236,8 +297,8 @@ class Cards:
             try:
                 stage.results[rank] = ray.get(ref)
             except Exception as error:
-                self._running.remove(stage)
                 self._fail(stage, FailedStage.of(error, rank=rank, stage=stage.stage))
+                return
 
     @property
     def reported_until_ns(self) -> int:
@@ -246,7 +307,7 @@ class Cards:
 
     def ask_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
         """Sends control calls to several cards at once, each with its own arguments (by rank); returns the answers in
-        the same order.
+        the same order, None from a card that has died and is replaced.
 
         Raises:
             CardFailed: as `CardGroup.ask`.
@@ -264,6 +325,7 @@ class Cards:
                     answers[rank] = ray.get(ref)
                 except Exception as error:
                     self._fail_call(FailedStage.of(error, rank=rank, stage=stage))
+                    answers[rank] = cast(Any, None)
             if not rank_by_ref:
                 return [answers[rank] for rank in calls]
             self.check()
@@ -318,6 +380,38 @@ class Cards:
         for actor in self._actors:
             ray.kill(actor)
 
+    def _assign_ranks(self, ranks: Sequence[int]) -> None:
+        logs = {rank: None if self._log_of is None else str(self._log_of(rank).resolve()) for rank in ranks}
+        self.call_each({rank: stage_call(Card.take_rank, rank, log) for rank, log in logs.items()})
+
+    def _watch(self, ranks: Sequence[int]) -> None:
+        """Has the end of these cards' processes noticed, whatever they do."""
+
+        def note(rank: int, actor: Any, future: Any) -> None:
+            self._ended.append((rank, actor, future.exception()))
+
+        for rank in ranks:
+            actor = self._actors[rank]
+            actor.watch.remote().future().add_done_callback(partial(note, rank, actor))
+
+    def _note_ended(self) -> None:
+        """Takes note of watched processes that have ended.
+
+        Raises:
+            CardFailed: the engine of one is not replaced.
+        """
+        while self._ended:
+            rank, actor, error = self._ended.popleft()
+            if actor is self._actors[rank] and self._deaths.engine_of(rank) not in self._down:
+                self._fail(_idle(rank), FailedStage.of(error, rank=rank, stage=IDLE))
+
+    def _is_replaced(self, failed: FailedStage) -> bool:
+        """Whether the engine of a card that did not answer a control call has died and is replaced."""
+        rank = failed.failure.rank
+        if failed.failure.kind is not FailureKind.DIED:
+            return False
+        return self._deaths.engine_of(rank) in self._down or not self._mend(_idle(rank), failed)[0]
+
     def _patience(self) -> Patience:
         return Patience(time.monotonic(), limit_s=self.timeout_s, warn_every_s=WARN_EVERY_S)
 
@@ -336,23 +430,64 @@ class Cards:
             getattr(self._actors[rank], call.stage).remote(*call.args, **call.kwargs) for rank, call in calls.items()
         ]
 
-    def _fail(self, running: RunningStage[Any], first: FailedStage) -> NoReturn:
-        """Raises the root cause among the failures of the stages in progress; ``first`` was reported first, in the
-        stage ``running``."""
-        cause = root_cause(gather_failures(first, (running, *list(self._running))))
+    def _mend(self, running: RunningStage[Any], first: FailedStage) -> tuple[list[FailedStage], str]:
+        """Ends the engines that have died, if they are replaced; ``first`` was reported first, in the stage
+        ``running``. Returns the failures that end the run, none if it goes on, and why it does not."""
+        others = [stage for stage in list(self._running) if stage is not running]
+        if running.stage == "generate" and self._deaths.engine_of(first.failure.rank) in self._down:
+            self._abandon(running)  # it was begun before the engine was known to be dead
+            return [], ""
+        failed = gather_failures(first, (running, *others))
+        stages: dict[int, set[str]] = {}
+        for stage in (running, *others):
+            for rank in {*stage.ranks} - {*stage.results}:
+                stages.setdefault(rank, set()).add(stage.stage)
+        failures = [one.failure for one in failed]
+        engines = self._deaths.observe_failures(failures, stages)
+        for engine in engines:
+            ranks = self.engines[engine]
+            cause = root_cause([one for one in failed if one.failure.rank in ranks])
+            self._dead[engine] = str(self._error(cause))
+            self._down.add(engine)
+            for rank in ranks:
+                ray.kill(self._actors[rank])
+            for stage in (running, *others):
+                if {*stage.ranks} <= {*ranks}:
+                    self._abandon(stage)
+        return ([], "") if engines else (failed, self._deaths.why_not(failures, stages))
+
+    def _abandon(self, stage: RunningStage[Any]) -> None:
+        """Expects no result of a stage any more."""
+        stage.died = True
+        stage.pending.clear()
+        if stage in self._running:
+            self._running.remove(stage)
+
+    def _fail(self, running: RunningStage[Any], first: FailedStage) -> None:
+        """Raises the root cause among the failures of the stages in progress, unless they are those of engines that are
+        replaced; ``first`` was reported first, in the stage ``running``."""
+        failed, why = self._mend(running, first)
+        if not failed:
+            return
+        if running in self._running:
+            self._running.remove(running)
+        cause = root_cause(failed)
         stage = cause.failure.stage
         if is_consequence(cause) and (hanging := self.find_unresponsive()):
             message = f"stage {stage!r}{describe_hanging(hanging, self.hosts)}. {self._error(cause)}"
             raise CardFailed(message, failure=late_rank(hanging[0], stage, message), trace=cause.trace)
-        raise self._error(cause) from None
+        raise self._error(cause, why) from None
 
-    def _fail_call(self, call: FailedStage) -> NoReturn:
-        """Raises the failure of a control call, or that of the stage in progress which is its cause."""
+    def _fail_call(self, call: FailedStage) -> None:
+        """Raises the failure of a control call, or that of the stage in progress which is its cause, unless the engine
+        of the card is replaced."""
+        if self._is_replaced(call):
+            return
         self.check()
         raise self._error(root_cause(gather_causes(call, list(self._running)))) from None
 
-    def _error(self, cause: FailedStage) -> RunFailed:
-        """Returns the error with which a failure ends the run.
+    def _error(self, cause: FailedStage, why: str = "") -> RunFailed:
+        """Returns the error with which a failure ends the run. ``why``: it does not go on without the card.
 
         Raises:
             RunFailed: a health check fails: of that, the end of a worker is a consequence.
@@ -361,11 +496,15 @@ class Cards:
             for health_check in self.health_checks:
                 health_check()
         if len({*self.hosts}) < 2:
-            return cause.error()
-        return cause.error(self.hosts, lost_hosts={*self.hosts} - {*alive_hosts(ray.nodes()).values()})
+            return cause.error(why=why)
+        return cause.error(self.hosts, lost_hosts={*self.hosts} - {*alive_hosts(ray.nodes()).values()}, why=why)
 
 
-def _on_hosts(world: int, hosts: Mapping[str, Host]) -> list[dict[str, Any]]:
-    """Returns Ray's options for the actors of emulated cards."""
-    nodes = sorted(hosts, key=lambda node: hosts[node].address)
-    return [{"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in spread(world, nodes)]
+def _nodes_of(world: int, hosts: Mapping[str, Host]) -> list[str]:
+    """Returns Ray's id of the node of each emulated card."""
+    return spread(world, sorted(hosts, key=lambda node: hosts[node].address))
+
+
+def _idle(rank: int) -> RunningStage[Any]:
+    """In place of the stage of a card of which only the end is known."""
+    return RunningStage(IDLE, (rank,), {})

@@ -117,6 +117,9 @@ class RunConfig:
     only after the last step. The last step is always saved."""
     keep: int = 2
     """Number of checkpoints to keep, the newest ones; 0: all."""
+    max_engine_restarts: int = 3
+    """Number of times that an engine whose process has died is replaced (cards that only generate, in the deployments
+    `separate` and `hybrid`); the next death ends the run. 0: every death does."""
     resume: bool = False
     """Resume from the newest checkpoint of the run with this name."""
 
@@ -130,7 +133,7 @@ class RunConfig:
         check.that("name", bool(self.name), "a name")
         check.integer("steps", at_least=1)
         check.integer("seed")
-        check.integer("eval_prompts", "keep", at_least=0)
+        check.integer("eval_prompts", "keep", "max_engine_restarts", at_least=0)
         try:
             SaveInterval.parse(self.save_every)
         except ValueError as error:

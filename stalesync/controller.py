@@ -38,6 +38,7 @@ from stalesync.commands import (
 )
 from stalesync.config import Config
 from stalesync.control import ControlDesk
+from stalesync.engine_restarts import EngineRestarts
 from stalesync.failures import logging_errors
 from stalesync.generation import Generation
 from stalesync.groups import Groups
@@ -67,6 +68,7 @@ class Controller:
     scorer: Scorer
     groups: Groups
     generation: Generation
+    restarts: EngineRestarts
     updater: Updater
     desk: ControlDesk
     step_metrics: StepMetrics
@@ -104,6 +106,7 @@ class Controller:
         self.view.begin_step(step)
         if reply := self.desk.read(step, self._kv_tokens):
             self.view.note(reply)
+        self.restarts.check()
         for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
             if isinstance(command, Publish):
                 self.execute(command, meanwhile=log_last if command.beside else close_last)
@@ -150,6 +153,8 @@ class Controller:
         match command:
             case Publish(beside=beside):
                 self.view.phase("send weights" if beside else "switch to infer")
+                if not beside:
+                    self.restarts.rejoin()
                 self.generation.publish(command, share, meanwhile)
                 if self.generation.publishing:  # its seconds are counted at its end
                     self._published_s = start
@@ -192,6 +197,7 @@ class Controller:
             self.admission.observe_chunks_ended(engine, samples)
         num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
         self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
+        self.restarts.observe()
         return bool(generated or scored or num_chunks)
 
     def note_lost(self, now: bool = False) -> None:
@@ -214,7 +220,7 @@ class Controller:
         self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
         if self.observe(POLL_S):
             self._last_sample_s = time.perf_counter()
-        self.cards.check()
+        self.restarts.check()
         self.generation.check_silence(time.perf_counter() - self._last_sample_s, buffer.num_running_on)
 
     def suspend(self, engines: Sequence[int]) -> None:
@@ -222,6 +228,7 @@ class Controller:
         for engine, samples in self.generation.suspend(engines).items():
             self.admission.observe_stopped(engine, samples)
             self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
+        self.restarts.observe()
 
     def score(self) -> None:
         """Scores the samples that could not be scored while the cards generated."""
@@ -261,9 +268,10 @@ class Controller:
             self.execute(command)
 
     def settle(self) -> None:
-        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored, and
-        what was scored and trained is acknowledged."""
+        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored,
+        what was scored and trained is acknowledged, and the processes of replaced engines are prepared."""
         self.stop()
+        self.restarts.await_started()
         while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
             self.groups.note(*self.scorer.poll(POLL_S))
             self.note_lost()

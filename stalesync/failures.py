@@ -148,19 +148,21 @@ class FailedStage:
         failure = replace(RankFailure.of(cause, rank=rank, stage=stage), kind=stage_kind(cause, rank))
         return cls(failure, str(error).strip())
 
-    def error(self, hosts: Sequence[Host] = (), lost_hosts: Collection[Host] = ()) -> RunFailed:
+    def error(self, hosts: Sequence[Host] = (), lost_hosts: Collection[Host] = (), why: str = "") -> RunFailed:
         """Returns the error with which the run ends if this is its root cause.
 
         Args:
             hosts: of every rank; they are named if there are several.
             lost_hosts: those that have left the cluster.
+            why: the run does not go on without a card that has died; "": it never does.
         """
         failure = self.failure
         rank = describe_ranks([failure.rank], hosts)
         if failure.kind is FailureKind.DIED:
             lost = failure.rank < len(hosts) and hosts[failure.rank] in lost_hosts
             reason = HOST_ENDED if lost else self.end
-            return CardFailed(f"{rank} died in stage {failure.stage!r} ({reason})", failure=failure)
+            message = f"{rank} died in stage {failure.stage!r} ({reason})"
+            return CardFailed(f"{message}; {why}" if why else message, failure=failure)
         if failure.kind is FailureKind.QUEUE_CLOSED:
             reason = f"{failure.message} (on {rank} in stage {failure.stage!r})"
             return QueueFailed(reason, failure=failure, trace=self.trace)

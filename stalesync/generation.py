@@ -71,6 +71,8 @@ class Generation:
         """The switch back to the training phase, likewise"""
         self._stopping = False
         """Whether the running engines stop by themselves"""
+        self._lost = False
+        """Whether an engine has died since the weights were published to all: its requests may be dispatched again"""
         self._asked_chunks: dict[int, Any] = {}
         """First card of a running engine → the call that waits there for ended chunks"""
         self._warned_silent_s = 0.0
@@ -82,6 +84,7 @@ class Generation:
         cards switch, before any report is taken."""
         actor = self._spec.deployment.actor
         if not command.beside:
+            self._lost = False
             self._publishing = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
             meanwhile()
             return
@@ -119,7 +122,7 @@ class Generation:
     def begin_return(self, version: int, share: InferenceShare) -> None:
         """Begins to return the cards that train, if they can do so without waiting for each other: behind the stage of
         an engine that has all of them and stops by itself, or when all engines have stopped."""
-        if self._returning is not None or not self._stopping:
+        if self._returning is not None or not self._stopping or self._lost:
             return
         running = list(self._running.values())
         alone = len(running) == 1 and {*running[0].ranks} >= {*self._spec.deployment.train}
@@ -153,25 +156,34 @@ class Generation:
         self._cards.ask_each({rank: stage_call(Worker.forget, ids) for rank, ids in left.items()})
 
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
-        """Stops engines between two steps; returns the unfinished requests of each."""
+        """Stops engines between two steps; returns the unfinished requests of each, but of those that have died
+        (`forget`)."""
         if not self._stopping:  # a pause would find its engine in a later stage
             self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}
         stopped: list[StageReport] = []
         try:
             for engine in engines:
-                reports = self._cards.wait(self._running.pop(engine))
-                suspended[engine] = [one for report in reports for one in report.suspended]
-                stopped += reports
+                running = self._running.pop(engine)
+                reports = self._cards.wait(running)
+                if not running.died:
+                    suspended[engine] = [one for report in reports for one in report.suspended]
+                    stopped += reports
         finally:  # if a card has failed, those of the engines that had stopped before
             self._take_reports(stopped)
-        first_cards = {self._spec.engines[engine][0]: engine for engine in engines}
+        first_cards = {self._spec.engines[engine][0]: engine for engine in suspended}
         asked = {rank: self._asked_chunks.pop(rank) for rank in first_cards if rank in self._asked_chunks}
         while asked:  # answered when the stage ends
             for rank, samples in self._cards.take_answers(asked, WARN_EVERY_S).items():
                 suspended[first_cards[rank]] += samples
             self._cards.check()
         return suspended
+
+    def forget(self, engine: int) -> None:
+        """Forgets an engine that has died and is replaced."""
+        self._running.pop(engine, None)
+        self._asked_chunks.pop(self._spec.engines[engine][0], None)
+        self._lost = True
 
     def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
         """Returns, by engine, the requests whose chunk has ended since the last call. One call waits on the first card

@@ -145,7 +145,9 @@ def _run(
         progress.stage = "start the workers"
         texts = stack.enter_context(text_server(spec))
         timeout_s = config.cluster.stage_timeout_s
-        cards = stack.enter_context(Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts))
+        cards = stack.enter_context(
+            Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts, config.run.max_engine_restarts)
+        )
         progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")

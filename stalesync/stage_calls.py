@@ -71,6 +71,8 @@ class RunningStage(Generic[Result]):
     begun_s: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
     """The thread that takes its results"""
+    died: bool = False
+    """Whether its cards have died, and are replaced: it has no results"""
 
 
 class Reported(NamedTuple):

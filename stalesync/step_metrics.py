@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 from fusion.colocate import StageReport
-from fusion.telemetry import MemoryLedger, Metrics, RunFolder, Usage, wall_ns
+from fusion.telemetry import MemoryLedger, Metrics, RunFolder, Span, Usage, wall_ns
 from stalesync.admission import Stage
 
 TIMERS: Mapping[Stage, str] = {"switch": "switch", "generate": "gen", "stop": "gen", "score": "reward"}
@@ -32,8 +33,12 @@ class StepMetrics:
         for report in reports:
             self.metrics.merge(report.metrics)
             self._memory.merge(report.memory)
-        self._folder.log_spans(*[report.spans for report in reports])
-        self._usage.add([span for report in reports for span in report.spans])
+        self.add_spans(*[report.spans for report in reports])
+
+    def add_spans(self, *spans: Sequence[Span]) -> None:
+        """Adds what cards did to the timeline and to their usage."""
+        self._folder.log_spans(*spans)
+        self._usage.add(chain.from_iterable(spans))
 
     def begin_wait(self, *, for_older: bool, in_tail: bool) -> None:
         """Begins to wait for samples. ``for_older``: the step has groups enough, but older ones must come first;

@@ -25,6 +25,7 @@ from stalesync.commands import Publish, SwitchToTrain
 from stalesync.config import Config
 from stalesync.control import ControlDesk
 from stalesync.controller import Controller
+from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
 from stalesync.failures import logging_errors
 from stalesync.garbage import collecting_seldom
@@ -112,6 +113,16 @@ class TrainingRun:
             scorer=scorer,
             groups=self.groups,
             generation=self.generation,
+            restarts=EngineRestarts(
+                spec=spec,
+                cards=cards,
+                queue=queue,
+                admission=self.admission,
+                groups=self.groups,
+                generation=self.generation,
+                step_metrics=self.step_metrics,
+                note=view.note,
+            ),
             attention_ranks=spec.infer_of_one_engine.dp,
             updater=Updater(
                 spec=spec,
@@ -285,6 +296,8 @@ class TrainingRun:
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
         if self._text_server_note:
             lines.append(self._text_server_note)
+        if num_restarts := self.loop.restarts.num_restarts:
+            lines.append(f"{num_restarts} engines died and were replaced (rollout/engine_restarts)")
         if ledger.num_untrained:
             lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")
         if num_failed:

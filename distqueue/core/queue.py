@@ -231,6 +231,11 @@ class QueueCore:
         self._check_open()
         return self.table.lengths(ids, columns)
 
+    def holding(self, column: str) -> list[str]:
+        """The ids of the live samples that hold a column, in the order of their first put. Visits every sample."""
+        self._check_open()
+        return self.table.holding(column)
+
     def renew(self, task: str, ids: Sequence[str], now_s: float) -> None:
         self._check_open()
         self.table.check_task(task)

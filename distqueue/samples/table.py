@@ -169,6 +169,13 @@ class SampleTable:
         """(B,) bool: which samples are live."""
         return self.state.ids.find(self.state.ids.names(ids)) != NONE
 
+    def holding(self, column: str) -> list[str]:
+        """The ids of the live samples that hold a column, in the order of their first put."""
+        slots, columns = self.state.pages.live_slots(), self.state.columns
+        if not columns.known([column]):
+            return []
+        return list(self.state.ids.texts(slots[columns.holding(slots, columns.mask([column]))]))
+
     def describe(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
         """(group per row, "" if none; versions (B, 2) int32, -1 unknown). ValueError: a row that has ended."""
         slots = lookups.live_numbers(self.state, rows)

@@ -74,10 +74,15 @@ def load_card(
     parts: WorkerParts,
     log: StageLog,
     exchange_texts: Callable[[bytes], bytes] | None = None,
+    restart: int = 0,
 ) -> Card:
-    """Creates the process groups and loads what the roles of ``rank`` need. Collective over all cards of the run."""
+    """Creates the process groups and loads what the roles of ``rank`` need. Collective over all cards of the run; for a
+    ``restart``, over those of its engine."""
     device, pool = log.device, HostPool(log.device)
-    meshes = Meshes.create(spec, rank)
+    if restart:
+        meshes = Meshes.create_restarted(spec, rank, restart, device.process_group_backend)
+    else:
+        meshes = Meshes.create(spec, rank)
     weights = PolicyWeights(
         spec=spec,
         config=ModelConfig.from_hf(spec.model.path),

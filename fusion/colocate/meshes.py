@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from fusion.colocate.rendezvous import new_group
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh, Parallel
 
 
-@dataclass(frozen=True)
+@dataclass
 class Meshes:
     """The process groups of a card. A mesh is None if the card is not in it; a group is None if it has one member.
 
     Attributes:
-        actor: the cards that take part in a switch to INFER.
+        actor: the cards that take part in a switch to INFER. The only group that has cards of several engines, or of
+            an engine and the trainer, in it; so the only one that must be renewed when an engine is replaced.
         trainers: the cards that take part in a switch to TRAIN.
         replica: the cards that train on the same samples.
         checkpoint_group: the cards of ``trainers`` over the host, for saving in the background.
@@ -53,6 +55,39 @@ class Meshes:
             replica=_replicas(spec, rank) if spec.train.pp > 1 else train.tp_group if train else None,
             checkpoint_group=group_of(deployment.train, rank, "gloo"),
         )
+
+    @classmethod
+    def create_restarted(cls, spec: WorkerSpec, rank: int, restart: int, backend: str) -> Meshes:
+        """Creates the groups within the engine of ``rank``, whose cards have all restarted. Collective over the engine;
+        `renew_actor` must follow.
+
+        Args:
+            restart: number of the restart in the run, from 1.
+            backend: `Device.process_group_backend`.
+        """
+        ranks = next(ranks for ranks in spec.engines if rank in ranks)
+        engine = Mesh.create(
+            spec.infer_of_one_engine,
+            ranks,
+            lambda members: new_group(members, f"restart {restart}: engine {members}", backend),
+        )
+        return cls(
+            train=None,
+            engine=engine,
+            reference=None,
+            reward_model=None,
+            actor=None,
+            trainers=None,
+            replica=None,
+            checkpoint_group=None,
+        )
+
+    def renew_actor(self, spec: WorkerSpec, restart: int, backend: str) -> None:
+        """Replaces the group `actor`, of which a member has ended and was restarted. Collective over the actor's cards,
+        of which no one is in a collective of the group."""
+        if self.actor is not None:
+            dist.destroy_process_group(self.actor)
+        self.actor = new_group(spec.deployment.actor, f"restart {restart}: actor", backend)
 
 
 def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dist.ProcessGroup | None:

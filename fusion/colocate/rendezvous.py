@@ -4,6 +4,13 @@
                       │ tcp://HOST:PORT/KEY, through Ray's authenticated calls
     every card   join(address, …)       the first card's store listens on that socket; all meet under KEY
 
+A process that takes the place of one that has ended cannot enter the groups of which that one was a member: torch's
+groups keep their members. It meets the first card's store with `rejoin`, and the ranks that it works with make new
+groups, under a name that none has had before (`new_group`):
+
+    restarted card   rejoin(address, …) ─► new_group(ranks, "restart 1") ─┬─ one group
+    other cards      no collective is under way ─► new_group(ranks, "restart 1") ─┘
+
 torch's own `tcp://` rendezvous listens on all interfaces, whatever its address says. Here the store listens on ``host``
 only: on loopback where all cards are on one machine. torch's store has no authentication: whoever reaches its port can
 read and change the addresses of ranks (never execute anything, as no value of it is unpickled), so the network between
@@ -17,9 +24,11 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,11 +75,55 @@ def join(address: str, *, rank: int, world: int, backend: str, opened: Rendezvou
         ValueError: ``address`` is not that of a rendezvous.
         NotReached: this process cannot connect to it.
     """
+    assert (opened is not None) == (rank == 0), "the first rank opens the rendezvous"
+    dist.init_process_group(
+        backend, store=_connect(address, rank=rank, world=world, opened=opened), rank=rank, world_size=world
+    )
+
+
+def rejoin(address: str, *, rank: int, world: int) -> None:
+    """Makes this process ``rank`` in place of one that has ended. Its default group sends nothing, as those of the
+    other ranks have lost a member: it serves to create others (`new_group`).
+
+    Raises:
+        ValueError, NotReached: as `join`.
+    """
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers torch's backend `fake`
+
+    assert rank != 0, "the first rank holds the store"
+    dist.init_process_group("fake", store=_connect(address, rank=rank, world=world), rank=rank, world_size=world)
+
+
+def new_group(ranks: Sequence[int], name: str, backend: str) -> dist.ProcessGroup | None:
+    """Creates the process group of ``ranks`` (global ranks, ascending), of which some may have rejoined; None on other
+    ranks. Collective over its ranks alone, unlike torch's `new_group`, which counts groups and so must be called by all
+    ranks as often.
+
+    Args:
+        name: that no group of the run has had before; the same on all ranks.
+    """
+    ranks = list(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        c10d._get_default_store(),
+        c10d.GroupName(name),
+        timeout=c10d.default_pg_timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def _connect(address: str, *, rank: int, world: int, opened: Rendezvous | None = None) -> dist.Store:
+    """Returns the store of the first rank, which listens at ``opened`` there."""
     place = urlsplit(address)
     key = place.path.strip("/")
     if place.scheme != "tcp" or not place.hostname or not place.port or not key:
         raise ValueError(f"rendezvous address {address!r}: expected tcp://HOST:PORT/KEY")
-    assert (opened is not None) == (rank == 0), "the first rank opens the rendezvous"
     if rank != 0:
         _check_reached(place.hostname, place.port)
     _bind_collectives(place.hostname, place.port)
@@ -79,11 +132,11 @@ def join(address: str, *, rank: int, world: int, backend: str, opened: Rendezvou
         place.port,
         world,
         is_master=rank == 0,
-        timeout=dist.distributed_c10d.default_pg_timeout,
+        timeout=c10d.default_pg_timeout,
         master_listen_fd=None if opened is None else opened.take_fd(),
         use_libuv=True,
     )
-    dist.init_process_group(backend, store=dist.PrefixStore(key, store), rank=rank, world_size=world)
+    return dist.PrefixStore(key, store)
 
 
 def _check_reached(host: str, port: int) -> None:

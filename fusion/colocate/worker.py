@@ -27,7 +27,7 @@ from fusion.colocate.card import Card, load_card
 from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, join
+from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, join, rejoin
 from fusion.colocate.role_phase import in_role_phase
 from fusion.colocate.samples.sequences import (
     REFERENCE,
@@ -92,9 +92,14 @@ class Worker:
         self._rendezvous = Rendezvous(host)
         return self._rendezvous.address
 
-    def prepare(self, address: str, device: Device | None = None) -> str:
+    def prepare(self, address: str, device: Device | None = None, restart: int = 0) -> str:
         """Opens the card (unless ``device`` is given), joins the other workers at ``address`` (unless they have
-        joined), loads what the card's roles need, and returns a description of the device."""
+        joined), loads what the card's roles need, and returns a description of the device.
+
+        Args:
+            restart: number of the restart in the run, from 1, where all cards of an engine take the place of others
+                that have ended; `rejoin` must follow. 0: the run starts.
+        """
         spec = self.spec
         home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
         self.phases.begin(home)
@@ -105,10 +110,12 @@ class Worker:
         parts = self._parts or worker_parts(spec)
         log = StageLog(self.rank, device, parts.pacer)
         torch.set_num_threads(1)
-        if spec.world > 1 and not dist.is_initialized():
+        if restart and not dist.is_initialized():
+            rejoin(address, rank=self.rank, world=spec.world)
+        elif spec.world > 1 and not dist.is_initialized():
             backend, opened = device.process_group_backend, self._rendezvous
             join(address, rank=self.rank, world=spec.world, backend=backend, opened=opened)
-        with log.work("prepare"):
+        with log.work("restart" if restart else "prepare"):
             self._card = load_card(
                 spec=spec,
                 rank=self.rank,
@@ -117,9 +124,22 @@ class Worker:
                 parts=parts,
                 log=log,
                 exchange_texts=self._exchange_texts,
+                restart=restart,
             )
         self.phases.arrive(home)
         return device.describe()
+
+    def rejoin(self, restart: int) -> None:
+        """Renews the groups in which an engine's cards were that have restarted since. Collective over the cards that
+        train or generate, while they do neither.
+
+        Args:
+            restart: number of the last restart in the run.
+        """
+        card = self.card
+        with card.log.work("rejoin", "switch"):
+            card.meshes.renew_actor(self.spec, restart, card.device.process_group_backend)
+            card.weights.renew_groups()
 
     def switch(
         self, phase: str, version: int = 0, share: InferenceShare | None = None, while_generating: bool = False

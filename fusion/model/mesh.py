@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -62,11 +64,17 @@ class Mesh:
         return cls(Parallel(), 0)
 
     @classmethod
-    def create(cls, parallel: Parallel, ranks: tuple[int, ...] | None = None) -> Mesh:
+    def create(
+        cls,
+        parallel: Parallel,
+        ranks: tuple[int, ...] | None = None,
+        new_group: Callable[[list[int]], Any] = dist.new_group,
+    ) -> Mesh:
         """Create the mesh of the calling process over ``ranks`` (global ranks, in layout order; default: all).
 
         Collective over the whole world: every process must call it with the same arguments in the same order. A
-        process outside ``ranks`` gets a mesh with rank -1.
+        process outside ``ranks`` gets a mesh with rank -1. ``new_group`` may be one that concerns its members only;
+        then only the processes of ``ranks`` call it.
         """
         if not dist.is_initialized():
             assert parallel.world == 1
@@ -82,7 +90,7 @@ class Mesh:
             for group in groups:
                 members = tuple(ranks[i] for i in group)
                 if len(members) > 1 and members not in group_by_members:
-                    group_by_members[members] = dist.new_group(list(members))
+                    group_by_members[members] = new_group(list(members))
                 if own_rank in members and len(members) > 1:
                     own_group = group_by_members[members]
             return own_group

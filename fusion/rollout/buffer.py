@@ -25,8 +25,8 @@ that the engine has; if the next one fits nowhere, nothing goes. An engine witho
 
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
 siblings, as in `order.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for
-d requests that it dispatches. No other method but `of`, `state_dict` and, where engines share KV, `observe_new_weights`
-visits all requests.
+d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and, where engines share KV,
+`observe_new_weights` visits all requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 its number of generated tokens never decreases; a group is removed as a whole; a buffer restored from `state_dict` is
@@ -212,6 +212,13 @@ class RequestBuffer:
         """Records that engines which share KV free all of it, because their weights are new."""
         for entry in self.entries.values() if self._pool else ():
             if entry.state == "waiting":
+                entry.kv, entry.kv_tokens = None, 0
+
+    def forget_kv(self, engine: int) -> None:
+        """Records that the KV that an engine has is gone, because the engine has died."""
+        self._left_kv.pop(engine, None)
+        for entry in self.entries.values():
+            if entry.kv and entry.kv[0] == engine:
                 entry.kv, entry.kv_tokens = None, 0
 
     def take_left_kv(self) -> dict[int, list[str]]:

@@ -27,7 +27,7 @@ import torch
 from distqueue import Column, PackedBatch, SamplesLost
 from fusion.inference import Output, Request
 from fusion.rollout.packing import pack_outputs
-from fusion.rollout.types import SuspendedSample
+from fusion.rollout.types import SuspendedSample, row_of
 
 COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
 PARTIAL_ROUTING = "partial_routing"
@@ -112,7 +112,7 @@ class PartialSamples:
         if whole:
             texts = [self._detokenize(output.tokens) for output in whole] if self._detokenize else []
             self._queue.put(pack_outputs(whole, texts))
-        row_by_id = {output.request_id: f"{output.request_id}~{len(output.tokens)}" for output in partial}
+        row_by_id = {output.request_id: row_of(output.request_id, len(output.tokens)) for output in partial}
         if partial:
             self._queue.put(_pack_partial(partial, list(row_by_id.values())))
         if replaced := [output.earlier for output in (*finished, *grown) if output.earlier]:

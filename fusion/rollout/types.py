@@ -9,6 +9,17 @@ if TYPE_CHECKING:  # a policy that uses these loads no engine
     from fusion.inference import FinishReason
 
 
+def row_of(id: str, num_tokens: int) -> str:
+    """Returns the id of the queue's row with the first ``num_tokens`` tokens of an unfinished sample."""
+    return f"{id}~{num_tokens}"
+
+
+def parse_row(row: str) -> tuple[str, int]:
+    """Returns sample and number of tokens of a row named by `row_of`."""
+    id, _, num_tokens = row.rpartition("~")
+    return id, int(num_tokens)
+
+
 @dataclass(frozen=True)
 class SuspendedSample:
     """An unfinished sample that left its engine.

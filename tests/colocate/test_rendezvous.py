@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, interface_of, join
+from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, interface_of, join, new_group, rejoin
 from tests.helpers import processes
 from tests.machine import patience
 from tests.sockets import Listening, listening
@@ -70,6 +70,69 @@ def test_the_store_and_gloo_listen_on_the_address_of_the_rendezvous_only(on_a_cl
             process.join(patience(20))
             process.kill()
     assert [process.exitcode for process in started] == [0, 0]
+
+
+def _lose_the_last(pipe, rank, again):
+    """Ranks 0 and 1 keep a group of theirs; rank 2 ends, and other processes take its place (``again``)."""
+    import torch
+    import torch.distributed as dist
+
+    def add(group):
+        total = torch.tensor([rank + 1])
+        dist.all_reduce(total, group=group)
+        return int(total)
+
+    opened = Rendezvous(LOOPBACK) if rank == 0 else None
+    pipe.send(opened and opened.address)
+    if again:
+        rejoin(pipe.recv(), rank=rank, world=3)
+    else:
+        join(pipe.recv(), rank=rank, world=3, backend="cpu:gloo", opened=opened)
+    kept = None if again else dist.new_group([0, 1])
+    everyone = None if again else dist.new_group([0, 1, 2])
+    pipe.send(everyone and add(everyone))
+    while (name := pipe.recv()) != "end":
+        if everyone is not None:
+            dist.destroy_process_group(everyone)
+        assert new_group([0, 1] if rank == 2 else [2], "others", "cpu:gloo") is None, "of which it is no member"
+        everyone = new_group([0, 1, 2], name, "cpu:gloo")
+        members = dist.get_process_group_ranks(everyone)
+        pipe.send((add(everyone), members, kept and add(kept)))
+
+
+def test_a_process_takes_the_place_of_one_that_has_ended_in_new_groups_and_others_stay_as_they_are():
+    def start(rank, again=False):
+        pipe, there = processes().Pipe()
+        process = processes().Process(target=_lose_the_last, args=(there, rank, again), daemon=True)
+        process.start()
+        there.close()
+        started.append(process)
+        return pipe
+
+    started = []
+    try:
+        pipes = [start(rank) for rank in range(3)]
+        address, *_ = (_answer(pipe) for pipe in pipes)
+        for pipe in pipes:
+            pipe.send(address)
+        assert [_answer(pipe) for pipe in pipes] == [6, 6, 6]
+        for name in ("restart 1", "restart 2"):
+            started[-1].kill()
+            started[-1].join(patience(20))
+            pipes[2] = start(2, again=True)
+            _answer(pipes[2])
+            pipes[2].send(address)
+            _answer(pipes[2])
+            for pipe in pipes:
+                pipe.send(name)
+            kept = (6, [0, 1, 2], 3)
+            assert [_answer(pipe) for pipe in pipes] == [kept, kept, (6, [0, 1, 2], None)]
+        for pipe in pipes:
+            pipe.send("end")
+    finally:
+        for process in started:
+            process.join(patience(20))
+            process.kill()
 
 
 def _answer(pipe):

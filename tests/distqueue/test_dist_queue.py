@@ -101,6 +101,7 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
     queue = DistQueue.create(["train"], lease_s=0.5)
     queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
     assert queue.lengths(["a"], ["tokens"]) == {"tokens": [3]}
+    assert queue.holding("tokens") == ["a"] and queue.holding("reward") == []
     for requests in (2, 1):  # the first one asks where the shards are, too
         before = queue.traffic.requests
         assert queue.get("train", ["tokens"], 1, lengths=["tokens"]).lengths == {"tokens": [3]}

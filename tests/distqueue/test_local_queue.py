@@ -57,6 +57,16 @@ def test_a_writer_claims_the_samples_it_works_on_and_learns_their_lengths_withou
     assert queue.get("reward", ["tokens"], 2).ids == ("a", "b"), "a claim is one task's"
 
 
+def test_the_samples_that_hold_a_column_are_listed_while_they_live() -> None:
+    queue = LocalQueue(["train"])
+    assert queue.holding("tokens") == []
+    queue.put(batch_of("b"))
+    queue.put(batch_of("a", "c"))
+    queue.put(PackedBatch.from_samples(["a", "b"], {"reward": torch.ones(2)}))
+    queue.drop(["b"], "filtered")
+    assert (queue.holding("tokens"), queue.holding("reward"), queue.holding("text")) == (["a", "c"], ["a"], [])
+
+
 def test_a_reader_receives_the_lengths_of_columns_that_it_does_not_read() -> None:
     queue = LocalQueue(["reward"])
     queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.ones(3), torch.ones(5)], "answer": ["x", "yy"]}))

@@ -266,3 +266,19 @@ def _visits_per_event(num_groups, max_requests):
     finally:
         sys.settrace(None)
     return visits / len(running)
+
+
+def test_kv_of_an_engine_that_has_died_is_neither_looked_for_nor_forgotten_there():
+    buffer = RequestBuffer()
+    buffer.add("g", ["g/0", "g/1", "g/2"], 3, 100)
+    for engine in range(2):
+        buffer.dispatch([engine], EngineRoom(1))
+    for engine, id in enumerate(("g/0", "g/1")):
+        buffer.suspend(engine, id, generated=4, earlier=f"{id}~4", versions=(0, 0), kv_rank=0)
+    buffer.dispatch([2], EngineRoom(1))  # leaves KV at engine 0
+    assert buffer.entries["g/0"].engine == 2
+    buffer.forget_kv(0)
+    assert not buffer.take_left_kv() and buffer.entries["g/1"].kv == (1, 0)
+    buffer.forget_kv(1)
+    assert buffer.entries["g/1"].kv is None
+    assert [entry.id for entry in buffer.dispatch([1], EngineRoom(2))[1]] == ["g/1", "g/2"]

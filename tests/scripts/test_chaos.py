@@ -210,6 +210,25 @@ def test_two_runs_are_compared_without_what_depends_on_their_starts():
     ]
 
 
+def test_a_step_in_which_an_engine_was_replaced_is_compared_without_what_engines_count():
+    theirs = [{"step": 1, "actor/loss": 0.5, "rollout/generated_tokens": 10.0}]
+    ours = [{"step": 1, "actor/loss": 0.5, "rollout/generated_tokens": 14.0, "rollout/engine_restarts": 1.0}]
+    assert not differences(ours, {}, of_metrics=theirs, of_weights={})
+    (line,) = differences([ours[0] | {"actor/loss": 0.25}], {}, of_metrics=theirs, of_weights={})
+    assert line == "step 1: actor/loss 0.25, not 0.5"
+    del ours[0]["rollout/engine_restarts"]
+    assert differences(ours, {}, of_metrics=theirs, of_weights={})
+
+
+def test_a_worker_that_is_replaced_is_named_in_the_output_of_a_run_that_goes_on():
+    kill = Kill("worker", "SIGKILL", 3, 0.1, 0.5, ends=True)
+    died = "rank 1 died in stage 'generate' (killed); its 3 unfinished requests go on, and engine 0 is started again"
+    named = Ended(kill, launched=True, status=0, out=f"x\n{died}\n", rank=1, mended=True)
+    assert not named.unnamed and named.message == "mended: the engine is replaced"
+    assert replace(named, rank=0).unnamed == "rank 0 is not named"
+    assert replace(named, status=None).unnamed == "it did not end"
+
+
 def test_a_reward_that_was_killed_while_it_scored_is_seen():
     assert has_failed_rewards([{"step": 1}, {"step": 2, "reward/failed": 1.0}])
     assert not has_failed_rewards([{"step": 1, "reward/failed": 0.0}])

@@ -11,13 +11,16 @@ from stalesync.staleness import StalenessLedger
 
 
 class FakeCluster:
-    """``spec`` and ``ledger`` of the run; ``outcomes``: of a group, drawn at random from `ok`, `filtered`, `failed`."""
+    """``spec`` and ``ledger`` of the run; ``outcomes``: of a group, drawn at random from `ok`, `filtered`, `failed`;
+    ``death``: probability that an engine dies whenever something may happen to it."""
 
-    def __init__(self, spec, ledger, random, outcomes=("ok", "ok", "filtered", "failed"), chunks=True):
+    def __init__(self, spec, ledger, random, outcomes=("ok", "ok", "filtered", "failed"), chunks=True, death=0.0):
         self.admission = Admission(spec, ledger)
         self.spec, self.ledger, self.random, self.outcomes, self.chunks = spec, ledger, random, outcomes, chunks
         self.engines = {}
         """Running engine → requests that it has"""
+        self.death, self.dead, self.num_deaths = death, set(), 0
+        """Engines that have died and are not replaced yet, and the number of all deaths"""
         self.generated, self.arriving, self.unscored = {}, [], {}
         """Tokens by request; samples on their way; group → samples that have arrived"""
         self.stopping = set()
@@ -43,6 +46,9 @@ class FakeCluster:
                 assert not self.spec.shared_engines & set(beside)
                 assert version == self.ledger.version
                 self.weights = version
+                assert not self.dead & set(beside)
+                if not beside:
+                    self.dead.clear()
             case AdmitGroups(count):
                 assert 0 < count
                 names = [f"g{len(self.admitted) + k:04d}" for k in range(count)]
@@ -58,7 +64,8 @@ class FakeCluster:
             case Suspend(engines):
                 self.stopping -= {*engines}
                 for engine in engines:
-                    self.admission.observe_stopped(engine, self.stop(engine))
+                    if not self.dies(engine):
+                        self.admission.observe_stopped(engine, self.stop(engine))
             case SwitchToTrain():
                 assert not self.spec.shared_engines & set(self.engines)
             case Score():
@@ -78,6 +85,7 @@ class FakeCluster:
         self.stopping = {*command.starting} if command.last else set()
         for engine in command.starting:
             assert engine not in self.engines and engine in command.requests_by_engine
+            assert engine not in self.dead, "its weights are gone"
             self.engines[engine] = []
         held = {request for requests in self.engines.values() for request in requests}
         for engine, requests in command.requests_by_engine.items():
@@ -95,7 +103,9 @@ class FakeCluster:
     def advance(self):
         """Engines finish requests or end their chunks; samples arrive; scores come, in random order."""
         ended = {}
-        for engine, requests in self.engines.items():
+        for engine, requests in list(self.engines.items()):
+            if self.dies(engine):
+                continue
             for id in list(requests):
                 draw = self.random.random()
                 if draw < 0.3:
@@ -110,6 +120,21 @@ class FakeCluster:
             self.score()
         for engine, samples in ended.items():
             self.admission.observe_chunks_ended(engine, samples)
+
+    def dies(self, engine):
+        """An engine on cards that do not train may die: what it has sampled since the last end of a chunk is gone, but
+        for samples on their way."""
+        if not self.death or engine in self.spec.shared_engines or self.random.random() >= self.death:
+            return False
+        lost = [
+            SuspendedSample(id, tokens := self.generated.get(id, 0), f"{id}~{tokens}" if tokens else "", None)
+            for id in self.engines.pop(engine)
+        ]
+        self.stopping.discard(engine)
+        self.dead.add(engine)
+        self.num_deaths += 1
+        self.admission.observe_died(engine, lost)
+        return True
 
     def arrive(self, share):
         for id in [id for id in self.arriving if self.random.random() < share]:

@@ -48,7 +48,7 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         num_probes=random.randint(0, 2),
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
-    cluster = FakeCluster(spec, ledger, random, outcomes, chunks)
+    cluster = FakeCluster(spec, ledger, random, outcomes, chunks, death=random.choice([0, 0, 0.02, 0.2]))
     if random.random() < 0.5:
         cluster.admission.observe_kv_tokens(random.randint(1, 60))
     share = share_of(range(4))

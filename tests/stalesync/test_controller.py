@@ -44,6 +44,7 @@ def _obeyed(commands):
     controller.source = SimpleNamespace(next=lambda count: [])
     controller.groups = SimpleNamespace(admit=lambda prompts: order.append("admit"))
     controller.generation = Generation(order)
+    controller.restarts = SimpleNamespace(check=lambda: None, rejoin=lambda: order.append("rejoin"))
     for name in ("await_samples", "suspend", "train"):
         setattr(controller, name, lambda *_, name=name: order.append(name))
     controller.train_step(1, lambda: order.append("close_last"), lambda: order.append("log_last"))
@@ -53,14 +54,14 @@ def _obeyed(commands):
 
 def test_engines_are_started_before_the_last_step_is_logged_and_the_switch_awaited():
     commands = [Publish(1), AdmitGroups(2), START, AwaitSamples(), Suspend((0,)), Train(("g",))]
-    first = ["publish", "close_last", "admit", "dispatch", "log_last", "end_publish"]
+    first = ["rejoin", "publish", "close_last", "admit", "dispatch", "log_last", "end_publish"]
     assert _obeyed(commands) == [*first, "await_samples", "suspend", "train"]
 
 
 @pytest.mark.parametrize("command", [FREEING, AwaitSamples(), Suspend((0,)), Train(("g",))])
 def test_a_command_for_cards_that_have_switched_waits_for_them(command):
     order = _obeyed([Publish(1), AdmitGroups(2), command])
-    assert order[:-1] == ["publish", "close_last", "admit", "log_last", "end_publish"]
+    assert order[:-1] == ["rejoin", "publish", "close_last", "admit", "log_last", "end_publish"]
 
 
 def test_a_step_is_logged_before_anything_of_the_next_one_is_reported():

@@ -55,7 +55,7 @@ def _told_within(run, seconds):
 
 @pytest.mark.extended  # in the default deployment: tests/stalesync/test_run.py
 def test_a_worker_that_is_killed_ends_the_run_within_15_s(start):
-    run = start(*STALE, "run.steps=1000")
+    run = start(*STALE, "run.steps=1000", "run.max_engine_restarts=0")
     os.kill(_processes(run, "Card")[1], signal.SIGKILL)
     assert "died" in (told := _told_within(run, 15)) and "rank " in told, told
 

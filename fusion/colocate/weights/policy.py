@@ -71,6 +71,10 @@ class PolicyWeights:
         self._switchers: dict[tuple[Plan, Any, Kind], Switcher] = {}
         self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
 
+    def renew_groups(self) -> None:
+        """Drops what was connected over the groups of `meshes` that have been renewed."""
+        self._switchers.clear()
+
     def route(self, engines: Sequence[int]) -> Route:
         """Returns the route to these engines, planned once."""
         engines = tuple(engines)

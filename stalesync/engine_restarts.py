@@ -1,0 +1,137 @@
+"""Replace engines that have died: return their requests, start other processes, and let these join the others.
+
+    death ─┬─► its requests ─► admission: observe_died ─► other engines
+           └─► processes start on another thread ─┬─► all of the actor's cards rejoin ─► weights come by the plan
+               a Publish that stops the engines ──┘
+
+Until they have rejoined, `Admission` dispatches nothing to a replaced engine. The cards rejoin only here, while no
+engine runs and no card trains: a process group cannot be renewed under a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from distqueue import DistQueue
+from fusion.colocate import Worker, WorkerSpec
+from fusion.rollout.partial_samples import COLUMNS, RESUMED
+from fusion.rollout.types import parse_row
+from fusion.telemetry import Span, wall_ns
+from stalesync import in_flight
+from stalesync.admission import Admission
+from stalesync.cards import WAIT_S, Cards
+from stalesync.engine_deaths import recover
+from stalesync.generation import Generation
+from stalesync.groups import Groups
+from stalesync.scoring import RESPONSE
+from stalesync.step_metrics import StepMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Restart:
+    """A restart under way. ``began_ns``: when the death was noticed (`wall_ns`); ``started``: when the processes are
+    prepared."""
+
+    began_ns: int
+    started: Future[int]
+
+
+@dataclass(kw_only=True)
+class EngineRestarts:
+    """Observes the deaths of engines, and replaces these. ``note``: tells the user, in a line."""
+
+    spec: WorkerSpec
+    cards: Cards
+    queue: DistQueue
+    admission: Admission
+    groups: Groups
+    generation: Generation
+    step_metrics: StepMetrics
+    note: Callable[[str], None]
+    _restarts: dict[int, Restart] = field(default_factory=dict)
+    """By engine, until it has rejoined"""
+    num_restarts: int = 0
+    """Number of restarts since the run was started"""
+
+    def observe(self) -> None:
+        """Reports engines that have died to `Admission`, with what survives of their requests, and begins to replace
+        them."""
+        for engine, how in self.cards.take_dead().items():
+            self.generation.forget(engine)
+            requests = self._recover(engine)
+            self.num_restarts += 1
+            self._restarts[engine] = Restart(wall_ns(), in_flight.begin(self._start, engine, self.num_restarts))
+            self.step_metrics.metrics.add("rollout/engine_restarts", 1, rule="sum")
+            self.note(f"{how}; {requests}, and engine {engine} is started again")
+
+    def check(self) -> None:
+        """Checks the health of the cards (`Cards.check`), and observes the deaths of engines."""
+        self.cards.check()
+        self.observe()
+
+    def await_started(self) -> None:
+        """Waits until the processes of all replaced engines are prepared.
+
+        Raises:
+            CardFailed: one is not, or another card fails.
+        """
+        while waiting := [one.started for one in self._restarts.values() if not one.started.done()]:
+            self.check()
+            with suppress(TimeoutError):
+                waiting[0].exception(WAIT_S)
+        for restart in self._restarts.values():
+            restart.started.result()
+
+    def rejoin(self) -> None:
+        """Lets replaced engines, if there are any, join the other cards; weights must follow. While no engine runs and
+        no card trains.
+
+        Raises:
+            CardFailed: as `await_started`.
+        """
+        self.check()
+        if not self._restarts:
+            return
+        self.await_started()
+        self.cards.on(self.spec.deployment.actor).call(Worker.rejoin, self.num_restarts)
+        for engine, restart in self._restarts.items():
+            began_ns, started_ns = restart.began_ns, restart.started.result()
+            cards = [f"card {rank}" for rank in self.spec.engines[engine]]
+            self.step_metrics.add_spans([Span(card, "restart", "restart", began_ns, started_ns) for card in cards])
+            self.note(f"engine {engine} takes part again, {(wall_ns() - began_ns) / 1e9:.0f} s after it was lost")
+        self._restarts.clear()
+
+    def _start(self, engine: int, number: int) -> int:
+        """Starts other processes for an engine; returns when they are prepared (`wall_ns`)."""
+        self.cards.restart(engine, number)
+        return wall_ns()
+
+    def _recover(self, engine: int) -> str:
+        """Returns the requests of an engine that has died to the buffer, with the tokens that the queue holds of them.
+        Returns in words what becomes of them."""
+        # Samples that the queue has lost count as finished: it would not store them again.
+        self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
+        buffer = self.admission.buffer
+        had = [entry for entry in buffer.of("running") if entry.engine == engine]
+        rows: dict[str, list[int]] = {}
+        finished: set[str] = set()
+        if had:
+            finished.update(self.queue.holding(RESPONSE))
+            for row in self.queue.holding(COLUMNS[0]):
+                id, num_tokens = parse_row(row)
+                rows.setdefault(id, []).append(num_tokens)
+        found = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version)
+        if found.dropped:
+            self.queue.drop(found.dropped, RESUMED)
+        self.admission.observe_died(engine, found.suspended)
+        log.info("engine %d: of %d requests %d samples are in the queue", engine, len(had), found.num_finished)
+        if not found.suspended:
+            return "it had no unfinished requests"
+        kept = sum(one.generated for one in found.suspended)
+        return f"its {len(found.suspended)} unfinished requests go on elsewhere, with {kept} tokens that were kept"

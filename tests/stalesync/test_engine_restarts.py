@@ -1,0 +1,189 @@
+"""An engine whose process is killed is replaced, and the run goes on: whole runs, real Ray, real workers, emulated
+cards. The reward function kills, so that it comes in the middle of a step's generation."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.machine import patience
+from tests.stalesync.runs import rows_of, train, weights_of
+
+STEPS = 4
+OPTIONS = [
+    "cluster.npus=3",
+    "parallel=single",
+    "fusion=separate",
+    "fusion.infer_cards=2",
+    "rollout=batch_invariant",
+    "rollout.max_response_length=40",
+    "rollout.forced_median=12",
+    "rollout.max_seqs=4",
+    "run.eval_prompts=0",
+    "training.lr=1e-3",
+    f"run.steps={STEPS}",
+]
+
+JUDGE = """
+import os, re, signal, time, zlib
+from pathlib import Path
+
+def score(prompt, response, answer, **fields):
+    logs, kills = Path({logs!r}), {kills!r}
+    with open({calls!r}, "a") as calls:
+        calls.write("x")
+        number = calls.tell()
+    if number in kills:
+        time.sleep({pause_s})
+    for rank in kills.get(number, ()):
+        pid = re.findall(r"process (\\d+) on", (logs / f"rank-{{rank}}.log").read_text())[-1]
+        os.kill(int(pid), signal.SIGKILL)
+    if number in kills:
+        time.sleep({pause_s})
+    return float(zlib.crc32((prompt + response).encode()) % 3)
+"""
+"""Kills cards at its n-th call: ``kills`` n → ranks. No step ends just before or after, so that weights are not on
+their way: a death then ends the run."""
+
+SPENT = "timing_s/", "perf/", "save/", "memory/", "distqueue/", "rollout/", "switch/"
+
+
+def judge(folder, kills):
+    folder.mkdir()
+    path = folder / "judge.py"
+    logs, calls = str(folder / "run" / "logs"), str(folder / "calls")
+    path.write_text(JUDGE.format(logs=logs, kills=kills, calls=calls, pause_s=patience(0.4)))
+    return [f"reward.path={path}:score", "reward.workers=1", f"reward.time_limit_s={patience(20)}"]
+
+
+def run(base, folder, *overrides, kills):
+    done = train(base, folder, *OPTIONS, *judge(folder, kills), *overrides)
+    return done, folder / "run"
+
+
+def samples_of(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def figures_of(folder):
+    return [{name: value for name, value in row.items() if not name.startswith(SPENT)} for row in rows_of(folder)]
+
+
+def restarts_of(folder):
+    return sum(row.get("rollout/engine_restarts", 0) for row in rows_of(folder))
+
+
+def assert_bitwise(ours, theirs):
+    assert samples_of(ours) == samples_of(theirs), "the same tokens"
+    assert figures_of(ours) == figures_of(theirs) and len(figures_of(ours)) == STEPS
+    one, other = weights_of(ours / "hf"), weights_of(theirs / "hf")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base, tmp_path_factory):
+    """Returns the folder of an undisturbed run."""
+    folders = {}
+
+    def of(*overrides):
+        if overrides not in folders:
+            done, folders[overrides] = run(base, tmp_path_factory.mktemp("undisturbed") / "it", *overrides, kills={})
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert not restarts_of(folders[overrides])
+        return folders[overrides]
+
+    return of
+
+
+TP2 = ["parallel.infer.tp=2"]
+EP2 = ["parallel.infer.ep=2", "cluster.npus=5", "fusion.infer_cards=4"]
+HYBRID = ["fusion=hybrid", "fusion.infer_cards=2"]
+CHUNKS = ["rollout.chunk_tokens=8"]
+FILTERS = ["algorithm=dapo", "rollout.max_response_length=40"]
+ONE = ["cluster.npus=2", "fusion.infer_cards=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kills"),
+    [
+        pytest.param([], {40: [2]}, id="one of two"),
+        pytest.param([], {40: [1, 2]}, id="all", marks=pytest.mark.extended),
+        pytest.param([], {32: [1], 70: [2]}, id="one after the other", marks=pytest.mark.extended),
+        pytest.param(ONE, {40: [1]}, id="the only one", marks=pytest.mark.extended),
+        pytest.param(EP2, {40: [4]}, id="ep2", marks=pytest.mark.extended),
+        pytest.param(HYBRID, {40: [2]}, id="hybrid", marks=pytest.mark.extended),
+        pytest.param(CHUNKS, {40: [2], 70: [1]}, id="chunks", marks=pytest.mark.extended),
+        pytest.param([*CHUNKS, *HYBRID], {40: [2], 70: [1]}, id="chunks, hybrid", marks=pytest.mark.extended),
+    ],
+)
+def test_an_engine_killed_in_mid_step_is_replaced_and_the_steps_tokens_are_those_of_an_undisturbed_run(
+    base, undisturbed, tmp_path, overrides, kills
+):
+    done, folder = run(base, tmp_path / "killed", *overrides, kills=kills)
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = sum(map(len, kills.values()))
+    assert restarts_of(folder) == count and f"{count} engines died and were replaced" in done.stdout
+    assert_bitwise(folder, undisturbed())
+    for ranks in kills.values():
+        assert re.search(
+            rf"rank {ranks[0]} died in stage '(generate|idle)' \(.*unfinished requests.* is started", done.stdout
+        )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("overrides", [TP2, FILTERS], ids=["tp2", "filters"])
+def test_so_it_is_in_other_layouts_and_where_groups_are_filtered(base, undisturbed, tmp_path, overrides):
+    done, folder = run(base, tmp_path / "killed", *overrides, kills={40: [2]})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert restarts_of(folder) == 1
+    assert_bitwise(folder, undisturbed(*overrides))
+
+
+AHEAD = ["stalesync.max_staleness=1", "run.steps=8", "rollout=sampling", "rollout.forced_median=20"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([], id="separate"),
+        pytest.param(CHUNKS, id="chunks", marks=pytest.mark.extended),
+        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.extended),
+        pytest.param([*CHUNKS, *HYBRID, "rollout.suspended_kv=pool"], id="pool", marks=pytest.mark.extended),
+        pytest.param([*CHUNKS, "rollout.suspended_kv=keep"], id="keep", marks=pytest.mark.extended),
+        pytest.param(
+            [*CHUNKS, "rollout.drafts=both", "rollout.draft_history=2"], id="drafts", marks=pytest.mark.extended
+        ),
+    ],
+)
+def test_with_generation_ahead_of_training_no_group_is_lost_or_trained_twice(base, tmp_path, overrides):
+    done, folder = run(base, tmp_path / "killed", *AHEAD, *overrides, kills={70: [2], 150: [1]})
+    print(done.stdout[:4000])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(folder)
+    assert restarts_of(folder) == 2 and max(row["staleness/max"] for row in rows) <= 1
+    groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+    assert all(row["ended"] == "trained" for row in groups)
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * 8
+    last = rows[-1]
+    assert last["distqueue/ended/done"] == 32 * 8 and not last.get("distqueue/ended/lost:earlier tokens")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kills", "says"),
+    [
+        pytest.param(
+            ["run.max_engine_restarts=1"], {40: [2], 80: [1]}, "; run.max_engine_restarts=1 engines have been"
+        ),
+        pytest.param(["run.max_engine_restarts=0"], {40: [2]}, "crashed)\n", marks=pytest.mark.extended),
+        pytest.param([], {40: [0]}, "crashed)\n", marks=pytest.mark.extended),
+    ],
+    ids=["too many", "none", "the trainer"],
+)
+def test_a_death_that_is_not_mended_ends_the_run_and_says_why(base, tmp_path, overrides, kills, says):
+    done, folder = run(base, tmp_path / "killed", *overrides, kills=kills)
+    assert done.returncode == 1, done.stdout
+    (rank,) = list(kills.values())[-1]
+    assert f"error: rank {rank} died in stage '" in done.stderr and says in done.stderr
+    failure = json.loads((folder / "error.json").read_text())
+    assert failure["kind"] == "died" and failure["rank"] == rank
