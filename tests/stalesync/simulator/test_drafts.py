@@ -86,7 +86,9 @@ def test_full_drafts_keep_the_published_number_of_tokens():
 def test_with_drafts_every_request_ends_once_with_its_length_and_not_later(spec, sizes, slots):
     ends = [ended(sizes, slots, drafts) for drafts in (None, spec)]
     assert [tokens for tokens, _ in ends] == [{f"a/{i}": size for i, (_, size) in enumerate(sizes)}] * 2
-    assert ends[1][1] <= ends[0][1] * 1.001
+    step_s = [max(fixed + slope * 4096 for fixed, slope in COST.decode_lines(slots, n)) for n in (0, MAX_DRAFTED)]
+    wasted_s = len(sizes) * (step_s[1] - step_s[0])  # the last step of a response may verify more than it needs
+    assert ends[1][1] <= ends[0][1] * 1.001 + wasted_s
 
 
 def ended(sizes, slots, drafts):
