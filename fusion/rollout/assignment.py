@@ -2,7 +2,8 @@
 
 Invariants (property-tested with tests/rollout/test_buffer.py against plain choices): `assign_all` assigns every
 request, those of a group together but for those that return to their KV; `fill` assigns requests in order until the
-next one fits no engine. Both give each engine its requests in order.
+next one fits no engine. Both give each engine its requests in order. Where engines have classes (`histopipe.py`), each
+first gets what it prefers, and the rest goes on as without.
 
 Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d log E), without that of the order.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fusion.rollout.engine_room import EngineRoom, Vacancy
+from fusion.rollout.histopipe import HistoPipeRequests
 from fusion.rollout.order import WaitingRequests
 from fusion.rollout.router import LeastLoaded, PoolRouting, assign_groups
 
@@ -85,27 +87,52 @@ def fill(
 ) -> ByEngine:
     """Takes requests and assigns them until the next one fits nowhere: to the engine with the request's KV (with a pool
     as `PoolRouting` chooses), else to that of the sibling assigned last, else to the one with the most room (of several
-    the first).
+    the first). Where engines have classes, each first gets those that it prefers, in the same way.
 
     Args:
         vacancies: what each engine that can take a request can still take; changed.
         groups: by id; the engine of each is updated.
     """
     by_engine: ByEngine = {engine: [] for engine in vacancies}
+    if isinstance(waiting, HistoPipeRequests):
+        _fill(by_engine, waiting, vacancies, room, groups, pool, classes=waiting)
+    _fill(by_engine, waiting, vacancies, room, groups, pool)
+    return by_engine
+
+
+def _fill(
+    by_engine: ByEngine,
+    waiting: WaitingRequests,
+    vacancies: Mapping[int, Vacancy],
+    room: EngineRoom,
+    groups: Mapping[str, Group],
+    pool: PoolRouting | None,
+    *,
+    classes: HistoPipeRequests | None = None,
+) -> None:
+    """Adds requests to ``by_engine``. ``classes``: the waiting requests, where an engine gets only those that it
+    prefers; None: any."""
     widest_first = [(vacancy.rank, place, engine) for place, (engine, vacancy) in enumerate(vacancies.items())]
     """The rank of an engine, or an earlier one, which was lower; its place among the engines, and its number"""
     heapq.heapify(widest_first)
-    while widest_first:
+    moves = waiting.moves if isinstance(waiting, HistoPipeRequests) else None
+    while widest_first and len(waiting):
         rank, place, widest = widest_first[0]
         vacancy = vacancies[widest]
         if rank != vacancy.rank:  # it has been assigned to since, and may not be the widest any more
             heapq.heapreplace(widest_first, (vacancy.rank, place, widest))
             continue
-        if vacancy.requests <= 0 or (entry := waiting.take()) is None:
+        if vacancy.requests <= 0:
             break
+        entry = waiting.take() if classes is None else classes.take_for(widest)
+        if entry is None:
+            heapq.heappop(widest_first)
+            continue
         tokens = entry.load + room.chunk(entry.max_tokens - entry.generated)
         group = groups[entry.group]
         wish = entry.kv[0] if entry.kv else group.engine
+        if moves is not None and moves(entry):
+            wish = None
         wished = None if wish is None else vacancies.get(wish)
         engine = widest
         if wish is not None and wished is not None and wished.takes(tokens):
@@ -113,12 +140,14 @@ def fill(
                 engine, vacancy = wish, wished
         if not vacancy.takes(tokens):
             waiting.put_back(entry)
-            break
+            if classes is None:
+                break
+            heapq.heappop(widest_first)
+            continue
         vacancy.add(tokens)
         entry.reserved = tokens
         by_engine[engine].append(entry)
         group.engine = engine
-    return by_engine
 
 
 def _stays(home: int, at_home: Vacancy, widest: int, at_widest: Vacancy, pool: PoolRouting) -> bool:

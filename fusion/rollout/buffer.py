@@ -42,8 +42,10 @@ from typing import Any, Literal, NamedTuple
 
 from fusion.rollout.assignment import assign_all, fill
 from fusion.rollout.engine_room import EngineRoom
+from fusion.rollout.histopipe import HistoPipeRequests
+from fusion.rollout.length_classes import HistoPipeSpec
 from fusion.rollout.length_history import LengthHistory, row_of
-from fusion.rollout.order import Lengths, make_waiting
+from fusion.rollout.order import KNOWS_LAST_EPOCH, Lengths, WaitingRequests, make_waiting
 from fusion.rollout.router import PoolRouting
 
 State = Literal["waiting", "running", "finished"]
@@ -58,7 +60,8 @@ class Entry:
     its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
     whose KV these have in the machine's pool; ``position``: in the order
     of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
-    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine.
+    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine; ``step``: in
+    which its group is expected to be trained.
     """
 
     id: str
@@ -78,6 +81,7 @@ class Entry:
     kv_tokens: int = 0
     last_engine: int | None = None
     reserved: int = 0
+    step: int = 0
 
     @property
     def load(self) -> int:
@@ -119,6 +123,7 @@ class RequestBuffer:
         order: in which they are dispatched, a key of `ORDERS`.
         exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
         pool: how engines share KV; None: they do not.
+        histopipe: settings of the order `histopipe`; None with another one.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class RequestBuffer:
         order: str = "fifo",
         exact_lengths: Callable[[str], Sequence[int]] = lambda group: (),
         pool: PoolRouting | None = None,
+        histopipe: HistoPipeSpec | None = None,
     ) -> None:
         self._num_probes, self._order, self._exact_lengths, self._pool = num_probes, order, exact_lengths, pool
         self.entries: dict[str, Entry] = {}
@@ -134,9 +140,9 @@ class RequestBuffer:
         self._left_kv: dict[int, list[str]] = {}
         self._added = 0
         """Number of requests ever added"""
-        self._waiting = make_waiting(order)
+        self._waiting: WaitingRequests = make_waiting(order) if histopipe is None else HistoPipeRequests(histopipe)
         self.history = LengthHistory()
-        """Lengths of the rows whose groups have ended, if the order is `history`"""
+        """Lengths of the rows whose groups have ended, if the order knows them"""
         self._count: Counter[State] = Counter()
         self._running_count: Counter[int] = Counter()
         """Engine → requests that it has; `_running_load` their tokens, `_reserved` what they occupy of its bound"""
@@ -145,16 +151,16 @@ class RequestBuffer:
         self._migrated = 0
         """Requests with tokens that were dispatched to another engine than the last one, since `take_metrics`"""
 
-    def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
-        """Adds a group of requests, which wait from now on."""
+    def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int, step: int = 0) -> None:
+        """Adds a group of requests, which wait from now on. ``step``: in which it is expected to be trained."""
         assert group not in self._groups, f"group {group!r} was added before"
-        self._add_group(group, max_tokens)
+        self._add_group(group, max_tokens, step)
         first, num_probes = self._added, self._num_probes
         self._insert(
             group,
             "waiting",
             [
-                Entry(id, group, prompt_tokens, max_tokens, first + member, member, member >= num_probes > 0)
+                Entry(id, group, prompt_tokens, max_tokens, first + member, member, member >= num_probes > 0, step=step)
                 for member, id in enumerate(ids)
             ],
         )
@@ -290,7 +296,7 @@ class RequestBuffer:
             del self.entries[entry.id]
         if removed.num_unfinished or self._order != "fifo":
             self._waiting.discard(group, [entry for entry in members if entry.state == "waiting"])
-        if self._order == "history" and not removed.num_unfinished:
+        if self._order in KNOWS_LAST_EPOCH and not removed.num_unfinished:
             self.history.observe(row_of(group), [entry.generated for entry in members])
         return members
 
@@ -304,14 +310,15 @@ class RequestBuffer:
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
-        return [{name: getattr(entry, name) for name in SAVED} | {"kv": None} for entry in self.entries.values()]
+        names = SAVED if self._order == "histopipe" else [name for name in SAVED if name != "step"]
+        return [{name: getattr(entry, name) for name in names} | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
         for fields_ in state:
             entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED}, position=self._added)
             if entry.group not in self._groups:
-                self._add_group(entry.group, entry.max_tokens)
+                self._add_group(entry.group, entry.max_tokens, entry.step)
             entry.member = len(self._groups[entry.group].members)
             entry.behind = entry.member >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
@@ -320,10 +327,10 @@ class RequestBuffer:
                 self._waiting.observe_finished(entry.group, entry.generated, waiting)
         self._waiting.take_errors()  # they were reported before
 
-    def _add_group(self, group: str, max_tokens: int) -> None:
+    def _add_group(self, group: str, max_tokens: int, step: int) -> None:
         self._groups[group] = Group()
         if self._order != "fifo":
-            lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group))
+            lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group), step=step)
             self._waiting.add_group(group, lengths)
 
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
