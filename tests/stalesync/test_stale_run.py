@@ -68,7 +68,7 @@ def test_a_run_of_two_epochs_in_the_order_histopipe_keeps_the_bound_and_knows_le
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
     assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= 1
     known = ["rollout/length_error_mean" in row for row in rows]
-    assert not known[0] and known[-1]
+    assert not known[0] and any(known), "whichever step their responses finish in"
 
 
 @pytest.mark.parametrize(
