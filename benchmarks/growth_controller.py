@@ -93,7 +93,7 @@ class NamedCards:
             (stage,) = {call.stage for call in calls.values()}
             for call in calls.values() if stage == "generate" else ():
                 self._hold(call.args[0])
-            return SimpleNamespace(stage=stage, ranks=tuple(calls), pending={}, reported_until_ns=0)
+            return SimpleNamespace(stage=stage, ranks=tuple(calls), pending={}, reported_until_ns=0, died=False)
 
     def ask_each(self, calls: Mapping[int, Any]) -> list[None]:
         with self.watch.paused():
@@ -258,6 +258,7 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
             rollout=rollout,
             stalesync=SimpleNamespace(max_staleness=staleness),
         ),
+        restarts=SimpleNamespace(**dict.fromkeys(("check", "observe", "rejoin"), lambda: None)),  # type: ignore[arg-type]
         admission=admission,
         source=NamedPrompts(watch),  # type: ignore[arg-type]
         scorer=scorer,

@@ -12,6 +12,9 @@ orders: every order in virtual time, on three workloads, with and without runawa
 replay: three published rollouts in virtual time, from whole responses to drafts of siblings and history, with every
 published ratio beside ours (`rollout_replay.py`, constants in `rollout_workloads.py`).
 
+rhyme: RhymeRL's ablation in virtual time, from synchronous steps to HistoPipe and drafts of the last epoch, with every
+published ratio beside ours (`rollout_rhyme.py`).
+
 scale: linearity of Pangu 718B on 1, 4 and 16 supernodes at staleness 0, 1 and 2 (`rollout_scale.py`).
 """
 
@@ -66,6 +69,15 @@ def replay(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def rhyme(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import rollout_rhyme
+
+    figures = rollout_rhyme.rhyme(args)
+    for line in rollout_rhyme.misses(figures):
+        print(f"MISSED: {line}")
+    return figures
+
+
 def scale(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import rollout_scale
 
@@ -75,7 +87,7 @@ def scale(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-PARTS = {"paced": paced, "orders": orders, "replay": replay, "scale": scale}
+PARTS = {"paced": paced, "orders": orders, "replay": replay, "rhyme": rhyme, "scale": scale}
 
 
 def main() -> None:
@@ -83,7 +95,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each run of `paced`")
-    parser.add_argument("--seeds", type=int, default=10, help="seeds of `orders` and `replay`")
+    parser.add_argument("--seeds", type=int, default=10, help="seeds of `orders`, `replay` and `rhyme`")
+    parser.add_argument("--first-seed", type=int, default=1, help="first seed of `rhyme`")
     parser.add_argument("--workloads", default="moonlight,qwen2_vl_72b,kimi_k2", help="of `replay`")
     parser.add_argument("--supernodes", default="1,4,16", help="of `scale`")
     parser.add_argument("--scale-steps", type=int, default=10, help="steps of each run of `scale`")

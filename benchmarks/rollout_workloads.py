@@ -172,3 +172,46 @@ WORKLOADS = {
 """GPUs, GPUs of an engine, requests of an iteration, G, maximum and mean length: published. Layouts within an engine:
 assumed (one die; tensor parallel; attention data parallel, experts over all dies). K2's weights are in FP8, as it is
 released."""
+
+
+@dataclass(frozen=True)
+class RhymeWorkload:
+    """The steps of RhymeRL's ablation. ``tp``: of engines and trainer; ``published``: speed relative to veRL
+    (cumulative)."""
+
+    model: str
+    gpus: int
+    tp: int
+    prompts: int
+    group_size: int
+    steps_of_epoch: int
+    max_tokens: int
+    published: dict[str, float]
+
+    @property
+    def median_tokens(self) -> float:
+        """The median of lengths whose 99th percentile is the maximum: it is about 10 times the median (TailSieve's
+        trace)."""
+        return self.max_tokens / 10
+
+    @property
+    def kv_tokens(self) -> int:
+        """Capacity of an engine's KV cache: `KV_FRACTION` of what weights and runtime leave."""
+        shape = load_shape(self.model, SHAPES).shape
+        free = HARDWARE.usable_bytes - largest_weight_bytes(shape, Parallel(self.tp, tp=self.tp))
+        return int(KV_FRACTION * free / shape.kv_bytes(self.tp))
+
+
+RHYME = RhymeWorkload(
+    model="qwen3_14b",
+    gpus=128,
+    tp=2,
+    prompts=512,
+    group_size=8,
+    steps_of_epoch=3,
+    max_tokens=16384,
+    published={"histopipe": 1.43, "two_tier": 1.56, "histospec": 2.34},
+)
+"""RhymeRL, arXiv 2508.18588. 128 GPUs, 14B parameters, at most 16K tokens, ratios of Math-14B: published. Assumed: that
+the model is Qwen3-14B and the GPUs H800s, layouts, prompts, G, steps of an epoch, and that all cards train and generate
+in turn. The best published ratio, of any of its workloads, is 2.61."""

@@ -92,6 +92,7 @@ class Admission:
             exact_lengths=spec.exact_lengths,
             pool=spec.kv_pool,
             max_rows=min(spec.num_rows, MAX_ROWS),
+            histopipe=spec.histopipe,
         )
         self.running = RunningEngines(spec.low_requests)
         self.stage: Stage = "idle"
@@ -148,10 +149,11 @@ class Admission:
         expected = self._num_requested
         assert len(prompt_tokens) == expected, f"{len(prompt_tokens)} groups were admitted, expected {expected}"
         self._num_requested = 0
+        steps = self.ledger.next_steps(expected)
         self.ledger.admit(prompt_tokens)
-        for group, length in prompt_tokens.items():
+        for (group, length), step in zip(prompt_tokens.items(), steps, strict=True):
             ids = [f"{group}/{member}" for member in range(self.spec.group_size)]
-            self.buffer.add(group, ids, prompt_tokens=length, max_tokens=self.spec.max_response_tokens)
+            self.buffer.add(group, ids, prompt_tokens=length, max_tokens=self.spec.max_response_tokens, step=step)
 
     def observe_generated(self, response_tokens: Mapping[str, int]) -> None:
         """Records that samples are generated, by id with the tokens of their responses."""
@@ -298,9 +300,9 @@ class Admission:
 
     def _admit(self, engines: Sequence[int] | None = None) -> Iterator[Command]:
         """Admits as many groups as the ledger allows, the remaining steps can train, and these engines (None: those
-        that run) can start."""
+        that run) can start; with `histopipe`, which ranks the groups of a step, also those that have to wait."""
         count = self._num_admissible
-        if count > 0 and self.spec.ahead:
+        if count > 0 and self.spec.ahead and self.spec.histopipe is None:
             count = min(count, self._groups_to_begin(self.spec.max_requests, engines))
         if count > 0:
             self._num_requested = count

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusion.rollout.length_classes import HistoPipeSpec
 from fusion.rollout.router import PoolRouting
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class AdmissionSpec:
     others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
     it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``filters``: whether the
     algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
-    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, ``exact_lengths`` for it,
-    as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a second time.
+    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, ``exact_lengths`` and
+    ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a second time.
     """
 
     group_size: int
@@ -50,6 +51,7 @@ class AdmissionSpec:
     order: str = "fifo"
     num_rows: int = 0
     exact_lengths: Callable[[str], Sequence[int]] = lambda group: ()
+    histopipe: HistoPipeSpec | None = None
 
     @property
     def binds_late(self) -> bool:
@@ -72,11 +74,18 @@ def admission_spec(
 ) -> AdmissionSpec:
     """Returns the settings that the decisions of a run depend on. ``num_rows``: of the data, 0: without end."""
     sharing = {*spec.deployment.shared}
+    slots = spec.rollout.max_seqs * spec.infer_of_one_engine.dp
+    histopipe = HistoPipeSpec(
+        num_engines=len(spec.engines),
+        engine_slots=slots,
+        group_size=config.algorithm.group_size,
+        num_classes=spec.rollout.length_classes,
+    )
     return AdmissionSpec(
         group_size=config.algorithm.group_size,
         num_engines=len(spec.engines),
         shared_engines=frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks}),
-        engine_slots=spec.rollout.max_seqs * spec.infer_of_one_engine.dp,
+        engine_slots=slots,
         max_response_tokens=spec.rollout.sampling().max_tokens,
         max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
         ahead=spec.ahead,
@@ -88,6 +97,7 @@ def admission_spec(
         order=spec.rollout.order,
         num_rows=num_rows,
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
+        histopipe=histopipe if spec.rollout.order == "histopipe" else None,
         filters=filters,
     )
 

@@ -241,6 +241,11 @@ class Config:
                 f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
                 "otherwise no engine continues while weights arrive"
             )
+        if self.rollout.order == "histopipe" and not self.stalesync.max_staleness:
+            raise ValueError(
+                "rollout.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders two steps "
+                "such that the second begins before the first has ended"
+            )
         if self.rollout.pools_kv and not (self.rollout.max_chunk_tokens or self.pools_suspended):
             raise ValueError(
                 "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length="

@@ -101,6 +101,12 @@ class StalenessLedger:
             return self.groups_per_step
         return min(self.groups_per_step, ceil(self.tokens_per_step * groups / tokens))
 
+    def next_steps(self, count: int) -> list[int]:
+        """Returns the version in which each of the next groups to be admitted is expected to be trained, behind those
+        in progress."""
+        behind, step = self.num_untrained, self.expected_groups
+        return [self.version + (behind + number) // step for number in range(count)]
+
     def admit(self, groups: Iterable[str]) -> None:
         """Admits groups at the current version."""
         room = self.may_admit

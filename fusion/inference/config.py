@@ -16,7 +16,7 @@ DRAFTS = ("none", "siblings", "history", "both")
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
 
-ORDERS = ("fifo", "least_generated", "context", "history", "oracle")
+ORDERS = ("fifo", "least_generated", "context", "history", "oracle", "histopipe")
 DRAFT_BUDGETS = ("measured", "window")
 
 BLOCK_MULTIPLE = 16
@@ -56,8 +56,13 @@ class RolloutConfig:
     estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
     `least_generated`), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
     one response of each group first, then the groups whose finished responses are longest); `oracle` (the most tokens
-    left) only with forced_median. With chunk_tokens it decides again after every chunk, otherwise only where a response
-    begins; where nothing is known of lengths, `history` is then `fifo`."""
+    left) only with forced_median; `histopipe` (RhymeRL: by the length in the last epoch, one step from short to long,
+    the next from long to short, on engines that each prefer a class of lengths) only with stalesync.max_staleness > 0.
+    With chunk_tokens it decides again after every chunk, otherwise only where a response begins; where nothing is known
+    of lengths, `history` is then `fifo`."""
+    length_classes: int = 4
+    """With order=histopipe, number of classes by length among which a step's groups are divided evenly, and the engines
+    such that the longest class takes as little time as possible; at most one for each engine. 1: engines take any."""
     max_length: int | None = None
     """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
     block_size: int = 16
@@ -153,6 +158,7 @@ class RolloutConfig:
         check.that("kv_spill", self.kv_spill is None or os.path.isabs(self.kv_spill), "an absolute path, or null")
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("order", ORDERS)
+        check.integer("length_classes", at_least=1)
         check.that(
             "order",
             self.order != "oracle" or self.forced_median is not None,
@@ -185,11 +191,13 @@ class RolloutConfig:
         )
 
     def _check_unused(self, check: Checks) -> None:
-        """Refuses options of drafts and of the KV pool where there is none to which they apply."""
+        """Refuses options of an order, of drafts and of the KV pool where there is none to which they apply."""
         for name in ("kv_spill", "max_spilled_kv_mib", "kv_spread", "kv_pull_tokens"):
             default = getattr(RolloutConfig, name)
             unused = not self.pools_kv and getattr(self, name) != default
             check.that(name, not unused, f"{json.dumps(default)} (the default) with suspended_kv={self.suspended_kv}")
+        unused = self.order != "histopipe" and self.length_classes != RolloutConfig.length_classes
+        check.that("length_classes", not unused, f"4 (the default) with rollout.order={self.order}")
         unused = self.max_spilled_kv_mib is not None and self.kv_spill is None
         check.that("max_spilled_kv_mib", not unused, "null with rollout.kv_spill=null")
         for name in ("draft_tree", "draft_budget", "draft_mib", "draft_group_mib", "draft_max_age", "draft_exchange"):

@@ -2,7 +2,8 @@
 
 Invariants (property-tested with tests/rollout/test_buffer.py against plain choices): `assign_all` assigns every
 request, those of a group together but for those that return to their KV; `fill` assigns requests in order until the
-next one fits no engine. Both give each engine its requests in order.
+next one fits no engine. Both give each engine its requests in order. Where engines have classes (`histopipe.py`), each
+first gets what it prefers, and the rest goes on as without.
 
 Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d log E), without that of the order.
 """
@@ -10,10 +11,11 @@ Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from fusion.rollout.engine_room import EngineRoom, Vacancy
+from fusion.rollout.histopipe import HistoPipeRequests
 from fusion.rollout.order import WaitingRequests
 from fusion.rollout.router import LeastLoaded, PoolRouting, assign_groups
 
@@ -86,37 +88,74 @@ def fill(
 ) -> ByEngine:
     """Takes requests and assigns them until the next one fits nowhere: to the engine with the request's KV (with a pool
     as `PoolRouting` chooses), else to that of the sibling assigned last, else to the one with the most room (of several
-    the first).
+    the first). Where engines have classes, each first gets those that it prefers, in the same way.
 
     Args:
         vacancies: what each engine that can take a request can still take; changed.
         groups: by id; the engine of each is updated.
     """
-    by_engine: ByEngine = {engine: [] for engine in vacancies}
-    widest_first = _WidestFirst(vacancies)
-    free = sum([max(0, vacancy.requests) for vacancy in vacancies.values()])
-    while free and (entry := waiting.take()) is not None:
-        tokens = entry.load + room.chunk(entry.max_tokens - entry.generated)
-        group = groups[entry.group]
+    filling = _Filling(vacancies, room, groups, pool)
+    if isinstance(waiting, HistoPipeRequests):
+        filling.moves = waiting.moves
+        filling.add_preferred(waiting)
+    while filling.free and (entry := waiting.take()) is not None:
+        if not filling.add(entry):
+            waiting.put_back(entry)
+            break
+    return filling.by_engine
+
+
+class _Filling:
+    """Engines that are filled with requests. ``free``: number of requests that they can still take."""
+
+    def __init__(
+        self,
+        vacancies: Mapping[int, Vacancy],
+        room: EngineRoom,
+        groups: Mapping[str, Group],
+        pool: PoolRouting | None,
+    ) -> None:
+        self._vacancies, self._room, self._groups, self._pool = vacancies, room, groups, pool
+        self._widest_first = _WidestFirst(vacancies)
+        self.by_engine: ByEngine = {engine: [] for engine in vacancies}
+        self.free = sum([max(0, vacancy.requests) for vacancy in vacancies.values()])
+        self.moves: Callable[[Entry], bool] | None = None
+        """Whether a request leaves the engine that has its KV, for the one with the most room; None: none does"""
+
+    def add(self, entry: Entry) -> bool:
+        """Assigns a request; returns whether it fits."""
+        tokens = entry.load + self._room.chunk(entry.max_tokens - entry.generated)
+        group, vacancies, pool = self._groups[entry.group], self._vacancies, self._pool
         engine = entry.kv[0] if entry.kv else group.engine
-        vacancy = None if engine is None else vacancies.get(engine)
+        vacancy = None if engine is None or (self.moves and self.moves(entry)) else vacancies.get(engine)
         if (
             engine is None
             or vacancy is None
             or not vacancy.takes(tokens)
-            or (pool and entry.kv_tokens and not _stays(engine, vacancies, widest_first.engine, pool))
+            or (pool and entry.kv_tokens and not _stays(engine, vacancies, self._widest_first.engine, pool))
         ):
-            engine = widest_first.engine
+            engine = self._widest_first.engine
             vacancy = vacancies[engine]
             if not vacancy.takes(tokens):
-                waiting.put_back(entry)
-                break
+                return False
         vacancy.add(tokens)
         entry.reserved = tokens
-        by_engine[engine].append(entry)
+        self.by_engine[engine].append(entry)
         group.engine = engine
-        free -= 1
-    return by_engine
+        self.free -= 1
+        return True
+
+    def add_preferred(self, waiting: HistoPipeRequests) -> None:
+        """Assigns to each engine, the widest first, what it prefers, until the next one that it prefers does not
+        fit."""
+        widest_first = _WidestFirst(self._vacancies)
+        while self.free and widest_first:
+            entry = waiting.take_for(widest_first.engine)
+            if entry is None:
+                widest_first.drop()
+            elif not self.add(entry):
+                waiting.put_back(entry)
+                widest_first.drop()
 
 
 class _WidestFirst:
@@ -127,6 +166,13 @@ class _WidestFirst:
         self._heap = [(vacancy.rank, place, engine) for place, (engine, vacancy) in enumerate(vacancies.items())]
         """The rank of an engine, or an earlier one, which was lower; its place among the engines, and its number"""
         heapq.heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def drop(self) -> None:
+        """Leaves out the engine that was found last."""
+        heapq.heappop(self._heap)
 
     @property
     def engine(self) -> int:

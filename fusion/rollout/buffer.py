@@ -42,8 +42,10 @@ from typing import Any, Literal, NamedTuple
 
 from fusion.rollout.assignment import assign_all, fill
 from fusion.rollout.engine_room import EngineRoom
+from fusion.rollout.histopipe import HistoPipeRequests
+from fusion.rollout.length_classes import HistoPipeSpec
 from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
-from fusion.rollout.order import Lengths, make_waiting
+from fusion.rollout.order import KNOWS_LAST_EPOCH, Lengths, WaitingRequests, make_waiting
 from fusion.rollout.router import PoolRouting
 
 State = Literal["waiting", "running", "finished"]
@@ -58,7 +60,8 @@ class Entry:
     its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
     whose KV these have in the machine's pool; ``position``: in the order
     of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
-    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine.
+    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine; ``step``: in
+    which its group is expected to be trained.
     """
 
     id: str
@@ -78,6 +81,7 @@ class Entry:
     kv_tokens: int = 0
     last_engine: int | None = None
     reserved: int = 0
+    step: int = 0
 
     @property
     def load(self) -> int:
@@ -128,7 +132,9 @@ class RequestBuffer:
         order: in which they are dispatched, a key of `ORDERS`.
         exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
         pool: how engines share KV; None: they do not.
-        max_rows: rows of the data of which lengths are kept, for the order `history`; 0: none comes a second time.
+        max_rows: rows of the data of which lengths are kept, for orders that know the last epoch; 0: none comes a
+            second time.
+        histopipe: settings of the order `histopipe`; None with another one.
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class RequestBuffer:
         exact_lengths: Callable[[str], Sequence[int]] = lambda group: (),
         pool: PoolRouting | None = None,
         max_rows: int = MAX_ROWS,
+        histopipe: HistoPipeSpec | None = None,
     ) -> None:
         self._num_probes, self._order, self._exact_lengths, self._pool = num_probes, order, exact_lengths, pool
         self.entries: dict[str, Entry] = {}
@@ -146,24 +153,26 @@ class RequestBuffer:
         self._added = 0
         """Number of requests ever added"""
         self.history = LengthHistory(max_rows)
-        """Lengths of the rows whose groups have ended, if the order is `history`"""
-        self._waiting = make_waiting(order, self.history)
+        """Lengths of the rows whose groups have ended, if the order knows them"""
+        self._waiting: WaitingRequests = (
+            make_waiting(order, self.history) if histopipe is None else HistoPipeRequests(histopipe)
+        )
         self._count: Counter[State] = Counter()
         self._held: defaultdict[int, Held] = defaultdict(Held)
         """Engine → what it has"""
         self._migrated = 0
         """Requests with tokens that were dispatched to another engine than the last one, since `take_metrics`"""
 
-    def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int) -> None:
-        """Adds a group of requests, which wait from now on."""
+    def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int, step: int = 0) -> None:
+        """Adds a group of requests, which wait from now on. ``step``: in which it is expected to be trained."""
         assert group not in self._groups, f"group {group!r} was added before"
-        self._add_group(group, max_tokens)
+        self._add_group(group, max_tokens, step)
         first, num_probes = self._added, self._num_probes
         self._insert(
             group,
             "waiting",
             [
-                Entry(id, group, prompt_tokens, max_tokens, first + member, member, member >= num_probes > 0)
+                Entry(id, group, prompt_tokens, max_tokens, first + member, member, member >= num_probes > 0, step=step)
                 for member, id in enumerate(ids)
             ],
         )
@@ -306,7 +315,7 @@ class RequestBuffer:
         if removed.num_unfinished or self._order != "fifo":
             waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
             self._waiting.discard(group, waiting)
-        if self._order == "history" and not removed.num_unfinished:
+        if self._order in KNOWS_LAST_EPOCH and not removed.num_unfinished:
             self.history.observe(members[0].position, row_of(group), [entry.generated for entry in members])
         return members
 
@@ -320,14 +329,15 @@ class RequestBuffer:
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
-        return [{name: getattr(entry, name) for name in SAVED} | {"kv": None} for entry in self.entries.values()]
+        names = SAVED if self._order == "histopipe" else [name for name in SAVED if name != "step"]
+        return [{name: getattr(entry, name) for name in names} | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
         for fields_ in state:
             entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED}, position=self._added)
             if entry.group not in self._groups:
-                self._add_group(entry.group, entry.max_tokens)
+                self._add_group(entry.group, entry.max_tokens, entry.step)
             entry.member = len(self._groups[entry.group].members)
             entry.behind = entry.member >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
@@ -335,10 +345,10 @@ class RequestBuffer:
                 self._waiting.observe_finished(entry.group, entry.generated)
         self._waiting.take_errors()  # they were reported before
 
-    def _add_group(self, group: str, max_tokens: int) -> None:
+    def _add_group(self, group: str, max_tokens: int, step: int) -> None:
         self._groups[group] = Group()
         if self._order != "fifo":
-            lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group))
+            lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group), step=step)
             self._waiting.add_group(group, lengths)
 
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:

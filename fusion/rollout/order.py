@@ -6,6 +6,7 @@
     context            a probe; else one of the group with the longest estimate    finished siblings
     history            the one with the most tokens left, by estimate              last epoch, finished siblings
     oracle             the one with the most tokens left                           the length of every response
+    histopipe          shortest or longest first, in turn (`histopipe.py`)         last epoch
 
 With chunks (`rollout.chunk_tokens`) a request comes back to the buffer after each of them, so an order decides again
 and again; without, only where a response begins. `context` is Seer's (arXiv 2511.14617): the first request of each
@@ -65,11 +66,13 @@ class Lengths:
         max_tokens: of a response.
         earlier: of the same row in an earlier epoch.
         exact: of each member; empty where they are not known.
+        step: in which the group is expected to be trained.
     """
 
     max_tokens: int
     earlier: Sequence[int] = ()
     exact: Sequence[int] = ()
+    step: int = 0
     longest: int = field(init=False)
     """Seer's estimate: the longest finished sibling, at first the upper bound"""
     mean: float = field(init=False)
@@ -136,6 +139,9 @@ ORDERS: dict[str, RankOf] = {
 
 KNOWS_SIBLINGS = frozenset({"context", "history"})
 """Orders whose ranks change when a sibling finishes"""
+
+KNOWS_LAST_EPOCH = frozenset({"history", "histopipe"})
+"""Orders that estimate by the lengths of a row's last epoch"""
 
 
 class WaitingRequests(Protocol):

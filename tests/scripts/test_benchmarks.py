@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import drafts_sides
+from benchmarks import drafts_sides, rollout_rhyme
 from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
 from benchmarks.growth_run import calls_of_a_step, growth_of_rss
+from benchmarks.rollout_workloads import RHYME
 from benchmarks.rotation import in_rotation
 from benchmarks.stalesync_modes import Mode, Workload, log_of, new_home
 from benchmarks.switch_floor import floor_of
@@ -107,3 +108,13 @@ def test_every_response_of_a_group_is_replayed_in_every_order(monkeypatch):
     assert found.keys() == modes and {*map(len, said)} == {30}
     assert [count for _, count, _, _ in tokens] == [20 * 30] * len(modes)
     assert all(figures.keys() == {"tokens_per_forward", "accepted", "hit_rate"} for figures in found.values())
+
+
+def test_a_mode_of_the_rhyme_ablation_is_compared_by_seed_and_with_what_is_published():
+    found = rollout_rhyme.compared([100.0, 200.0], [150.0, 200.0], published=1.0)
+    assert found["ratio"] == 1.25 and found["tokens_per_s"] == 175.0
+    assert found["deviation"] == 0.25 and found["spread"] == pytest.approx(0.5**1.5)
+    assert "deviation" not in rollout_rhyme.compared([100.0], [150.0], published=None)
+    assert RHYME.published.keys() < rollout_rhyme.MODES.keys()
+    figures = {"full": {"ratio": 2.0}, "histospec": {"ratio": 2.0}}
+    assert rollout_rhyme.misses(figures) and not rollout_rhyme.misses(figures | {"full": {"ratio": 2.1}})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.rollout import PoolRouting
+from fusion.rollout import HistoPipeSpec, PoolRouting
 from stalesync import admission as admission_module
 from stalesync.admission import Admission
 from stalesync.commands import AwaitSamples, Dispatch, Publish
@@ -32,14 +32,17 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
     batch, size = random.randint(1, 6), random.randint(1, 3)
     filters = random.choice([0, batch, 10 * batch])
     chunks, outcomes = random.random() < 0.5, random.choice(OUTCOMES)
-    keeps_kv = random.random() < 0.5
+    keeps_kv, slots = random.random() < 0.5, random.randint(1, 3)
+    order = random.choice(["fifo", "least_generated", "context", "history", "histopipe"])
+    classes = HistoPipeSpec(4, slots, size, num_classes=random.randint(1, 5))
     spec = spec_of(
         deployment,
         group_size=size,
         chunk_tokens=random.randint(1, 9) if chunks else 0,
-        order=random.choice(["fifo", "least_generated", "context", "history"]),
+        order=order,
+        histopipe=classes if order == "histopipe" else None,
         filters="filtered" in outcomes or random.random() < 0.5,
-        engine_slots=random.randint(1, 3),
+        engine_slots=slots,
         max_filtered_groups=filters,
         ahead=bound > 0,
         scores_beside=beside,

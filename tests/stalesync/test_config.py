@@ -75,6 +75,17 @@ def test_kv_is_pooled_where_requests_leave_their_engine_before_the_weights_chang
     _config(checkpoint, rollout__suspended_kv="pool", **changes).validate()
 
 
+def test_histopipe_needs_two_steps_in_progress(checkpoint):
+    pipe = {"rollout__order": "histopipe", "rollout__length_classes": 2}
+    _config(checkpoint, stalesync__max_staleness=1, **pipe).validate()
+    with pytest.raises(
+        ValueError, match="rollout.order=histopipe: expected another one with stalesync.max_staleness=0"
+    ):
+        _config(checkpoint, **pipe).validate()
+    with pytest.raises(ValueError, match=r"rollout.length_classes=.*the default\) with rollout.order=history"):
+        _config(checkpoint, rollout__length_classes=2).validate()
+
+
 def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
         _config(checkpoint, algorithm__replay=replay).validate()

@@ -59,6 +59,18 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
+def test_a_run_of_two_epochs_in_the_order_histopipe_keeps_the_bound_and_knows_lengths_in_the_second(base, tmp_path):
+    steps = 4
+    pipe = ["rollout.order=histopipe", "rollout.length_classes=2", "data.rows=16", "stalesync.max_staleness=1"]
+    done = train(base, tmp_path, *STALE, *TWO, *CHUNKS, *pipe, f"run.steps={steps}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
+    assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= 1
+    known = ["rollout/length_error_mean" in row for row in rows]
+    assert not known[0] and any(known), "whichever step their responses finish in"
+
+
 @pytest.mark.parametrize(
     "deployment", [pytest.param(name, marks=pytest.mark.extended) for name in ("colocated", "separate")]
 )

@@ -167,3 +167,16 @@ def test_both_gates_close_exactly_where_a_group_could_no_longer_be_trained_in_ti
     assert ledger.ready() == [], "the only place left is b's, though c is done first"
     ledger.finish("b")
     assert ledger.ready() == ["b"]
+
+
+def test_the_next_groups_are_expected_in_the_versions_that_have_places_for_them():
+    ledger = StalenessLedger(1, 3)
+    assert ledger.next_steps(6) == [0, 0, 0, 1, 1, 1]
+    ledger.admit("abcdef")
+    for group in "abc":
+        ledger.finish(group)
+    ledger.train("abc")
+    ledger.advance()
+    assert ledger.next_steps(3) == [2, 2, 2]
+    ledger.fail("d", "reward_raised")
+    assert ledger.next_steps(3) == [1, 2, 2], "the first one takes the place of the failed one"
