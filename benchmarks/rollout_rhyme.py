@@ -6,8 +6,7 @@
     two_tier    1          … shares by search; in chunks, with tail migration       none
     histospec   1          as two_tier                                              of the last epoch
     stalesync   1          in chunks, with a KV pool, in the order `history`        none
-    history     1          as stalesync                                             of siblings and the last epoch
-    full        1          as two_tier                                              of siblings and the last epoch
+    full        1          as stalesync                                             of siblings and the last epoch
     full_s2     2          as full                                                  of siblings and the last epoch
 
 Every run has two epochs of the same rows and two steps beyond them; the first teaches the lengths, the second is
@@ -60,9 +59,8 @@ MODES = {
     "two_tier": Mode(),
     "histospec": Mode(drafts=OF_HISTORY),
     "stalesync": Mode(order="history"),
-    "history": Mode(order="history", drafts=OF_BOTH),
-    "full": Mode(drafts=OF_BOTH),
-    "full_s2": Mode(2, drafts=OF_BOTH),
+    "full": Mode(order="history", drafts=OF_BOTH),
+    "full_s2": Mode(2, "history", drafts=OF_BOTH),
 }
 
 

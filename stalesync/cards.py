@@ -21,29 +21,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, cast
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.colocate.rendezvous import LOOPBACK
-from fusion.npu.config import claim
 from fusion.npu.failures import FailureKind
 from fusion.telemetry import wall_ns
 from stalesync.card import Card
+from stalesync.card_actors import CardActors
 from stalesync.engine_deaths import IDLE, EngineDeaths
+from stalesync.engine_watch import EngineWatch
 from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
-from stalesync.hosts import Host, alive_hosts, all_hosts, describe_ranks
+from stalesync.hosts import Host, alive_hosts, describe_ranks
 from stalesync.patience import Patience
-from stalesync.placing import check_cards, order_by_place, spread
 from stalesync.stage_calls import (
     Params,
     Result,
@@ -117,9 +113,6 @@ class Cards:
         health_checks: from the start of the workers on.
         text_server: the actor through which engines exchange text (`text_server.py`), or None.
         max_engine_restarts: maximum number of engines that are replaced.
-
-    Attributes:
-        hosts: of every rank, once the workers have started.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class Cards:
         max_engine_restarts: int = 0,
     ):
         self.world, self.timeout_s, self.engines = spec.world, timeout_s, spec.engines
-        self.hosts: list[Host] = []
         self.health_checks: list[Callable[[], None]] = [*health_checks]
         """Called while waiting; an exception of one ends the run."""
         self._running: list[RunningStage[Any]] = []
@@ -143,37 +135,14 @@ class Cards:
         self._polling_thread = 0
         self._address = ""
         """Of the first card's rendezvous"""
-        self._deaths = EngineDeaths.of(spec.deployment, spec.engines, max_engine_restarts)
         self._thread = threading.get_ident()
         """The thread that takes note of the deaths of engines"""
-        self._ended: deque[tuple[int, Any, Exception]] = deque()
-        """Rank, actor and Ray's error of watched processes that have ended"""
-        self._dead: dict[int, str] = {}
-        """Engine that has died → how, until `take_dead`"""
-        self._down: set[int] = set()
-        """Engines that have died and are not started again"""
-        kind, resources = claim(spec.device.kind, ray.cluster_resources())
-        check_cards(kind, spec.world, ray.cluster_resources())
-        spec = replace(spec, device=replace(spec.device, kind=kind))
-        remote: Any = ray.remote
-        threads = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
-        actor = remote(concurrency_groups=threads, **resources)(Card)
-        nodes = _nodes_of(spec.world, alive_hosts(ray.nodes())) if kind == "emulated" else [None] * spec.world
-
-        def start(node: str | None, soft: bool = False) -> Any:
-            """Starts a worker. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""
-            place = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=soft)}
-            return actor.options(**place).remote(spec, queue, text_server)
-
-        self._start, self._chooses_nodes = start, kind == "emulated"
+        deaths = EngineDeaths.of(spec.deployment, spec.engines, max_engine_restarts)
+        self._watch = EngineWatch(spec.engines, deaths, describe=lambda cause: str(self._error(cause)))
         self._log_of = log_of
-        self._actors = [start(node) for node in nodes]
+        self._actors = CardActors(spec, queue, text_server)
         try:
-            places = self.on().call(Card.place)
-            hosts = all_hosts(ray.nodes())
-            order = order_by_place([(hosts[node].address, cards) for node, cards in places])
-            self._actors = [self._actors[index] for index in order]
-            self.hosts = [hosts[places[index][0]] for index in order]
+            self._actors.order(self.on().call(Card.place))
             self._assign_ranks(range(self.world))
         except BaseException:
             self.close()
@@ -190,14 +159,18 @@ class Cards:
         host = self.hosts[0].address if len({*self.hosts}) > 1 else LOOPBACK
         (self._address,) = self.on([0]).call(Worker.rendezvous, host)
         descriptions = self.on().call(Worker.prepare, self._address)
-        self._watch(self._deaths.watched)
+        self._watch_cards(self._watch.watched)
         return descriptions
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The host of every rank; none until the workers have started."""
+        return self._actors.hosts
 
     def take_dead(self) -> dict[int, str]:
         """Returns the engines that have died since the last call, each with a text that says how. Their processes have
         ended."""
-        dead, self._dead = self._dead, {}
-        return dead
+        return self._watch.take_dead()
 
     def restart(self, engine: int, number: int) -> None:
         """Starts other processes for an engine that has died, on the same hosts if these live, and prepares them; the
@@ -210,15 +183,12 @@ class Cards:
             CardFailed: as `CardGroup.call`.
         """
         ranks = self.engines[engine]
-        for rank in ranks:
-            self._actors[rank] = self._start(self.hosts[rank].node if self._chooses_nodes else None, soft=True)
-        hosts = all_hosts(ray.nodes())
-        for rank, (node, _) in zip(ranks, self.on(ranks).call(Card.place), strict=True):
-            self.hosts[rank] = hosts[node]
+        self._actors.restart(ranks)
+        self._actors.observe_places(ranks, self.on(ranks).call(Card.place))
         self._assign_ranks(ranks)
         self.on(ranks).call(Worker.prepare, self._address, restart=number)
-        self._down.discard(engine)
-        self._watch(ranks)
+        self._watch.observe_restarted(engine)
+        self._watch_cards(ranks)
 
     def on(self, ranks: Sequence[int] | None = None) -> CardGroup:
         """Selects cards by rank (None: all of them)."""
@@ -285,7 +255,8 @@ class Cards:
         for health_check in self.health_checks:
             health_check()
         if threading.get_ident() == self._thread:
-            self._note_ended()
+            for rank, error in self._watch.take_ended(self._actors):
+                self._fail(_idle(rank), FailedStage.of(error, rank=rank, stage=IDLE))
         running = [stage for stage in list(self._running) if stage.thread == threading.get_ident()]
         stage_by_ref = {ref: stage for stage in running for ref in stage.pending}
         if not stage_by_ref:
@@ -371,46 +342,27 @@ class Cards:
 
     def find_unresponsive(self) -> list[int]:
         """Returns the ranks that do not answer a control call within STATUS_TIMEOUT_S."""
-        rank_by_ref = {actor.status.remote(): rank for rank, actor in enumerate(self._actors)}
+        rank_by_ref = {self._actors[rank].status.remote(): rank for rank in range(self.world)}
         _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
         return sorted(rank_by_ref[ref] for ref in unanswered)
 
     def close(self) -> None:
         """Ends all workers."""
-        for actor in self._actors:
-            ray.kill(actor)
+        self._actors.end()
 
     def _assign_ranks(self, ranks: Sequence[int]) -> None:
         logs = {rank: None if self._log_of is None else str(self._log_of(rank).resolve()) for rank in ranks}
         self.call_each({rank: stage_call(Card.take_rank, rank, log) for rank, log in logs.items()})
 
-    def _watch(self, ranks: Sequence[int]) -> None:
-        """Has the end of these cards' processes noticed, whatever they do."""
-
-        def note(rank: int, actor: Any, future: Any) -> None:
-            self._ended.append((rank, actor, future.exception()))
-
+    def _watch_cards(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            actor = self._actors[rank]
-            actor.watch.remote().future().add_done_callback(partial(note, rank, actor))
-
-    def _note_ended(self) -> None:
-        """Takes note of watched processes that have ended.
-
-        Raises:
-            CardFailed: the engine of one is not replaced.
-        """
-        while self._ended:
-            rank, actor, error = self._ended.popleft()
-            if actor is self._actors[rank] and self._deaths.engine_of(rank) not in self._down:
-                self._fail(_idle(rank), FailedStage.of(error, rank=rank, stage=IDLE))
+            self._watch.watch(rank, self._actors[rank])
 
     def _is_replaced(self, failed: FailedStage) -> bool:
         """Whether the engine of a card that did not answer a control call has died and is replaced."""
-        rank = failed.failure.rank
         if failed.failure.kind is not FailureKind.DIED:
             return False
-        return self._deaths.engine_of(rank) in self._down or not self._mend(_idle(rank), failed)[0]
+        return self._watch.is_down(failed.failure.rank) or not self._mend(_idle(failed.failure.rank), failed)[0]
 
     def _patience(self) -> Patience:
         return Patience(time.monotonic(), limit_s=self.timeout_s, warn_every_s=WARN_EVERY_S)
@@ -434,7 +386,7 @@ class Cards:
         """Ends the engines that have died, if they are replaced; ``first`` was reported first, in the stage
         ``running``. Returns the failures that end the run, none if it goes on, and why it does not."""
         others = [stage for stage in list(self._running) if stage is not running]
-        if running.stage == "generate" and self._deaths.engine_of(first.failure.rank) in self._down:
+        if running.stage == "generate" and self._watch.is_down(first.failure.rank):
             self._abandon(running)  # it was begun before the engine was known to be dead
             return [], ""
         failed = gather_failures(first, (running, *others))
@@ -442,19 +394,14 @@ class Cards:
         for stage in (running, *others):
             for rank in {*stage.ranks} - {*stage.results}:
                 stages.setdefault(rank, set()).add(stage.stage)
-        failures = [one.failure for one in failed]
-        engines = self._deaths.observe_failures(failures, stages)
+        engines = self._watch.observe_failures(failed, stages)
         for engine in engines:
             ranks = self.engines[engine]
-            cause = root_cause([one for one in failed if one.failure.rank in ranks])
-            self._dead[engine] = str(self._error(cause))
-            self._down.add(engine)
-            for rank in ranks:
-                ray.kill(self._actors[rank])
+            self._actors.end(ranks)
             for stage in (running, *others):
                 if {*stage.ranks} <= {*ranks}:
                     self._abandon(stage)
-        return ([], "") if engines else (failed, self._deaths.why_not(failures, stages))
+        return ([], "") if engines else (failed, self._watch.why_not(failed, stages))
 
     def _abandon(self, stage: RunningStage[Any]) -> None:
         """Expects no result of a stage any more."""
@@ -498,11 +445,6 @@ class Cards:
         if len({*self.hosts}) < 2:
             return cause.error(why=why)
         return cause.error(self.hosts, lost_hosts={*self.hosts} - {*alive_hosts(ray.nodes()).values()}, why=why)
-
-
-def _nodes_of(world: int, hosts: Mapping[str, Host]) -> list[str]:
-    """Returns Ray's id of the node of each emulated card."""
-    return spread(world, sorted(hosts, key=lambda node: hosts[node].address))
 
 
 def _idle(rank: int) -> RunningStage[Any]:

@@ -329,8 +329,7 @@ class RequestBuffer:
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
-        names = SAVED if self._order == "histopipe" else [name for name in SAVED if name != "step"]
-        return [{name: getattr(entry, name) for name in names} | {"kv": None} for entry in self.entries.values()]
+        return [{name: getattr(entry, name) for name in SAVED} | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""

@@ -14,8 +14,9 @@ group is a probe, probes go first, shortest first; a group's estimate is the lon
 upper bound; now and then the group that has waited longest is served. `history` pools the lengths that the same row had
 in the last epoch (RhymeRL, arXiv 2508.18588: ranks of lengths move by 2 to 4 %) with those of finished siblings, and
 takes the most remaining tokens first, which is optimal for known lengths where work can be divided (McNaughton, 1959).
-A group of which nothing is known has a probe, unless all requests are taken at once. A response that has outgrown its
-estimate is taken for a long one, the longer the more.
+Where several steps are in progress, the oldest is first: the trainer waits for it. A group of which nothing is known
+has a probe, unless all requests are taken at once. A response that has outgrown its estimate is taken for a long one,
+the longer the more.
 
 Estimates are worth nothing where responses run away: what was expected to be short is begun last, and a runaway among
 it ends long after everything else. `least_generated` gives every response its share of time, so that a runaway has had
@@ -111,8 +112,12 @@ def _context(request: Entry, lengths: Lengths) -> Rank:
 
 def _history(request: Entry, lengths: Lengths) -> Rank:
     if request.member == 0 and not lengths.num_known:
-        return (0, request.generated)
-    return (1, *_most_left(request, lengths))
+        return (lengths.step, 0, request.generated)
+    return (lengths.step, 1, *_most_left(request, lengths))
+
+
+def _hedged(request: Entry, lengths: Lengths) -> Rank:
+    return (lengths.step, request.generated)
 
 
 def _most_left(request: Entry, lengths: Lengths) -> Rank:
@@ -284,7 +289,7 @@ class RankedRequests:
         if self._history is not None:
             hedges = self._history.runaway_share >= HEDGE[self._hedges]
             if hedges != self._hedges:
-                self._hedges, self._rank_of = hedges, ORDERS["least_generated" if hedges else "history"]
+                self._hedges, self._rank_of = hedges, _hedged if hedges else _history
                 for siblings in self._groups.values():
                     self._rank(siblings)
 
@@ -338,7 +343,8 @@ class RankedRequests:
         waiting = []
         for siblings in self._groups.values():
             for request in (*siblings.others.values(), *siblings.fresh):
-                rank = _most_left(request, siblings.lengths) if ranked else ()
+                lengths = siblings.lengths
+                rank = (lengths.step, *_most_left(request, lengths)) if ranked else ()
                 waiting.append((rank, request.position, request))
             siblings.others, siblings.fresh = {}, deque()
         self._by_rank, self._num_fresh, self._num_others = StampedHeap(), 0, 0

@@ -53,7 +53,9 @@ class PlainOrder:
 
     def rank(self, one):
         known, finished = self.lengths[one.group], self.finished.get(one.group, [])
-        match "least_generated" if self.hedges else self.name:
+        match "hedged" if self.hedges else self.name:
+            case "hedged":
+                return known.step, one.generated
             case "fifo":
                 return 0
             case "least_generated":
@@ -65,8 +67,8 @@ class PlainOrder:
                 pooled = [*known.earlier, *finished]
                 estimate = sum(pooled) / len(pooled) if pooled else MAX_TOKENS
                 if not pooled and one.member == 0:
-                    return 0, one.generated
-                return 1, -max(estimate - one.generated, OVERDUE * one.generated)
+                    return known.step, 0, one.generated
+                return known.step, 1, -max(estimate - one.generated, OVERDUE * one.generated)
             case "oracle":
                 return one.generated - known.exact[one.member]
 
@@ -85,9 +87,10 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
                 if random.random() < 0.1:
                     history.observe(0, "r", [1, 1, 1, random.choice([1, 10])] * 300)
                     history.end_step()
-                waiting.add_group(group, Lengths(MAX_TOKENS, earlier, exact))
+                step_number = random.randint(step // 50, step // 50 + 1)
+                waiting.add_group(group, Lengths(MAX_TOKENS, earlier, exact, step_number))
                 plain.hedges = name == "history" and history.runaway_share >= HEDGE[plain.hedges]
-                plain.lengths[group] = Lengths(MAX_TOKENS, earlier, exact)
+                plain.lengths[group] = Lengths(MAX_TOKENS, earlier, exact, step_number)
                 requests = [Request(f"{group}/{k}", group, step * 10 + k, k) for k in range(group_size)]
                 groups[group] = {one.id for one in requests}
                 waiting.add(requests)

@@ -284,5 +284,6 @@ def test_a_checkpoint_of_the_earlier_format_is_restored():
     admission.load_state_dict(state)
     again = admission.state_dict()
     assert again["ledger"] == state["ledger"]
-    assert again["buffer"] == [{k: v for k, v in entry.items() if k != "suspensions"} for entry in state["buffer"]]
+    kept = [{key: value for key, value in entry.items() if key != "suspensions"} for entry in state["buffer"]]
+    assert again["buffer"] == [entry | {"step": 0} for entry in kept]
     assert {entry["group"] for entry in state["buffer"]} <= set(state["ledger"]["in_flight"])

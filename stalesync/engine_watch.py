@@ -1,0 +1,79 @@
+"""Notice that engines have died, also while they do nothing, and remember which are not started again yet.
+
+    running ──► down ──► running        `observe_failures` … `take_dead` … `observe_restarted`
+
+A card of an engine that may be replaced has a call that never returns: it fails when the process ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from stalesync.engine_deaths import EngineDeaths
+from stalesync.failures import FailedStage, root_cause
+
+
+class EngineWatch:
+    """Watches the engines that may be replaced, and counts them with ``deaths``.
+
+    Args:
+        engines: ranks of every engine.
+        describe: what a user is told of a failure.
+    """
+
+    def __init__(
+        self, engines: Sequence[tuple[int, ...]], deaths: EngineDeaths, describe: Callable[[FailedStage], str]
+    ):
+        self._engines, self._deaths, self._describe = engines, deaths, describe
+        self.watched = deaths.watched
+        """The cards to watch"""
+        self._ended: deque[tuple[int, Any, Exception]] = deque()
+        """Rank, actor and Ray's error of watched processes that have ended"""
+        self._dead: dict[int, str] = {}
+        """Engine that has died → how, until `take_dead`"""
+        self._down: set[int] = set()
+        """Engines that have died and are not started again"""
+
+    def watch(self, rank: int, actor: Any) -> None:
+        """Has the end of a card's process noticed, whatever it does."""
+
+        def note(future: Any) -> None:
+            self._ended.append((rank, actor, future.exception()))
+
+        actor.watch.remote().future().add_done_callback(note)
+
+    def take_ended(self, actors: Any) -> Iterator[tuple[int, Exception]]:
+        """Yields rank and Ray's error of watched processes that have ended, whose engines are not known to be dead.
+        ``actors``: that run now, by rank."""
+        while self._ended:
+            rank, actor, error = self._ended.popleft()
+            if actor is actors[rank] and not self.is_down(rank):
+                yield rank, error
+
+    def is_down(self, rank: int) -> bool:
+        """Whether the engine of a card has died, and is not started again yet."""
+        return self._deaths.engine_of(rank) in self._down
+
+    def observe_failures(self, failed: Sequence[FailedStage], stages: Mapping[int, Collection[str]]) -> list[int]:
+        """Returns the engines that have died and are replaced; none: the run ends. ``stages``: under way, by rank."""
+        engines = self._deaths.observe_failures([one.failure for one in failed], stages)
+        for engine in engines:
+            cause = root_cause([one for one in failed if one.failure.rank in self._engines[engine]])
+            self._dead[engine] = self._describe(cause)
+            self._down.add(engine)
+        return engines
+
+    def why_not(self, failed: Sequence[FailedStage], stages: Mapping[int, Collection[str]]) -> str:
+        """Returns why engines that have died are not replaced; "": what has died is no engine."""
+        return self._deaths.why_not([one.failure for one in failed], stages)
+
+    def take_dead(self) -> dict[int, str]:
+        """Returns the engines that have died since the last call, each with a text that says how."""
+        dead, self._dead = self._dead, {}
+        return dead
+
+    def observe_restarted(self, engine: int) -> None:
+        """Records that other processes run for an engine."""
+        self._down.discard(engine)
