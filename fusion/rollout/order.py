@@ -74,24 +74,31 @@ class Lengths:
     earlier: Sequence[int] = ()
     exact: Sequence[int] = ()
     step: int = 0
-    longest: int = field(init=False)
-    """Seer's estimate: the longest finished sibling, at first the upper bound"""
-    mean: float = field(init=False)
-    """The mean of the last epoch and of finished siblings, at first the upper bound"""
     num_known: int = field(init=False)
     """Number of lengths that `mean` is of"""
     _sum: int = field(init=False)
+    _longest: int = 0
+    """Of the finished siblings"""
 
     def __post_init__(self) -> None:
-        self.longest, self.num_known, self._sum = self.max_tokens, len(self.earlier), sum(self.earlier)
-        self.mean = self._sum / self.num_known if self.earlier else self.max_tokens
+        self.num_known, self._sum = len(self.earlier), sum(self.earlier)
+
+    @property
+    def longest(self) -> int:
+        """Seer's estimate: the longest finished sibling, at first the upper bound"""
+        return self._longest or self.max_tokens
+
+    @property
+    def mean(self) -> float:
+        """The mean of the last epoch and of finished siblings, at first the upper bound"""
+        return self._sum / self.num_known if self.num_known else self.max_tokens
 
     def observe(self, tokens: int) -> None:
         """Records the length of a finished response."""
-        first = self.num_known == len(self.earlier)
-        self.longest = tokens if first else max(self.longest, tokens)
-        self.num_known, self._sum = self.num_known + 1, self._sum + tokens
-        self.mean = self._sum / self.num_known
+        self.num_known += 1
+        self._sum += tokens
+        if tokens > self._longest:
+            self._longest = tokens
 
 
 Rank = tuple[float, ...]
