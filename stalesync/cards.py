@@ -36,6 +36,7 @@ from fusion.telemetry import wall_ns
 from stalesync.card import Card
 from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
 from stalesync.hosts import Host, alive_hosts, all_hosts, describe_ranks
+from stalesync.kv_servers import RayPeer
 from stalesync.patience import Patience
 from stalesync.placing import check_cards, order_by_place, spread
 from stalesync.stage_calls import (
@@ -110,6 +111,8 @@ class Cards:
         log_of: the file in which the worker of a rank writes its log; None: Ray's.
         health_checks: from the start of the workers on.
         text_server: the actor through which engines exchange text (`text_server.py`), or None.
+        kv_peers: the KV pool of each machine by Ray's id of its node (`kv_servers.py`); None: KV does not travel
+            between machines.
 
     Attributes:
         hosts: of every rank, once the workers have started.
@@ -123,6 +126,7 @@ class Cards:
         log_of: Callable[[int], Path] | None = None,
         health_checks: Sequence[Callable[[], None]] = (),
         text_server: Any = None,
+        kv_peers: Mapping[str, RayPeer] | None = None,
     ):
         self.world, self.timeout_s = spec.world, timeout_s
         self.hosts: list[Host] = []
@@ -147,7 +151,8 @@ class Cards:
             self._actors = [self._actors[index] for index in order]
             self.hosts = [hosts[places[index][0]] for index in order]
             logs = [None if log_of is None else str(log_of(rank).resolve()) for rank in range(self.world)]
-            self.call_each({rank: stage_call(Card.take_rank, rank, log) for rank, log in enumerate(logs)})
+            peers = [kv_peers[host.node] for host in self.hosts] if kv_peers else []
+            self.call_each({rank: stage_call(Card.take_rank, rank, log, peers) for rank, log in enumerate(logs)})
         except BaseException:
             self.close()
             raise

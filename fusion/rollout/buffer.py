@@ -351,10 +351,13 @@ class RequestBuffer:
             entry.state, entry.engine = "running", engine
             if entry.generated and entry.last_engine not in (None, engine):  # None: not known after a restart
                 self._migrated += 1
-            if entry.kv and entry.kv[0] != engine and not (self._pool and self._pool.pulls(entry.kv_tokens)):
+            if entry.kv and entry.kv[0] != engine and not self._pulls(entry, entry.kv[0], engine):
                 self._locate_kv(entry, engine)
         self._count["waiting"] -= len(entries)
         self._count["running"] += len(entries)
+
+    def _pulls(self, entry: Entry, kv_home: int, engine: int) -> bool:
+        return self._pool is not None and self._pool.pulls(entry.kv_tokens, kv_home=kv_home, engine=engine)
 
     def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
         """Records where the KV of a request of this engine is now; what it has at another is left there."""
