@@ -11,9 +11,9 @@ A suspended request is resumed on the engine that has its KV, oldest first, unle
 share of the total load or, with a bound on requests, its maximum. It never waits for that engine: if the engine does
 not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
 the location of KV. A request whose KV is in the machine's pool (`kv_tokens`) prefers the engine that has parked it by
-`PoolRouting`; another engine may copy it, so `take_left_kv` reports it once the request has left that engine, too. A
-request without KV goes where the last one of its group went, if there is capacity: an engine
-shares prefixes of, and drafts from, what it has computed itself.
+`PoolRouting`; another engine may copy it, also one of another machine, so `take_left_kv` reports it once the request
+has left that engine, too. A request without KV goes where the last one of its group went, if there is capacity: an
+engine shares prefixes of, and drafts from, what it has computed itself.
 
 The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to
 draft from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request

@@ -65,7 +65,7 @@ come on top (docs/figures.md, "KV pool")"""
 
 @dataclass(frozen=True)
 class PoolRouting:
-    """Routes requests whose KV is in the machine's pool.
+    """Routes requests whose KV is in the pool of a machine.
 
     Args:
         max_spread: how many requests more than the least loaded engine the one may have that has parked a request's KV,
