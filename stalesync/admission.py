@@ -404,4 +404,7 @@ def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
         kv_ranks=[entry.kv[1] if entry.kv and entry.kv[0] == entry.engine else None for entry in entries],
         priorities=[entry.priority for entry in entries],
         kv_tokens=[entry.kv_tokens for entry in entries],
+        kv_engines=[
+            entry.kv[0] if entry.kv and entry.kv_tokens and entry.kv[0] != entry.engine else None for entry in entries
+        ],
     )

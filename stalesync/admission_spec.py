@@ -70,9 +70,16 @@ class AdmissionSpec:
 
 
 def admission_spec(
-    config: Config, spec: WorkerSpec, *, scores_beside: bool, filters: bool, num_rows: int
+    config: Config,
+    spec: WorkerSpec,
+    *,
+    scores_beside: bool,
+    filters: bool,
+    num_rows: int,
+    machines: Sequence[int] = (),
 ) -> AdmissionSpec:
-    """Returns the settings that the decisions of a run depend on. ``num_rows``: of the data, 0: without end."""
+    """Returns the settings that the decisions of a run depend on. ``num_rows``: of the data, 0: without end;
+    ``machines``: the number of the machine of each rank, (): all are on one."""
     sharing = {*spec.deployment.shared}
     slots = spec.rollout.max_seqs * spec.infer_of_one_engine.dp
     histopipe = HistoPipeSpec(
@@ -91,7 +98,7 @@ def admission_spec(
         ahead=spec.ahead,
         scores_beside=scores_beside,
         keeps_kv=spec.rollout.keeps_kv or spec.rollout.pools_kv,
-        kv_pool=PoolRouting(spec.rollout.kv_spread, spec.rollout.kv_pull_tokens) if spec.rollout.pools_kv else None,
+        kv_pool=_pool_routing(spec, machines) if spec.rollout.pools_kv else None,
         num_probes=spec.rollout.num_probes,
         chunk_tokens=spec.rollout.max_chunk_tokens,
         order=spec.rollout.order,
@@ -99,6 +106,15 @@ def admission_spec(
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
         histopipe=histopipe if spec.rollout.order == "histopipe" else None,
         filters=filters,
+    )
+
+
+def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:
+    return PoolRouting(
+        spec.rollout.kv_spread,
+        spec.rollout.kv_pull_tokens,
+        [tuple(machines[rank] for rank in ranks) for ranks in spec.engines] if machines else (),
+        remote=spec.rollout.kv_remote != "none",
     )
 
 

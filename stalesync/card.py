@@ -20,6 +20,7 @@ from fusion.colocate.failures import ships_failures
 from fusion.inference import Request
 from fusion.npu import Device
 from fusion.rollout import SuspendedSample
+from stalesync.kv_servers import RayPeer, remote_pools
 from stalesync.process_log import write_log_to
 from stalesync.text_server import caller
 
@@ -64,12 +65,14 @@ class Card(Worker):
         context = ray.get_runtime_context()
         return context.get_node_id(), [card for cards in context.get_accelerator_ids().values() for card in cards]
 
-    def take_rank(self, rank: int, log: str | None = None) -> None:
-        """Becomes the worker of this rank, which writes what it logs and prints to the file ``log`` (None: Ray's)."""
+    def take_rank(self, rank: int, log: str | None = None, kv_peers: Sequence[RayPeer] = ()) -> None:
+        """Becomes the worker of this rank, which writes what it logs and prints to the file ``log`` (None: Ray's).
+        ``kv_peers``: the KV pool of the machine of each rank; (): KV does not travel between machines."""
         if log is not None:
             write_log_to(log)
         spec, queue = self._spec_and_queue
-        super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server))
+        pools = remote_pools(spec, rank, kv_peers)
+        super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server), kv_peers=pools)
 
     @_in_group("watch")
     def watch(self) -> None:

@@ -39,6 +39,7 @@ from stalesync.engine_deaths import IDLE, EngineDeaths
 from stalesync.engine_watch import EngineWatch
 from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
 from stalesync.hosts import Host, alive_hosts, describe_ranks
+from stalesync.kv_servers import RayPeer
 from stalesync.patience import Patience
 from stalesync.stage_calls import (
     Params,
@@ -113,6 +114,8 @@ class Cards:
         health_checks: from the start of the workers on.
         text_server: the actor through which engines exchange text (`text_server.py`), or None.
         max_engine_restarts: maximum number of engines that are replaced.
+        kv_peers: the KV pool of each machine by Ray's id of its node (`kv_servers.py`); None: KV does not travel
+            between machines.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Cards:
         health_checks: Sequence[Callable[[], None]] = (),
         text_server: Any = None,
         max_engine_restarts: int = 0,
+        kv_peers: Mapping[str, RayPeer] | None = None,
     ):
         self.world, self.timeout_s, self.engines = spec.world, timeout_s, spec.engines
         self.health_checks: list[Callable[[], None]] = [*health_checks]
@@ -139,7 +143,7 @@ class Cards:
         """The thread that takes note of the deaths of engines"""
         deaths = EngineDeaths.of(spec.deployment, spec.engines, max_engine_restarts)
         self._watch = EngineWatch(spec.engines, deaths, describe=lambda cause: str(self._error(cause)))
-        self._log_of = log_of
+        self._log_of, self._kv_peers = log_of, kv_peers or {}
         self._actors = CardActors(spec, queue, text_server)
         try:
             self._actors.order(self.on().call(Card.place))
@@ -352,7 +356,9 @@ class Cards:
 
     def _assign_ranks(self, ranks: Sequence[int]) -> None:
         logs = {rank: None if self._log_of is None else str(self._log_of(rank).resolve()) for rank in ranks}
-        self.call_each({rank: stage_call(Card.take_rank, rank, log) for rank, log in logs.items()})
+        known = all(host.node in self._kv_peers for host in self.hosts)  # not a host that has joined the cluster since
+        peers = [self._kv_peers[host.node] for host in self.hosts] if known else []
+        self.call_each({rank: stage_call(Card.take_rank, rank, log, peers) for rank, log in logs.items()})
 
     def _watch_cards(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -262,6 +262,7 @@ class Generation:
                 "kv_rank": dispatched.kv_ranks,
                 "priority": dispatched.priorities,
                 "kv_tokens": dispatched.kv_tokens,
+                "kv_engine": dispatched.kv_engines,
                 "last_rewards": last_rewards,
             }
         )

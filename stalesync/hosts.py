@@ -43,6 +43,12 @@ def alive_hosts(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Host]:
     return all_hosts([node for node in nodes if node["Alive"]])
 
 
+def number_hosts(hosts: Sequence[Host]) -> list[int]:
+    """Numbers the host of each rank, in order of appearance."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [numbers[host] for host in hosts]
+
+
 def describe_hosts(hosts: Iterable[Host]) -> str:
     """Returns "host-a (10.0.0.1) and host-b (10.0.0.2)"."""
     return " and ".join(sorted(map(str, hosts)))

@@ -109,6 +109,7 @@ def _run(
     from distqueue.payload.sweep import memory
     from stalesync.cards import Cards
     from stalesync.host_check import check_hosts
+    from stalesync.kv_servers import kv_servers
     from stalesync.reward_sources import ModelReward, RuleReward
     from stalesync.scoring import Scorer
     from stalesync.text_server import text_server
@@ -145,9 +146,9 @@ def _run(
         progress.stage = "start the workers"
         texts = stack.enter_context(text_server(spec))
         timeout_s = config.cluster.stage_timeout_s
-        cards = stack.enter_context(
-            Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts, config.run.max_engine_restarts)
-        )
+        peers = stack.enter_context(kv_servers(spec))
+        restarts = config.run.max_engine_restarts
+        cards = stack.enter_context(Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts, restarts, peers))
         progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")

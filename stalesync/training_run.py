@@ -31,6 +31,7 @@ from stalesync.failures import logging_errors
 from stalesync.garbage import collecting_seldom
 from stalesync.generation import Generation
 from stalesync.groups import Groups
+from stalesync.hosts import number_hosts
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
 from stalesync.reward_history import RewardHistory
@@ -82,6 +83,7 @@ class TrainingRun:
             scores_beside=scorer.concurrent,
             filters=algorithm.filters,
             num_rows=source.num_rows or 0,
+            machines=number_hosts(cards.hosts),
         )
         self.admission = Admission(facts, ledger)
         rewards = RewardHistory() if config.rollout.drafts_history else None

@@ -27,6 +27,7 @@ from fusion.colocate.weights.staged_weights import StagedWeights
 from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.colocate.weights.weight_receiver import WeightReceiver
 from fusion.inference import InferEngine
+from fusion.inference.pooled import KVPeers
 from fusion.inference.stop_strings import StopStrings
 from fusion.model import ModelConfig
 from fusion.npu import Device
@@ -75,6 +76,7 @@ def load_card(
     log: StageLog,
     exchange_texts: Callable[[bytes], bytes] | None = None,
     restart: int = 0,
+    kv_peers: KVPeers | None = None,
 ) -> Card:
     """Creates the process groups and loads what the roles of ``rank`` need. Collective over all cards of the run; for a
     ``restart``, over those of its engine."""
@@ -98,7 +100,9 @@ def load_card(
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
     drafter = None if weights.infer is None else _load_drafter(spec, rank, exchange_texts)
-    kv_files = open_files(spec.kv_pool, rank) if spec.kv_pool is not None and weights.infer is not None else None
+    kv_files = None
+    if spec.kv_pool is not None and weights.infer is not None:
+        kv_files = open_files(spec.kv_pool, rank, kv_peers)
     engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter, kv_files=kv_files)
     generation = None
     if engine is not None:

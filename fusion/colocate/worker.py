@@ -40,6 +40,7 @@ from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, StageReport, wait_kind
 from fusion.inference import Request
+from fusion.inference.pooled import KVPeers
 from fusion.model import Mesh
 from fusion.npu import Device, open_device
 from fusion.npu.all_or_none import all_or_none
@@ -60,6 +61,7 @@ class Worker:
         parts: factories of the card's components; None: chosen by the spec.
         exchange_texts: sends a message to the text store of the run and returns its reply (`TextExchange`); None:
             engines draft from their own text.
+        kv_peers: the KV pools of the other machines; None: KV does not travel between machines.
     """
 
     def __init__(
@@ -69,10 +71,11 @@ class Worker:
         queue: SampleStore,
         parts: WorkerParts | None = None,
         exchange_texts: Callable[[bytes], bytes] | None = None,
+        kv_peers: KVPeers | None = None,
     ):
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
-        self._parts, self._exchange_texts = parts, exchange_texts
+        self._parts, self._exchange_texts, self._kv_peers = parts, exchange_texts, kv_peers
         self._card: Card | None = None
         self._drafts_to_save: list[Piece] = []
         self._rendezvous: Rendezvous | None = None
@@ -125,6 +128,7 @@ class Worker:
                 log=log,
                 exchange_texts=self._exchange_texts,
                 restart=restart,
+                kv_peers=self._kv_peers,
             )
         self.phases.arrive(home)
         return device.describe()

@@ -12,6 +12,7 @@ from fusion.inference.validation import check_sampling
 from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep", "pool")
+KV_REMOTE = ("none", "ray")
 DRAFTS = ("none", "siblings", "history", "both")
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
@@ -86,7 +87,7 @@ class RolloutConfig:
     computes it again. `pool`: where a request leaves its engine within a policy version (at the end of a chunk; hybrid:
     when its card trains), its KV goes to shared memory of the machine, from which any engine of it continues by copying
     (Seer's global KV pool, arXiv 2511.14617). When new weights arrive it is freed, as with `recompute`: no token is
-    computed behind KV of another version. KV that is missing, damaged or on another machine is computed again."""
+    computed behind KV of another version. KV that is missing or damaged is computed again."""
     max_parked_kv_mib: int | None = None
     """With suspended_kv=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
     again; pool: what was parked longest ago goes to kv_spill, or is computed again. null: no limit, but a pool leaves
@@ -102,6 +103,10 @@ class RolloutConfig:
     kv_pull_tokens: int = 512
     """With suspended_kv=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
     is computed again."""
+    kv_remote: str = "ray"
+    """With suspended_kv=pool, how KV travels to an engine on another machine: `ray`: as Ray objects, if it has at least
+    twice kv_pull_tokens and arrives before it could have been computed, by what was measured in this run; `none`: it is
+    computed again."""
     drafts: str = "none"
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (what the prompt's last group said, in an earlier epoch),
@@ -157,6 +162,7 @@ class RolloutConfig:
         check.integer("kv_pull_tokens", at_least=1)
         check.that("kv_spill", self.kv_spill is None or os.path.isabs(self.kv_spill), "an absolute path, or null")
         check.one_of("suspended_kv", SUSPENDED_KV)
+        check.one_of("kv_remote", KV_REMOTE)
         check.one_of("order", ORDERS)
         check.integer("length_classes", at_least=1)
         check.that(
@@ -192,7 +198,7 @@ class RolloutConfig:
 
     def _check_unused(self, check: Checks) -> None:
         """Refuses options of an order, of drafts and of the KV pool where there is none to which they apply."""
-        for name in ("kv_spill", "max_spilled_kv_mib", "kv_spread", "kv_pull_tokens"):
+        for name in ("kv_spill", "max_spilled_kv_mib", "kv_spread", "kv_pull_tokens", "kv_remote"):
             default = getattr(RolloutConfig, name)
             unused = not self.pools_kv and getattr(self, name) != default
             check.that(name, not unused, f"{json.dumps(default)} (the default) with suspended_kv={self.suspended_kv}")

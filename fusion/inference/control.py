@@ -119,6 +119,7 @@ class Counters:
     recomputed_tokens: int = 0
     kv_pool_hits: int = 0
     kv_pool_pulls: int = 0
+    kv_pool_remote: int = 0
     kv_pool_misses: int = 0
     kv_pool_damaged: int = 0
     kv_pool_evictions: int = 0
@@ -141,8 +142,8 @@ class Counters:
 
     def of_pool(self) -> dict[str, float]:
         """Returns the figures of the KV pool, as `InferEngine.status` reports them."""
-        names = ("kv_pool_hits", "kv_pool_pulls", "kv_pool_misses", "kv_pool_damaged", "kv_pool_evictions")
-        counts: dict[str, float] = {name: getattr(self, name) for name in (*names, "kv_pool_bytes")}
+        names = ("hits", "pulls", "remote", "misses", "damaged", "evictions", "bytes")
+        counts: dict[str, float] = {f"kv_pool_{name}": getattr(self, f"kv_pool_{name}") for name in names}
         return counts | {"kv_pool_s": self.kv_pool_us * 1e-6}
 
     def row(self) -> list[int]:

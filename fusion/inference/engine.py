@@ -276,12 +276,14 @@ class EmbeddedEngine:
         if not self._idle:
             assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
             accepted = self.scheduler.accepted_tokens
-            step = self.scheduler.schedule()
+            step, computing = self.scheduler.schedule(), time.perf_counter()
             assert step or not self.scheduler.unfinished
             self.last_step_kind = step.kind
             if step or self.mesh.ep_group is not None:
                 outputs += self._compute(step)
             seconds = time.perf_counter() - began
+            if self.pooled is not None:
+                self.pooled.observe_step(step, time.perf_counter() - computing)
             self._busy_s += seconds
             if step and self.scheduler.drafter is not None:
                 self._step_cost = StepCost(

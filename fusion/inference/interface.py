@@ -103,7 +103,7 @@ class InferEngine(Protocol):
         because their KV had been dropped); interrupted (running requests with tokens whose KV was dropped because of
         new weights); decoded_sequences (sequences that decoded in a step, over all steps); drafted_tokens (verified)
         and accepted_tokens (of these, the ones that were sampled). With rollout.suspended_kv=pool also kv_pool_hits,
-        kv_pool_pulls, kv_pool_misses, kv_pool_damaged, kv_pool_evictions, kv_pool_bytes and kv_pool_s
+        kv_pool_pulls, kv_pool_remote, kv_pool_misses, kv_pool_damaged, kv_pool_evictions, kv_pool_bytes and kv_pool_s
         (`pooled.PoolCounts`).
         """
 

@@ -8,7 +8,8 @@
 Each rank writes the heads and layers that it holds, and the rank that records routing the routing, too. When a request
 is placed whose KV is in the pool (`Request.kv_tokens`), all ranks of its attention rank look for their files; they
 agree in one exchange, so that all continue behind the KV or all compute it again. A file is used once: its reader
-removes it, and the next chunk of the request has another.
+removes it, and the next chunk of the request has another. A file that is not on this machine is fetched from that of
+the engine that has parked it (`Request.kv_engine`), where KV travels between machines (`KVPeers`).
 
 Invariants (tests/inference/test_pooled.py): KV is used only for exactly the tokens and the policy version that it was
 computed for; a file that is missing, damaged, or another's is counted, and its request is recomputed on all ranks; new
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,8 +37,12 @@ from fusion.model import Mesh
 
 log = logging.getLogger(__name__)
 
-DAMAGED, MISSING, PULLED, HIT = range(4)
-"""What a rank has found: the last two are KV that another has parked, or itself. Ranks agree on the smallest"""
+DAMAGED, MISSING, REMOTE, PULLED, HIT = range(5)
+"""What a rank has found: the last three are KV that a rank of another machine has parked, another one of this machine,
+or itself. Ranks agree on the smallest"""
+
+PREFILL_SHARE = 0.5
+"""Of the tokens of a step, from which on its seconds count as those of prefill"""
 
 
 class KVDamaged(RuntimeError):
@@ -75,9 +80,32 @@ class FoundKV(Protocol):
     def close(self) -> None: ...
 
 
-class KVStore(Protocol):
+class KVSource(Protocol):
+    """Where KV is found: the files of this machine, or the pool of another one."""
+
+    def find(self, key: KVKey) -> FoundKV | None:
+        """Opens the KV of this rank's part, whoever wrote it; None: there is none, or it is not worth fetching.
+
+        Raises:
+            KVDamaged: it is not of this user, or its header is not what was asked for.
+        """
+
+
+class KVPeers(Protocol):
+    """The pools of other machines; implemented by `fusion.rollout.kv_pool.remote.RemotePools`."""
+
+    def of(self, engine: int) -> Sequence[KVSource]:
+        """Returns those of the machines of an engine, which is numbered as in the run; each gives a file once."""
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Records what a prefill has taken: KV that would take longer to fetch is not fetched."""
+
+
+class KVStore(KVSource, Protocol):
     """The pool of one machine, as one rank sees it; implemented by `fusion.rollout.kv_pool.KVFiles`."""
 
+    peers: KVPeers | None
+    """Other machines; None: KV does not travel between machines"""
     takes_suspended: bool
     """Whether what a suspended engine had is continued elsewhere before the weights change; if not, its KV would be
     copied for nothing"""
@@ -92,13 +120,6 @@ class KVStore(Protocol):
         self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
     ) -> bool:
         """Writes KV; returns False if there is no place. ``charged_bytes``: counts against the limits."""
-
-    def find(self, key: KVKey) -> FoundKV | None:
-        """Opens the file of this rank's part, whoever wrote it; None: there is none.
-
-        Raises:
-            KVDamaged: it is not a file of this user, or its header is not what was asked for.
-        """
 
     def discard(self, key: KVKey) -> None:
         """Removes a file, whoever wrote it."""
@@ -116,11 +137,12 @@ class KVStore(Protocol):
 @dataclass
 class PoolCounts:
     """Totals of one rank: requests continued behind KV that it wrote itself (``hits``), or another rank or engine
-    (``pulls``); requests whose KV was not there (``misses``) or not what it should be (``damaged``); bytes fetched, and
-    seconds spent reading, writing and verifying files."""
+    (``pulls``), of these on other machines (``remote``); requests whose KV was not there (``misses``) or not what it
+    should be (``damaged``); bytes fetched, and seconds spent reading, writing, verifying and waiting for files."""
 
     hits: int = 0
     pulls: int = 0
+    remote: int = 0
     misses: int = 0
     damaged: int = 0
     fetched_bytes: int = 0
@@ -152,6 +174,7 @@ class PooledKV(ParkedKV):
     ):
         super().__init__(memory, cache, routing, max_blocks)
         self.store, self.counts = store, PoolCounts()
+        self._peers = None if store is None else store.peers
         self._shard = _shard_of(mesh, cache)
         self._charged_block_bytes, self._names_blocks = charged_block_bytes, names_blocks
 
@@ -208,6 +231,15 @@ class PooledKV(ParkedKV):
             self.store.forget(wanted)  # another attention rank has it now, or it is of no use
         self.counts.seconds += time.perf_counter() - began
 
+    def observe_step(self, step: scheduler.Step, seconds: float) -> None:
+        """Records the seconds of a step, of which most is prefill."""
+        prefill = sum(count for _, count in step.chunks)
+        if (
+            self._peers is not None
+            and prefill >= PREFILL_SHARE * (prefill + len(step.decodes) + len(step.verified)) > 0
+        ):
+            self._peers.observe_prefill(prefill, seconds)
+
     def claim(self, seq: scheduler.Sequence) -> None:
         """Does nothing: KV is fetched, by all ranks at once."""
 
@@ -233,6 +265,7 @@ class PooledKV(ParkedKV):
         return {
             "kv_pool_hits": counts.hits,
             "kv_pool_pulls": counts.pulls,
+            "kv_pool_remote": counts.remote,
             "kv_pool_misses": counts.misses,
             "kv_pool_damaged": counts.damaged,
             "kv_pool_evictions": 0 if self.store is None else self.store.evictions,
@@ -263,11 +296,12 @@ class PooledKV(ParkedKV):
             return MISSING
         key, names = self._key(seq.request.id, version, seq.tokens, [])
         try:
-            found = self.store.find(key)
-            if found is None:
-                return MISSING
-            with closing(found):
-                return self._read(seq, found, version, names)
+            for source in self._sources(seq.request):
+                if (found := source.find(key)) is not None:
+                    with closing(found):
+                        read = self._read(seq, found, version, names)
+                    return read if source is self.store or read < PULLED else REMOTE
+            return MISSING
         except KVDamaged as error:
             log.warning(
                 "KV of request %r is computed again: its file in the pool is damaged: %s", key.request, str(error)
@@ -275,6 +309,18 @@ class PooledKV(ParkedKV):
             return DAMAGED
         finally:
             self.store.discard(key)
+
+    def _sources(self, request: Request) -> Iterator[KVSource]:
+        """Yields where the KV of a request may be. Other machines are not asked for what there is no room for."""
+        assert self.store is not None
+        yield self.store
+        if self._peers is None or request.kv_engine is None:
+            return
+        if (
+            self._max_blocks is None
+            or self.blocks + -(-request.kv_tokens // self._cache.block_size) <= self._max_blocks
+        ):
+            yield from self._peers.of(request.kv_engine)
 
     def _read(self, seq: scheduler.Sequence, found: FoundKV, version: int, names: list[BlockName]) -> int:
         count = -(-found.computed // self._cache.block_size)
@@ -315,12 +361,13 @@ class PooledKV(ParkedKV):
 
     def _settle_fetch(self, seq: scheduler.Sequence, result: int) -> None:
         entry, counts = self._entries.get(seq.request.id), self.counts
-        if result >= PULLED:
+        if result >= REMOTE:
             assert entry is not None
             seq.parked, seq.since = entry.computed, entry.since
             seq.names = list(entry.names)
             counts.hits += result == HIT
-            counts.pulls += result == PULLED
+            counts.pulls += result in (PULLED, REMOTE)
+            counts.remote += result == REMOTE
             counts.fetched_bytes += entry.region.numel()
             return
         self.abandon([seq.request.id])

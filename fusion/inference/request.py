@@ -51,6 +51,8 @@ class Request:
             if that rank has its share of requests, or the KV was freed, it is recomputed.
         kv_tokens: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`), for any engine; 0: none. If
             it is not found there, or is not of this engine's weights, it is recomputed.
+        kv_engine: the engine that has parked it, if that is another one, numbered as in the run: where KV travels
+            between machines, its machines are asked, too; None: they are not.
         priority: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order
             of arrival; at least 0.
         last_rewards: the group that answered the prompt before this one, and the reward of each of its responses, in
@@ -69,6 +71,7 @@ class Request:
     priority: int = 0
     kv_tokens: int = 0
     last_rewards: tuple[str, tuple[float | None, ...]] = NO_REWARDS
+    kv_engine: int | None = None
 
 
 @dataclass

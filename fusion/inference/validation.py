@@ -103,7 +103,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
     prompt, response = shared.tokens(request, "prompt"), shared.tokens(request, "response")
     params, last_rewards = shared.params(request), shared.last_rewards(request)
     chunk, exact, rank = _whole(request.chunk_tokens), _whole(request.exact_tokens), _whole(request.kv_rank)
-    priority, kv_tokens = _whole(request.priority), _whole(request.kv_tokens)
+    priority, kv_tokens, kv_engine = _whole(request.priority), _whole(request.kv_tokens), _whole(request.kv_engine)
     begun, limit = len(response), params.max_tokens
     if not prompt:
         raise ValueError(f"{_name(request)}: the prompt is empty; expected at least one token")
@@ -126,9 +126,18 @@ def _checked(request: Request, shared: _Shared) -> Request:
         raise ValueError(
             f"{_name(request)}: kv_tokens={kv_tokens!r:.200}: expected a whole number in [0, {MAX_TOKENS}]"
         )
+    if kv_engine is not None and (type(kv_engine) is not int or not 0 <= kv_engine < MAX_RANKS):
+        raise ValueError(
+            f"{_name(request)}: kv_engine={kv_engine!r:.200}: expected a whole number in [0, {MAX_RANKS - 1}], or None"
+        )
     same = prompt is request.prompt and response is request.response and params is request.params
     same = same and chunk is request.chunk_tokens and exact is request.exact_tokens
-    same = same and kv_tokens is request.kv_tokens and last_rewards is request.last_rewards
+    same = (
+        same
+        and kv_tokens is request.kv_tokens
+        and kv_engine is request.kv_engine
+        and last_rewards is request.last_rewards
+    )
     if same and rank is request.kv_rank and priority is request.priority:
         return request
     return replace(
@@ -141,6 +150,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
         kv_rank=rank,
         priority=priority,
         kv_tokens=kv_tokens,
+        kv_engine=kv_engine,
         last_rewards=last_rewards,
     )
 

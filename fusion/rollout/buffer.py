@@ -11,9 +11,9 @@ A suspended request is resumed on the engine that has its KV, oldest first, unle
 share of the total load or, with a bound on requests, its maximum. It never waits for that engine: if the engine does
 not run, the request is resumed elsewhere, and `take_left_kv` reports its unused KV once. `state_dict` does not contain
 the location of KV. A request whose KV is in the machine's pool (`kv_tokens`) prefers the engine that has parked it by
-`PoolRouting`; another engine may copy it, so `take_left_kv` reports it once the request has left that engine, too. A
-request without KV goes where the last one of its group went, if there is capacity: an engine
-shares prefixes of, and drafts from, what it has computed itself.
+`PoolRouting`; another engine may copy it, also one of another machine, so `take_left_kv` reports it once the request
+has left that engine, too. A request without KV goes where the last one of its group went, if there is capacity: an
+engine shares prefixes of, and drafts from, what it has computed itself.
 
 The first ``num_probes`` requests of a group run ahead (Seer's probes), so that the others have a whole response to
 draft from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request
@@ -371,10 +371,13 @@ class RequestBuffer:
             entry.state, entry.engine = "running", engine
             if entry.generated and entry.last_engine not in (None, engine):  # None: not known after a restart
                 self._migrated += 1
-            if entry.kv and entry.kv[0] != engine and not (self._pool and self._pool.pulls(entry.kv_tokens)):
+            if entry.kv and entry.kv[0] != engine and not self._pulls(entry, entry.kv[0], engine):
                 self._locate_kv(entry, engine)
         self._count["waiting"] -= len(entries)
         self._count["running"] += len(entries)
+
+    def _pulls(self, entry: Entry, kv_home: int, engine: int) -> bool:
+        return self._pool is not None and self._pool.pulls(entry.kv_tokens, kv_home=kv_home, engine=engine)
 
     def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
         """Records where the KV of a request of this engine is now; what it has at another is left there."""

@@ -41,6 +41,7 @@ TOTALS = (
 POOL_TOTALS = (
     "kv_pool_hits",
     "kv_pool_pulls",
+    "kv_pool_remote",
     "kv_pool_misses",
     "kv_pool_damaged",
     "kv_pool_evictions",

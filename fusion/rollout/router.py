@@ -58,18 +58,27 @@ class LeastLoaded:
         self.num_running[engine] += 1
 
 
+REMOTE_PULL = 2
+"""Times ``min_pull_tokens`` from which KV is pulled from another machine: a call of another process and a second copy
+come on top (docs/figures.md, "KV pool")"""
+
+
 @dataclass(frozen=True)
 class PoolRouting:
-    """Routes requests whose KV is in the machine's pool.
+    """Routes requests whose KV is in the pool of a machine.
 
     Args:
         max_spread: how many requests more than the least loaded engine the one may have that has parked a request's KV,
             and still gets the request back.
         min_pull_tokens: shorter KV is computed again rather than copied by another engine.
+        machines: of the ranks of each engine; (): all are on one machine.
+        remote: whether engines also copy KV from other machines, from `REMOTE_PULL` times as many tokens on.
     """
 
     max_spread: int
     min_pull_tokens: int
+    machines: Sequence[tuple[int, ...]] = ()
+    remote: bool = False
 
     def choose_engine(self, num_running: Mapping[int, int], *, kv_home: int | None, least_loaded: int) -> int:
         """Chooses the engine of a request: the one that has parked its KV while the counts stay balanced, else the
@@ -85,6 +94,12 @@ class PoolRouting:
         spread = num_running[kv_home] - num_running[least_loaded]
         return kv_home if spread <= self.max_spread else least_loaded
 
-    def pulls(self, kv_tokens: int) -> bool:
-        """Whether another engine copies KV of ``kv_tokens`` tokens from the pool."""
-        return kv_tokens >= self.min_pull_tokens
+    def pulls(self, kv_tokens: int, *, kv_home: int, engine: int) -> bool:
+        """Whether an engine copies KV of ``kv_tokens`` tokens from the pool, which another one has parked.
+
+        Args:
+            kv_home: that has parked it.
+        """
+        if not self.machines or self.machines[kv_home] == self.machines[engine]:
+            return kv_tokens >= self.min_pull_tokens
+        return self.remote and kv_tokens >= REMOTE_PULL * self.min_pull_tokens

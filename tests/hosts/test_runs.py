@@ -73,6 +73,28 @@ def test_a_stale_run_on_two_hosts_keeps_the_bound_and_every_group_ends_once(clus
     assert rows_of(shared / name)[-1]["distqueue/rows"] == 0
 
 
+def test_kv_travels_between_hosts_and_changes_no_sample(cluster, base, shared):
+    """Chunks on four engines of two hosts, bit by bit the run without chunks and with nothing left in shared memory."""
+    task = ["parallel=single", "run.steps=3", "run.eval_prompts=0", "training.lr=1e-3", "rollout.batch_invariant=true"]
+    task += ["rollout.max_response_length=200", "rollout.forced_median=100"]
+    pool = ["rollout.suspended_kv=pool", "rollout.chunk_tokens=16", "rollout.kv_pull_tokens=8", "rollout.kv_spread=0"]
+    for name, options in (("kv-plain", []), ("kv-pooled", pool)):
+        done = cluster.train(base, shared, f"run.name={name}", *task, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+    plain, pooled = (rows_of(shared / name) for name in ("kv-plain", "kv-pooled"))
+    for figure in FIGURES:
+        assert [row.get(figure) for row in plain] == [row.get(figure) for row in pooled], figure
+    ours, theirs = (weights_of(shared / name / "hf") for name in ("kv-plain", "kv-pooled"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    names = "hits", "pulls", "remote", "misses", "damaged"
+    counts = {name: sum(row[f"rollout/kv_pool_{name}"] for row in pooled) for name in names}
+    print(f"\nrequests continued behind KV: {counts}")
+    assert counts["remote"] > 0 == counts["damaged"]
+    for host in cluster.members:
+        left = cluster.hosts.run(host, ["sh", "-c", "ls -d /dev/shm/distqueue-kv-* 2>/dev/null"]).stdout
+        assert not left, f"{host}: {left}"
+
+
 def test_a_slow_link_makes_a_run_slow_and_no_more(cluster, base, shared):
     seconds = {}
     for name, kbit_per_s in (("fast", None), ("slow", 4000)):

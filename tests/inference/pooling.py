@@ -18,8 +18,8 @@ from tests.inference.keeping import resumed
 LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="pool", batch_invariant=True)
 
 
-def pooling(root, rank=0, *, dtype=torch.float32, routing=False, spec=None, drafter=None, **rollout):
-    """An engine of one rank."""
+def pooling(root, rank=0, *, dtype=torch.float32, routing=False, spec=None, drafter=None, peers=None, **rollout):
+    """An engine of one rank. ``peers``: pools of other machines."""
     config = RolloutConfig(**(LIMITS | rollout))
     made = EmbeddedEngine(
         model(dtype, config.batch_invariant),
@@ -30,7 +30,7 @@ def pooling(root, rank=0, *, dtype=torch.float32, routing=False, spec=None, draf
         routing,
         HostPool(card()),
         drafter=drafter,
-        kv_store=KVFiles(spec or KVPoolSpec("run"), rank, root) if config.pools_kv else None,
+        kv_store=KVFiles(spec or KVPoolSpec("run"), rank, root, peers) if config.pools_kv else None,
     )
     made.allocate_kv()
     return made

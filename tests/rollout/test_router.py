@@ -1,8 +1,11 @@
+from itertools import product
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.rollout import PoolRouting, assign_groups
-from fusion.rollout.router import LeastLoaded
+from fusion.rollout.router import REMOTE_PULL, LeastLoaded
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
@@ -31,7 +34,16 @@ def test_a_request_goes_to_its_kv_while_the_engines_are_balanced_and_else_to_the
     engine = routing.choose_engine(num_running, kv_home=home, least_loaded=least)
     balanced = home in num_running and num_running[home] <= min(counts) + spread
     assert engine == (home if balanced else least)
-    assert routing.pulls(512) and not routing.pulls(511)
+    assert routing.pulls(512, kv_home=0, engine=1) and not routing.pulls(511, kv_home=0, engine=1)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_kv_of_another_machine_is_pulled_if_it_may_be_and_is_long_enough(remote):
+    routing = PoolRouting(3, 512, [(0, 0), (0, 0), (0, 1), (1, 1)], remote)
+    for home, engine in product(range(4), repeat=2):
+        least = 512 if {home, engine} <= {0, 1} or home == engine else REMOTE_PULL * 512
+        assert not routing.pulls(least - 1, kv_home=home, engine=engine)
+        assert routing.pulls(least, kv_home=home, engine=engine) == (remote or least == 512)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(st.none() | st.integers(0, 4), max_size=60))

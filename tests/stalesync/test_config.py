@@ -128,6 +128,8 @@ def test_replay_needs_experts(checkpoint, tmp_path):
             r"rollout.draft_history=2: expected 1 ",
         ),
         ({"rollout__drafts": "history", "rollout__probe": 1}, "rollout.probe=1: .* rollout.drafts=history"),
+        ({"rollout__kv_remote": "none"}, r"rollout.kv_remote='none': expected \"ray\" .* with suspended_kv=recompute"),
+        ({"rollout__kv_remote": "tcp"}, "rollout.kv_remote='tcp': expected one of none, ray"),
         ({"rollout__draft_tree": 2}, r"rollout.draft_tree=2: expected 1 \(the default\) with rollout.drafts=none"),
         ({"rollout__draft_mib": 64}, r"rollout.draft_mib=64: expected 1024 \(the default\) with rollout.drafts=none"),
         ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),

@@ -21,6 +21,7 @@ PROCESSES = {
     "ray::QueueActor": r"^ray::QueueActor",
     "ray::Shard": r"^ray::Shard",
     "ray::TextServer": r"^ray::TextServer",
+    "ray::KVServer": r"^ray::KVServer",
     "ray::IDLE": r"^ray::IDLE",
 }
 """As the page names them, and how their command lines look"""

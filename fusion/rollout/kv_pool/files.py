@@ -21,10 +21,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from distqueue.errors import FULL, StorageFull
-from distqueue.payload.sweep import PREFIX, NodeProcess, memory
-from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVStore
-from fusion.rollout.kv_pool.folder import PoolFolder, is_private
-from fusion.rollout.kv_pool.header import PREAMBLE, Header, file_name, header_bytes, payload_sum
+from distqueue.payload.sweep import NodeProcess, memory
+from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVPeers, KVStore
+from fusion.rollout.kv_pool.folder import PoolFolder, folder_of, is_private
+from fusion.rollout.kv_pool.header import (
+    PREAMBLE,
+    Header,
+    file_name,
+    header_bytes,
+    payload_sum,
+    run_on_host,
+    shard_name,
+)
 from fusion.rollout.kv_pool.pool import Command, KVPoolSpec, Place, PoolPlan, Remove, Spill, Write
 
 MIN_FREE = 0.5
@@ -48,7 +56,7 @@ class OpenKV:
 
     def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
         """Reads the payload and verifies it, as `FoundKV.read`."""
-        parts = [_bytes_of(part) for part in (kv, routing)]
+        parts = [bytes_of(part) for part in (kv, routing)]
         try:
             for part in parts:
                 _read_all(self._handle, part)
@@ -66,26 +74,27 @@ class KVFiles:
 
     Args:
         root: shared memory.
+        peers: the pools of other machines; None: KV does not travel between machines.
 
     Raises:
         StorageFull: there is no space for its folders.
     """
 
-    def __init__(self, spec: KVPoolSpec, rank: int, root: Path | None = None):
+    def __init__(self, spec: KVPoolSpec, rank: int, root: Path | None = None, peers: KVPeers | None = None):
         boot, limit = NodeProcess.of(os.getpid()).boot, spec.max_memory_bytes
-        name = f"{PREFIX}kv-{spec.run}-{boot[:8]}"
         idle_bytes = MAX_IDLE_BYTES if limit is None else min(MAX_IDLE_BYTES, limit // 8)
-        in_memory = PoolFolder((root or memory()) / name, rank, min_free=MIN_FREE, max_idle_bytes=idle_bytes)
+        folder = folder_of(root or memory(), spec.run, boot)
+        in_memory = PoolFolder(folder, rank, min_free=MIN_FREE, max_idle_bytes=idle_bytes)
         self._folders: dict[Place, PoolFolder] = {"memory": in_memory}
         if spec.spill is not None:
-            self._folders["disk"] = PoolFolder(Path(spec.spill) / name, rank)
-        self._run_on_host = f"{spec.run} {boot}"
+            self._folders["disk"] = PoolFolder(folder_of(Path(spec.spill), spec.run, boot), rank)
+        self._run_on_host = run_on_host(spec.run, boot)
         self._plan = PoolPlan(limit, spec.max_disk_bytes if spec.spill is not None else 0)
         self._names: dict[str, str] = {}
         """Request → name of the file that this rank has written; `_computed`: and the tokens of which it has KV"""
         self._computed: dict[str, int] = {}
         self._warned = False
-        self.takes_suspended, self.evictions = spec.takes_suspended, 0
+        self.peers, self.takes_suspended, self.evictions = peers, spec.takes_suspended, 0
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +106,7 @@ class KVFiles:
     def park(
         self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
     ) -> bool:
-        parts = [_bytes_of(kv)] + ([] if routing is None else [_bytes_of(routing)])
+        parts = [bytes_of(kv)] + ([] if routing is None else [bytes_of(routing)])
         header = Header(
             shard=self._shard_of(key),
             request=key.request,
@@ -169,8 +178,7 @@ class KVFiles:
         return file_name(self._shard_of(key), key)
 
     def _shard_of(self, key: KVKey) -> str:
-        """Returns what only ranks of this run and host with the same part of the same layers have in common."""
-        return f"{self._run_on_host} {key.shard}"
+        return shard_name(self._run_on_host, key)
 
     def _make_room(self, id: str, nbytes: int) -> Place | None:
         """Moves and removes files as planned; returns where the new one goes, None: nowhere."""
@@ -240,16 +248,17 @@ class KVFiles:
         return header
 
 
-def open_files(spec: KVPoolSpec, rank: int) -> KVFiles | None:
+def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVFiles | None:
     """Opens a rank's files in the pool; None, with a warning, if there is no space for its folders."""
     try:
-        return KVFiles(spec, rank)
+        return KVFiles(spec, rank, peers=peers)
     except StorageFull as error:
         log.warning("rollout.suspended_kv=pool: %s: this card's KV is computed again", str(error))
         return None
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor of the host."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 

@@ -24,7 +24,20 @@ from itertools import count
 from pathlib import Path
 
 from distqueue.errors import FULL
-from distqueue.payload.sweep import LOCK, NodeProcess, own, remove, sweep
+from distqueue.payload.sweep import LOCK, PREFIX, NodeProcess, own, remove, sweep
+
+FILES = "files"
+"""Of a folder: what any rank of the host may open"""
+
+
+def folder_of(root: Path, run: str, boot: str) -> Path:
+    """Returns the folder of a run's pool on a host below ``root``."""
+    return root / f"{PREFIX}kv-{run}-{boot[:8]}"
+
+
+def files_of(root: Path, run: str, boot: str) -> Path:
+    """Returns the folder below ``root`` with the files that a run has parked on a host."""
+    return folder_of(root, run, boot) / FILES
 
 
 def is_private(about: os.stat_result) -> bool:
@@ -45,7 +58,7 @@ class PoolFolder:
     """
 
     def __init__(self, path: Path, rank: int, *, min_free: float = 0.0, max_idle_bytes: int = 0):
-        self.path, self._private, self._files = path, path / f"rank-{rank}", path / "files"
+        self.path, self._private, self._files = path, path / f"rank-{rank}", path / FILES
         self._min_free, self._max_idle_bytes = min_free, max_idle_bytes
         self._idle: list[tuple[Path, int]] = []
         """Files of this rank's own and their bytes, the one taken last at the end"""

@@ -102,6 +102,16 @@ def header_bytes(preamble: bytes) -> int:
     return size
 
 
+def run_on_host(run: str, boot: str) -> str:
+    """Returns what all files of a run on one host have in common."""
+    return f"{run} {boot}"
+
+
+def shard_name(run_on_host: str, key: KVKey) -> str:
+    """Returns what only ranks of one run and host with the same part of the same layers have in common."""
+    return f"{run_on_host} {key.shard}"
+
+
 def file_name(shard: str, key: KVKey) -> str:
     """Returns the name of the file of a rank's KV of a request."""
     facts = json.dumps([MAGIC.decode(), shard, key.request, key.version, key.prefix, key.num_tokens])

@@ -1,0 +1,200 @@
+"""Fetch KV from the pools of other machines of the run.
+
+    rank of engine B ─ NAME, at most so long ─► server of machine A: opens the file, takes it out of the pool
+        header and checksum verified,  ◄─ its bytes ─┘              how they travel: `Peer`, e.g. as a Ray object
+        copied to pinned memory
+
+A reader asks with the name of a file, a digest of run, host, request, policy version, tokens and shard, as it would on
+the machine itself; it verifies what arrives in the same way (`header.py`), and uses it once. Each rank has at most one
+file under way: its own memory for it, and one copy on the machine that serves it, which the reader frees. Whether to
+ask, and for how long to wait, is decided in `pull.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from distqueue.payload.sweep import NodeProcess, memory
+from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVPeers, KVSource
+from fusion.rollout.kv_pool.files import bytes_of
+from fusion.rollout.kv_pool.folder import files_of, is_private
+from fusion.rollout.kv_pool.header import (
+    PREAMBLE,
+    Header,
+    file_name,
+    header_bytes,
+    payload_sum,
+    run_on_host,
+    shard_name,
+)
+from fusion.rollout.kv_pool.pool import KVPoolSpec
+from fusion.rollout.kv_pool.pull import PullPlan
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[0-9a-f]{40}")
+
+
+class PeerLate(RuntimeError):
+    """A machine has not answered in time."""
+
+
+class PeerGone(RuntimeError):
+    """A machine does not answer any more, or cannot."""
+
+
+class Peer(Protocol):
+    """A way to the pool of another machine."""
+
+    @property
+    def machine(self) -> str:
+        """Its name."""
+
+    @property
+    def boot(self) -> str:
+        """The boot of its host, which is part of the names of its files."""
+
+    def take(self, name: str, timeout_s: float) -> memoryview | None:
+        """Takes a file out of the pool of the machine, and returns its bytes; None: there is none. They are freed with
+        the last reference to them.
+
+        Raises:
+            PeerLate: it takes longer than ``timeout_s``.
+            PeerGone: the machine, or the process that serves its files, has ended.
+        """
+
+
+class KVServer:
+    """Serves the files that the ranks of this machine have parked."""
+
+    def __init__(self, spec: KVPoolSpec, root: Path | None = None):
+        self._boot = NodeProcess.of(os.getpid()).boot
+        roots = [root or memory()] + ([] if spec.spill is None else [Path(spec.spill)])
+        self._folders = [files_of(folder, spec.run, self._boot) for folder in roots]
+
+    def boot(self) -> str:
+        """Returns the boot of this host, which is part of the names of its files."""
+        return self._boot
+
+    def take(self, name: str) -> np.ndarray | None:
+        """Removes a file and returns its bytes, uint8; None: there is none, or it is not this user's own.
+
+        Raises:
+            ValueError: it is not the name of a file of the pool.
+        """
+        if not NAME.fullmatch(name):
+            raise ValueError(f"name={name!r:.100}: expected 40 hexadecimal digits")
+        for folder in self._folders:
+            try:
+                handle = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:  # also: a link
+                continue
+            with open(handle, "rb", buffering=0) as file:
+                about = os.fstat(handle)
+                if not is_private(about):
+                    continue
+                (folder / name).unlink(missing_ok=True)
+                content, size = np.empty(about.st_size, np.uint8), 0
+                while count := file.readinto(content[size:].data):
+                    size += count
+                return content[:size]
+        return None
+
+
+class ReceivedKV:
+    """The bytes of a file of another machine; implements `FoundKV`.
+
+    Args:
+        shard: as in the header of the file.
+
+    Raises:
+        KVDamaged: they are not what was asked for.
+    """
+
+    def __init__(self, content: memoryview, *, key: KVKey, shard: str):
+        preamble = bytes(content[: PREAMBLE.size])
+        start = PREAMBLE.size + header_bytes(preamble)
+        header = Header.decode(preamble, bytes(content[PREAMBLE.size : start]))
+        header.check(shard=shard, key=key, file_bytes=content.nbytes, header_bytes=start)
+        self._content: memoryview | None = content[start:]
+        self._sum = header.sum
+        self.computed, self.kv_bytes, self.routing, self.own = header.computed, header.kv_bytes, header.routing, False
+
+    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
+        """Copies the payload and verifies the copy, as `FoundKV.read`."""
+        assert self._content is not None, "it was closed"
+        start, parts = 0, [bytes_of(part) for part in (kv, routing)]
+        for part in parts:
+            part[:] = self._content[start : start + part.nbytes]
+            start += part.nbytes
+        if payload_sum(parts) != self._sum:
+            raise KVDamaged("the payload's checksum differs")
+
+    def close(self) -> None:
+        self._content = None
+
+
+class RemotePool:
+    """The pool of another machine, as one rank sees it; implements `KVSource`."""
+
+    def __init__(self, peer: Peer, run: str, plan: PullPlan, clock: Callable[[], float] = time.monotonic):
+        self._peer, self._plan, self._clock = peer, plan, clock
+        self._run_on_host = run_on_host(run, peer.boot)
+
+    def find(self, key: KVKey) -> FoundKV | None:
+        """Fetches the file of this rank's part, unless computing the KV again is faster."""
+        tokens = key.num_tokens - 1
+        patience_s = self._plan.patience_s(self._peer.machine, tokens)
+        if not patience_s:
+            return None
+        shard, began = shard_name(self._run_on_host, key), self._clock()
+        try:
+            content = self._peer.take(file_name(shard, key), patience_s)
+        except PeerLate:
+            self._plan.observe_late(self._peer.machine, tokens, self._clock() - began)
+            return None
+        except PeerGone as error:
+            log.warning("KV of another machine is computed again from now on: %s", str(error))
+            self._plan.observe_gone(self._peer.machine)
+            return None
+        if content is None:
+            return None
+        self._plan.observe_pulled(self._peer.machine, tokens, self._clock() - began)
+        return ReceivedKV(content, key=key, shard=shard)
+
+
+class RemotePools:
+    """The pools of all other machines; implements `KVPeers`.
+
+    Args:
+        peers_by_engine: the machines of each engine, by the engine's number in the run, without this machine.
+    """
+
+    def __init__(self, run: str, peers_by_engine: Mapping[int, Sequence[Peer]]):
+        self._plan = PullPlan()
+        self._pools = {
+            engine: [RemotePool(peer, run, self._plan) for peer in peers] for engine, peers in peers_by_engine.items()
+        }
+
+    def of(self, engine: int) -> Sequence[KVSource]:
+        """Returns the pools of the machines of an engine."""
+        return self._pools.get(engine, ())
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Records a step that has computed the KV of ``tokens`` tokens."""
+        self._plan.observe_prefill(tokens, seconds)
+
+
+if TYPE_CHECKING:
+
+    def _satisfies_interfaces(pool: RemotePool, pools: RemotePools, received: ReceivedKV) -> None:
+        _: tuple[KVSource, KVPeers, FoundKV] = pool, pools, received
