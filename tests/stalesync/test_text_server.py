@@ -14,7 +14,7 @@ from tests.stalesync.test_ports import check_ports
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0", "rollout.max_response_length=32", "data.rows=8"]
 TWO += ["rollout.forced_median=32", "rollout.batch_invariant=true", "rollout.chunk_tokens=16", "training.lr=1e-3"]
-DRAFTS = ["rollout.drafts=both", "rollout.draft_tree=2"]
+DRAFTS = ["rollout.drafts=both", "rollout.draft_tree=2", "rollout.draft_budget=window"]  # which never refuses a draft
 
 
 def samples_of(run):
@@ -49,7 +49,7 @@ def test_two_engines_sample_the_same_with_the_text_of_each_other(beside, base, t
 
 
 def test_a_text_server_that_is_killed_changes_nothing_and_is_reported_once(start, tmp_path):
-    run = start(*TWO, *DRAFTS, "rollout.draft_budget=window", "run.steps=1000")  # which never refuses a draft
+    run = start(*TWO, *DRAFTS, "run.steps=1000")
     folder = tmp_path / "run"
     check_ports(run)
     (server,) = servers_below(run.pid)
