@@ -62,10 +62,11 @@ class LengthHistory:
         """Makes what was recorded known: the lengths of a row's group replace those of its earlier one."""
         ended, self._ended = sorted(self._ended), []
         for _, row, lengths in ended:
-            self._lengths.pop(row, None)
-            self._lengths[row] = array("I", lengths)
-            if len(self._lengths) > self._max_rows:
-                del self._lengths[next(iter(self._lengths))]
+            if self._max_rows:
+                self._lengths.pop(row, None)
+                self._lengths[row] = array("I", lengths)
+                if len(self._lengths) > self._max_rows:
+                    del self._lengths[next(iter(self._lengths))]
             usual = sorted(lengths)[len(lengths) // 2] if len(lengths) >= MIN_GROUP else max(lengths)
             self._num_runaways = self._num_runaways * KEPT + sum([tokens > RUNAWAY * usual for tokens in lengths])
             self._num_responses = self._num_responses * KEPT + len(lengths)
