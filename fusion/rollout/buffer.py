@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import fsum
 from typing import Any, Literal, NamedTuple
 
 from fusion.rollout.assignment import assign_all, fill
@@ -241,7 +242,7 @@ class RequestBuffer:
         migrated, self._migrated = self._migrated, 0
         metrics = {"rollout/migrations_total": float(migrated)}
         if errors := self._waiting.take_errors():
-            metrics["rollout/length_error_mean"] = sum(errors) / len(errors)
+            metrics["rollout/length_error_mean"] = fsum(errors) / len(errors)  # in whatever order they have come
         return metrics
 
     def suspend(
