@@ -71,16 +71,31 @@ def test_absent_fields_are_what_transformers_takes_them_for(kind: str) -> None:
     assert config.rms_norm_eps == theirs.rms_norm_eps and config.tie_embeddings == theirs.tie_word_embeddings
     assert config.max_positions == theirs.max_position_embeddings
     assert config.initializer_range == theirs.initializer_range
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.attention.rotary.theta == theirs.rope_parameters["rope_theta"]
     assert config.head_dim == getattr(theirs, "head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
     if kind == "qwen3_moe":
-        assert config.norm_topk_prob == theirs.norm_topk_prob and config.router_aux_coef == theirs.router_aux_loss_coef
+        assert config.experts.router.normalise == theirs.norm_topk_prob
+        assert config.router_aux_coef == theirs.router_aux_loss_coef
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "sets rope_scaling.type='yarn', which is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "sets rope_scaling.type='dynamic', which is not supported",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "lacks rope_parameters.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 8.0}}, "rope_scaling.beta_fast=8.0"),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            },
+            "contradicts itself: rope_parameters=.*, rope_scaling=",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is not supported; supported: 1.0"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers=\[True\]; expected a list of whole numbers"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e6}, "contradicts itself: .*rope_theta"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),

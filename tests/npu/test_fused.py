@@ -67,7 +67,7 @@ def test_moe_equals_the_composed_and_routes_alike(tmp_path, multiple):
     shapes |= {f"experts.{e}.gate_up": (2 * inner, hidden) for e in experts}
     shapes |= {f"experts.{e}.down": (hidden, inner) for e in experts}
     weights = {name: 0.3 * torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    moe = MoE(config, Mesh.single(), weights)
+    moe = MoE(config.experts, Mesh.single(), weights)
     for rows in (0, 1, 37):
         x = torch.randn(rows, hidden, generator=draw)
         (y, routed), (wanted, wanted_routed) = both(moe, x, multiple)

@@ -54,39 +54,50 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return out;
 }
 
-// Norm of queries and keys, then rotary position encoding
+// Norm of queries and keys (without weights: none), then rotary position encoding of the first channels
 
 FUSED_KERNEL void norm_rope_rows(
     float* to, const float* from, int64_t from_stride, const float* weight, const float* cos, const float* sin,
-    int64_t rows, int64_t heads, int64_t channels, float eps) {
-  const int64_t half = channels / 2;
+    int64_t rows, int64_t heads, int64_t channels, int64_t rotated, float eps) {
+  const int64_t half = rotated / 2;
   std::vector<float> room(channels);
-  float* y = room.data();
   for (int64_t row = 0; row < rows; ++row) {
-    const float *c = cos + row * channels, *s = sin + row * channels;
+    const float *c = cos + row * rotated, *s = sin + row * rotated;
     for (int64_t head = 0; head < heads; ++head, to += channels) {
-      norm_row(y, from + row * from_stride + head * channels, weight, channels, eps);
+      const float* y = from + row * from_stride + head * channels;
+      if (weight) {
+        norm_row(room.data(), y, weight, channels, eps);
+        y = room.data();
+      }
       for (int64_t i = 0; i < half; ++i) {
         to[i] = y[i] * c[i] + y[half + i] * s[i];
         to[half + i] = y[half + i] * c[half + i] + y[i] * s[half + i];
       }
+      std::copy(y + rotated, y + channels, to + rotated);
     }
   }
 }
 
 std::tuple<at::Tensor, at::Tensor> norm_rope(
-    const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm, const at::Tensor& cos,
-    const at::Tensor& sin, int64_t kv_heads, double eps) {
+    const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
+    const at::Tensor& cos, const at::Tensor& sin, int64_t kv_heads, double eps) {
   const int64_t rows = qkv.size(0), channels = qkv.size(2), heads = qkv.size(1) - 2 * kv_heads;
-  TORCH_CHECK(cos.numel() == rows * channels && sin.numel() == cos.numel(), "norm_rope: angles do not match the rows");
-  TORCH_CHECK(q_norm.numel() == channels && k_norm.numel() == channels, "norm_rope: norms do not match the heads");
+  const int64_t rotated = cos.size(-1);
+  TORCH_CHECK(
+      cos.numel() == rows * rotated && sin.numel() == cos.numel(), "norm_rope: angles do not match the rows");
+  TORCH_CHECK(rotated <= channels && rotated % 2 == 0, "norm_rope: angles do not match the heads");
+  TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "norm_rope: expected two norms or none");
+  TORCH_CHECK(
+      !q_norm || (q_norm->numel() == channels && k_norm->numel() == channels),
+      "norm_rope: norms do not match the heads");
   auto q = at::empty({rows, heads, channels}, qkv.options()), k = at::empty({rows, kv_heads, channels}, qkv.options());
   const float* from = contiguous(qkv);
   const int64_t stride = qkv.size(1) * channels;
   const float *c = contiguous(cos), *s = contiguous(sin), epsilon = static_cast<float>(eps);
-  norm_rope_rows(q.data_ptr<float>(), from, stride, contiguous(q_norm), c, s, rows, heads, channels, epsilon);
+  const float *of_q = q_norm ? contiguous(*q_norm) : nullptr, *of_k = k_norm ? contiguous(*k_norm) : nullptr;
+  norm_rope_rows(q.data_ptr<float>(), from, stride, of_q, c, s, rows, heads, channels, rotated, epsilon);
   norm_rope_rows(
-      k.data_ptr<float>(), from + heads * channels, stride, contiguous(k_norm), c, s, rows, kv_heads, channels, epsilon);
+      k.data_ptr<float>(), from + heads * channels, stride, of_k, c, s, rows, kv_heads, channels, rotated, epsilon);
   return {q, k};
 }
 
@@ -356,7 +367,7 @@ at::Tensor combine(const at::Tensor& y, const at::Tensor& order, const at::Tenso
 TORCH_LIBRARY(rlfusion, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def(
-      "norm_rope(Tensor qkv, Tensor q_norm, Tensor k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
+      "norm_rope(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
       "(Tensor, Tensor)");
   m.def("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor v, Tensor? repeated) -> ()");
   m.def("paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> Tensor");
