@@ -96,9 +96,12 @@ def grouped_query(
 
 
 def mixed_layers(
-    fields: Fields, attention: GroupedQuery, experts: Sparse, is_sparse: Callable[[int], bool]
+    fields: Fields, attention: GroupedQuery, experts: Sparse, *, named: str, is_sparse: Callable[[int], bool]
 ) -> tuple[LayerSpec, ...]:
     """Return layers of which ``is_sparse`` tells the sparse ones; the others have an MLP of `intermediate_size`.
+
+    Args:
+        named: the fields that decide it, for messages.
 
     Raises:
         ValueError: no layer is sparse, which is another family.
@@ -106,14 +109,22 @@ def mixed_layers(
     sparse, dense = LayerSpec(attention, experts), LayerSpec(attention, Dense(fields.size("intermediate_size")))
     layers = tuple(sparse if is_sparse(layer) else dense for layer in range(fields.size("num_hidden_layers")))
     if sparse not in layers:
-        raise ValueError(f"{fields.place} describes no sparse layer; expected one at least (docs/model_family.md)")
+        raise ValueError(
+            f"{fields.place}: {named} leaves no sparse layer; expected at least one (docs/model_family.md)"
+        )
     return layers
 
 
 def stepped_layers(fields: Fields, attention: GroupedQuery, experts: Sparse) -> tuple[LayerSpec, ...]:
     """Return layers of which `decoder_sparse_step` and `mlp_only_layers` tell the sparse ones (both absent: all)."""
     dense, step = fields.indices("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
-    return mixed_layers(fields, attention, experts, lambda layer: (layer + 1) % step == 0 and layer not in dense)
+    return mixed_layers(
+        fields,
+        attention,
+        experts,
+        named=f"mlp_only_layers={[*dense]} with decoder_sparse_step={step}",
+        is_sparse=lambda layer: (layer + 1) % step == 0 and layer not in dense,
+    )
 
 
 def write_stepped_layers(config: ModelConfig) -> dict[str, Any]:
