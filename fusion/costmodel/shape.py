@@ -152,6 +152,8 @@ class Shape:
         try:
             if kind in MLA:
                 return _latent(name, {PANGU_NAMES.get(field, field): value for field, value in hf.items()})
+            if kind not in GROUPED:
+                raise ValueError(f"model_type {kind!r} is not supported; expected one of {list(GROUPED)}")
             config = ModelConfig.from_hf(dict(hf))
         except KeyError as missing:
             raise ValueError(f"{key}={name}: its config lacks {missing}") from None
