@@ -70,8 +70,8 @@ def replay(rank: int, device: Any, case: Case) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "layout", [Parallel(3, pp=3), pytest.param(Parallel(2, ep=2), marks=pytest.mark.extended)], ids=str
+    "layout", [Parallel(), Parallel(3, pp=3), pytest.param(Parallel(2, ep=2), marks=pytest.mark.extended)], ids=str
 )
-def test_own_routing_is_replayed_without_a_mismatch_where_a_stage_is_dense(layout: Parallel) -> None:
+def test_own_routing_is_replayed_without_a_mismatch_where_layers_or_stages_are_dense(layout: Parallel) -> None:
     for metrics in run_ranks(replay, layout.world, Case(checkpoint("glm4_moe"), layout)):
         assert metrics["training/routing_mismatch"] == 0.0
