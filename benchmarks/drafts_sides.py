@@ -262,20 +262,25 @@ def real(args: argparse.Namespace) -> Figures:
 
 
 def _model() -> Transformer:
-    config = ModelConfig(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_layers=8,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        num_experts=8,
-        top_k=2,
-        moe_intermediate_size=448,
-        tie_embeddings=True,
-        max_positions=4096,
-        eos_token_ids=(1,),
+    config = ModelConfig.from_hf(
+        dict(
+            model_type="qwen3_moe",
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=448,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.0,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+            eos_token_id=1,
+        )
     )
     model = Transformer(config, Mesh.single(), HostMemory())
     generator = torch.Generator().manual_seed(0)

@@ -97,22 +97,26 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
 
 
 def _initial_model(plan: WarmUp, tokenizer: Any, *, device: Device, seed: int) -> Transformer:
-    config = ModelConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=plan.hidden,
-        intermediate_size=plan.hidden,
-        num_layers=plan.layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=plan.hidden // 4,
-        num_experts=8,
-        top_k=2,
-        moe_intermediate_size=plan.hidden,
-        tie_embeddings=True,
-        max_positions=1024,
-        initializer_range=STD,
-        eos_token_ids=(tokenizer.eos_token_id,),
-        pad_token_id=tokenizer.pad_token_id,
+    config = ModelConfig.from_hf(
+        dict(
+            model_type="qwen3_moe",
+            vocab_size=len(tokenizer),
+            hidden_size=plan.hidden,
+            intermediate_size=plan.hidden,
+            num_hidden_layers=plan.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=plan.hidden,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.0,
+            tie_word_embeddings=True,
+            max_position_embeddings=1024,
+            initializer_range=STD,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     )
     model = Transformer(config, Mesh.single(), device)
     random = torch.Generator().manual_seed(seed)

@@ -26,6 +26,8 @@ from fusion.model.table import Box
 
 Cut = Literal["whole", "tp", "kv", "expert"]
 MLA = ("deepseek_v3", "pangu_ultra_moe")
+GROUPED = ("qwen3", "qwen3_moe")
+"""Families with grouped-query attention that can be planned for"""
 PANGU_NAMES = {
     "attention_q_lora_dim": "q_lora_rank",
     "attention_kv_lora_dim": "kv_lora_rank",
@@ -150,6 +152,8 @@ class Shape:
         try:
             if kind in MLA:
                 return _latent(name, {PANGU_NAMES.get(field, field): value for field, value in hf.items()})
+            if kind not in GROUPED:
+                raise ValueError(f"model_type {kind!r} is not supported; expected one of {list(GROUPED)}")
             config = ModelConfig.from_hf(dict(hf))
         except KeyError as missing:
             raise ValueError(f"{key}={name}: its config lacks {missing}") from None
@@ -159,7 +163,18 @@ class Shape:
 
     @classmethod
     def from_config(cls, name: str, config: ModelConfig) -> Shape:
-        """Converts the config of a model that `fusion.model` trains."""
+        """Converts the config of a model that `fusion.model` trains.
+
+        Raises:
+            ValueError: a family, or layers, that this description does not cover yet.
+        """
+        attention = config.attention
+        same = all(layer == config.layers[0] for layer in config.layers)
+        if config.family not in GROUPED or not same or attention.qkv_bias:
+            raise ValueError(
+                f"model={name}: {config.family!r} is not supported with these layers; expected one of {list(GROUPED)} "
+                f"with layers of one kind, without biases, or one of {list(MLA)}, which can be planned for"
+            )
         return _grouped(name, config)
 
 

@@ -15,7 +15,7 @@ from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import ParkedKV
 from fusion.inference.routing import RoutingCache, of_all_layers
 from fusion.inference.sequence import Step
-from fusion.model import Mesh, Routed, Transformer, routing_of
+from fusion.model import Mesh, Routed, Transformer, routing_dtype, routing_of
 from fusion.npu import Device
 
 
@@ -55,13 +55,17 @@ class Forward:
             if out.shape[0]:
                 dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
             out = None
-        if routed and step:
+        if routed is not None and step:
             self._keep_routing(batch, routed)
         return self.draw(out, batch, step) if step.sampled or step.verified else ([], [])
 
     def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
         shape = self.model.config
-        routing_of_stage = routing_of(routed, len(batch.ids), self.mesh, num_experts=shape.num_experts)
+        if routed:
+            routing_of_stage = routing_of(routed, len(batch.ids), self.mesh, num_experts=shape.num_experts)
+        else:  # a stage without sparse layers
+            dtype = routing_dtype(shape.num_experts)
+            routing_of_stage = torch.empty(len(batch.ids), 0, shape.top_k, dtype=dtype)
         routing = of_all_layers(routing_of_stage, self.mesh, shape)
         if self.routing and routing is not None:
             self.routing.write(batch, routing)

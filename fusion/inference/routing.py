@@ -27,7 +27,7 @@ class RoutingCache:
 
     def __init__(self, config: ModelConfig, block_size: int):
         self.dtype = routing_dtype(config.num_experts)
-        self.cell = block_size, config.num_layers, config.top_k
+        self.cell = block_size, config.num_sparse_layers, config.top_k
         self.allocate(0)
 
     def allocate(self, blocks: int) -> None:
@@ -64,17 +64,19 @@ class RoutingCache:
 
 
 def of_all_layers(routing_NLk: torch.Tensor, mesh: Mesh, config: ModelConfig) -> torch.Tensor | None:
-    """Gathers the layers of all stages in order, on the first stage's first TP rank; returns None elsewhere. On the
-    CPU; collective over the stages."""
+    """Gathers the sparse layers of all stages in order, on the first stage's first TP rank; returns None elsewhere. On
+    the CPU; collective over the stages."""
     if mesh.pp_group is None or mesh.tp_rank > 0:
         return routing_NLk if mesh.tp_rank == 0 else None
     if not mesh.first_stage:
-        dist.send(routing_NLk.contiguous().view(torch.uint8), group=mesh.pp_group, group_dst=0)
+        if routing_NLk.numel():
+            dist.send(routing_NLk.contiguous().view(torch.uint8), group=mesh.pp_group, group_dst=0)
         return None
     stages = [routing_NLk]
     for stage in range(1, mesh.parallel.pp):
-        layers = len(mesh.parallel.layers(config.num_layers, stage))
+        layers = len(config.sparse(mesh.parallel.layers(config.num_layers, stage)))
         received = routing_NLk.new_empty(len(routing_NLk), layers, config.top_k)
-        dist.recv(received.view(torch.uint8), group=mesh.pp_group, group_src=stage)
+        if received.numel():
+            dist.recv(received.view(torch.uint8), group=mesh.pp_group, group_src=stage)
         stages.append(received)
     return torch.cat(stages, dim=1)

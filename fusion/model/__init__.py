@@ -1,6 +1,7 @@
 """The model: one definition for training and inference, and the shards of it that each rank holds.
 
-config        ModelConfig: the shape, from and to a Hugging Face config.json
+spec          LayerSpec: what a layer consists of;   families   reads it from a config.json, one file per model_type
+config        ModelConfig: the layers and what surrounds them, from and to a Hugging Face config.json
 parallel      Parallel: the grid of ranks as arithmetic;   mesh   Mesh: one rank's process groups
 table         LocalParam and Part: logical slices of global tensors, physical places in local ones
 bucket_plan   which parameters are stored together in a unit or a bucket (pure)
@@ -9,7 +10,7 @@ holder        WeightHolder: the interface of a model that weights are loaded int
 matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients
 transformer   Transformer: embedding, layers, logits; the caller passes `attend`
-moe           router, token exchange over EP and expert-TP, grouped experts, load-balancing loss
+moe           token exchange over EP and expert-TP, grouped experts, load-balancing loss;   router   chooses the experts
 replay        record the experts of a forward pass as a column and replay them in another pass
 huggingface   load_weights, save_folder: directly into and out of any layout;   folder   check_folder: reads the index
 """

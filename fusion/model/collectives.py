@@ -29,6 +29,11 @@ def reduce_scatter_rows(x_partial: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return x_partial if mesh.tp_group is None else _ReduceScatterRows.apply(x_partial, mesh)
 
 
+def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Sum equally large tensors of all TP ranks, in rank order, on all of them. Backward: the same sum."""
+    return x if mesh.tp_group is None else _SumOverTP.apply(x, mesh)
+
+
 def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
     """Exchange rows by all-to-all over EP: send ``send[r]`` rows to EP rank r, receive ``receive[r]``, in rank
     order."""
@@ -103,6 +108,26 @@ class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         return _gather(grads[0], ctx.rows, ctx.mesh), None
+
+
+class _SumOverTP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return _sum(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _sum(grads[0], ctx.mesh), None
+
+
+def _sum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    pieces = x.new_empty(mesh.parallel.tp, *x.shape)
+    dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=mesh.tp_group)
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+    return total
 
 
 class _GatherUneven(torch.autograd.Function):

@@ -1,16 +1,18 @@
-"""Read the shape of a model from a Hugging Face `config.json` and write it back."""
+"""Read a model's specification from a Hugging Face `config.json` and write it back."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fusion.model.families.base import Family
+from fusion.model.families.registry import FAMILIES
 from fusion.model.hf_fields import Fields
-
-ARCHITECTURES = {"qwen3_moe": "Qwen3Moe", "qwen3": "Qwen3"}
-"""model_type → the stem of the architecture's name in transformers."""
+from fusion.model.hf_rotary import write_rotary
+from fusion.model.spec import AttentionSpec, Dense, LayerSpec, Sparse
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 GENERATION = "generation_config.json"
@@ -18,25 +20,21 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Holds the shape of a Qwen3 or Qwen3-MoE model.
+    """Holds the specification of a model: one `LayerSpec` per layer, and what is before and after the layers.
 
-    ``num_experts == 0`` is the dense model; every layer of a MoE model is sparse. ``num_labels > 0`` is a reward model
-    (`Qwen3ForSequenceClassification`): its head returns ``num_labels`` scores instead of logits.
+    ``num_labels > 0`` is a reward model (`Qwen3ForSequenceClassification`): its head returns ``num_labels`` scores
+    instead of logits. ``family``: the `model_type`.
+
+    Invariants: all layers have the same attention, so that a token has the same KV cache and the same rotation in each;
+    all sparse layers have the same experts, so that a routing column holds any of them.
     """
 
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int = 0
-    top_k: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = True
+    layers: tuple[LayerSpec, ...]
     router_aux_coef: float = 0.0
-    rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
     max_positions: int = 32768
@@ -44,6 +42,79 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     num_labels: int = 0
+
+    def __post_init__(self) -> None:
+        assert all(layer.attention == self.attention for layer in self.layers)
+        assert all(layer.mlp == self._sparse for layer in self.layers if isinstance(layer.mlp, Sparse))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of every layer."""
+        return self.layers[0].attention
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @cached_property
+    def _sparse(self) -> Sparse | None:
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Sparse)), None)
+
+    @property
+    def experts(self) -> Sparse:
+        """The experts of every sparse layer. The model must have one."""
+        assert self._sparse is not None, "a dense model has no experts"
+        return self._sparse
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a sparse layer; 0 in a dense model."""
+        return self._sparse.num_experts if self._sparse else 0
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a token in a sparse layer; 0 in a dense model."""
+        return self._sparse.router.top_k if self._sparse else 0
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Inner channels of a routed expert; 0 in a dense model."""
+        return self._sparse.width if self._sparse else 0
+
+    @cached_property
+    def dense_widths(self) -> tuple[tuple[str, int], ...]:
+        """Inner channels of the MLPs that TP cuts, those of dense layers and of the shared expert, with their names."""
+        widths = [("intermediate_size", layer.mlp.width) for layer in self.layers if isinstance(layer.mlp, Dense)]
+        if self._sparse and self._sparse.shared:
+            widths.append(("shared expert's intermediate size", self._sparse.shared.width))
+        return tuple(dict.fromkeys(widths))
+
+    def sparse(self, layers: range) -> range:
+        """Return which of the model's sparse layers, counted from 0, are in a range of its layers."""
+        before = sum(isinstance(layer.mlp, Sparse) for layer in self.layers[: layers.start])
+        here = sum(isinstance(layer.mlp, Sparse) for layer in self.layers[layers.start : layers.stop])
+        return range(before, before + here)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return len(self.sparse(range(self.num_layers)))
+
+    @property
+    def family_spec(self) -> Family:
+        """How the family's folders are read and written, and its tensors named."""
+        return FAMILIES[self.family]
 
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> ModelConfig:
@@ -69,40 +140,30 @@ class ModelConfig:
     @classmethod
     def _of_fields(cls, hf: dict[str, Any], place: str, key: str) -> ModelConfig:
         kind = hf.get("model_type")
-        if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise ValueError(f"{key}: model_type {kind!r} is not supported; expected one of {list(ARCHITECTURES)}")
-        fields = Fields(hf, place)
-        hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        # transformers: 128 in Qwen3Config; Qwen3MoeConfig has no such field.
-        of_kind = hidden // heads if kind == "qwen3_moe" or "head_dim" in hf else 128
-        config = cls(
-            vocab_size=fields.size("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=fields.size("intermediate_size"),
-            num_layers=fields.size("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=fields.size("num_key_value_heads"),
-            head_dim=fields.optional_size("head_dim") or of_kind,
-            norm_topk_prob=False,
-            rope_theta=fields.rope_theta(10000.0),
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
-            max_positions=fields.size("max_position_embeddings", 32768),
-            initializer_range=fields.non_negative("initializer_range", 0.02),
-            eos_token_ids=fields.tokens("eos_token_id"),
-            pad_token_id=fields.token("pad_token_id"),
-            num_labels=_labels(hf, fields, ARCHITECTURES[kind]),
-        )
-        if kind == "qwen3_moe":
-            config = replace(
-                config,
-                num_experts=_experts(hf, fields, place),
-                top_k=fields.size("num_experts_per_tok"),
-                moe_intermediate_size=fields.size("moe_intermediate_size"),
-                norm_topk_prob=fields.flag("norm_topk_prob", False),
-                router_aux_coef=fields.non_negative("router_aux_loss_coef", 0.001),
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise ValueError(
+                f"{key}: model_type {kind!r} is not supported; expected one of {list(FAMILIES)} (docs/model_family.md)"
             )
-        fields.refuse_rest()
+        family, fields = FAMILIES[kind], Fields(hf, place)
+        defaults = family.defaults
+        config = cls(
+            family=kind,
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=fields.size("hidden_size"),
+            intermediate_size=fields.size("intermediate_size"),
+            layers=family.read(fields),
+            rms_norm_eps=fields.positive("rms_norm_eps", defaults.rms_norm_eps),
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            max_positions=fields.size("max_position_embeddings", defaults.max_positions),
+            initializer_range=fields.non_negative("initializer_range", 0.02),
+            eos_token_ids=fields.tokens("eos_token_id", defaults.eos_token_id),
+            pad_token_id=fields.token("pad_token_id", defaults.pad_token_id),
+            num_labels=_labels(hf, fields, family),
+        )
+        if config.num_experts and family.router_aux_field:
+            coef = fields.non_negative(family.router_aux_field, defaults.router_aux_coef)
+            config = replace(config, router_aux_coef=coef)
+        fields.refuse_rest(family.only, family.inert)
         config._check(place)
         return config
 
@@ -117,15 +178,28 @@ class ModelConfig:
                 f"{place}: num_attention_heads={self.num_heads} is no multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        if self.num_experts and self.top_k > self.num_experts:
-            raise ValueError(f"{place}: num_experts_per_tok={self.top_k} exceeds num_experts={self.num_experts}")
+        if not self._sparse:
+            return
+        num_experts, router = self.num_experts, self.experts.router
+        if self.top_k > num_experts:
+            raise ValueError(f"{place}: num_experts_per_tok={self.top_k} exceeds num_experts={num_experts}")
+        if router.groups > 1 and (num_experts % router.groups or num_experts < 2 * router.groups):
+            raise ValueError(
+                f"{place}: n_group={router.groups} does not cut n_routed_experts={num_experts} into equal groups of "
+                "two or more"
+            )
+        if router.top_groups > router.groups or self.top_k > num_experts // router.groups * router.top_groups:
+            raise ValueError(
+                f"{place}: topk_group={router.top_groups} of n_group={router.groups} groups hold fewer than "
+                f"num_experts_per_tok={self.top_k} experts"
+            )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """Return the `config.json` of this model as transformers writes it."""
-        kind = "qwen3_moe" if self.num_experts else "qwen3"
+        family = self.family_spec
         hf: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[kind] + (CLASSIFIER if self.num_labels else CAUSAL)],
-            "model_type": kind,
+            "architectures": [family.architecture + (CLASSIFIER if self.num_labels else CAUSAL)],
+            "model_type": self.family,
             "dtype": dtype,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -135,11 +209,9 @@ class ModelConfig:
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            **write_rotary(self.attention.rotary, self.head_dim),
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
             "initializer_range": self.initializer_range,
@@ -148,17 +220,9 @@ class ModelConfig:
         }
         if self.num_labels:
             hf |= {"id2label": {str(label): f"LABEL_{label}" for label in range(self.num_labels)}}
-        if self.num_experts:
-            hf |= {
-                "num_experts": self.num_experts,
-                "num_experts_per_tok": self.top_k,
-                "moe_intermediate_size": self.moe_intermediate_size,
-                "norm_topk_prob": self.norm_topk_prob,
-                "router_aux_loss_coef": self.router_aux_coef,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            }
-        return hf
+        if family.router_aux_field:
+            hf[family.router_aux_field] = self.router_aux_coef
+        return hf | family.write(self)
 
 
 def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
@@ -178,21 +242,13 @@ def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
     return found
 
 
-def _labels(hf: dict[str, Any], fields: Fields, architecture: str) -> int:
+def _labels(hf: dict[str, Any], fields: Fields, family: Family) -> int:
     """Return the number of scores of a reward model's head; 0 for a language model. transformers lists the labels
     unless there are 2."""
     labels, number = fields.table("id2label"), fields.size("num_labels", 2)
     for name in fields.texts("architectures"):
-        if name == architecture + CLASSIFIER:
+        if family.classifier and name == family.architecture + CLASSIFIER:
             return len(labels) or number
-        if name != architecture + CAUSAL:
-            fields.refuse("architectures", hf["architectures"])
+        if name != family.architecture + CAUSAL:
+            fields.refuse("architectures", hf["architectures"], ([family.architecture + CAUSAL],))
     return 0
-
-
-def _experts(hf: dict[str, Any], fields: Fields, place: str) -> int:
-    """Return the number of experts, which transformers also calls `num_local_experts`."""
-    stated = {name: fields.size(name) for name in ("num_experts", "num_local_experts") if name in hf}
-    if len(set(stated.values())) > 1:
-        raise ValueError(f"{place} contradicts itself: {stated}")
-    return next(iter(stated.values())) if stated else fields.size("num_experts")

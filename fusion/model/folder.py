@@ -52,6 +52,10 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
             "tie_word_embeddings=true"
         )
     used = {*wanted, HEAD} if config.tie_embeddings else {*wanted}
+    dropped = config.family_spec.dropped
+    if dropped is not None:
+        prefix = dropped.format(L=config.num_layers)
+        used |= {name for name in stored if name.startswith(prefix)}
     if unknown := sorted(stored.keys() - used):
         more = f" and {len(unknown) - 1} other tensors" if len(unknown) > 1 else ""
         raise ValueError(

@@ -7,27 +7,23 @@ of the project has never heard of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 INERT = frozenset(
     """
     architectures model_type dtype torch_dtype transformers_version _name_or_path use_cache return_dict
     output_attentions output_hidden_states output_router_logits problem_type label2id bos_token_id sep_token_id
-    max_window_layers sliding_window
     """.split()
 )
-"""Fields that change nothing a model computes (a sliding window: as `use_sliding_window` must be false)."""
+"""Fields that change nothing a model computes. A family may have others."""
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
     "attention_dropout": (0,),
     "use_sliding_window": (False,),
-    "mlp_only_layers": ([], None),
-    "decoder_sparse_step": (1,),
-    "partial_rotary_factor": (1,),
 }
-"""Fields of which only these values are implemented; the first is what transformers assumes if it is absent."""
+"""Fields of which only these values are implemented; the first is what transformers assumes if it is absent. A family
+may have others."""
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values of an unknown field that switch nothing on"""
@@ -41,7 +37,7 @@ class Fields:
     """The fields of one `config.json`. ``place``: the config key and the file, for messages."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        self._values, self._place = values, place
+        self._values, self.place = values, place
         self._read: set[str] = set()
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -52,7 +48,15 @@ class Fields:
         """Return a positive integer, or None if the field is absent or null."""
         return None if self._get(name, None) is None else self.size(name)
 
-    def positive(self, name: str, default: float) -> float:
+    def count(self, name: str, default: int) -> int:
+        """Return a whole number that is not negative."""
+        return self._number(name, int, default, zero=True)
+
+    def has(self, name: str) -> bool:
+        """Whether the file states the field, be it as null."""
+        return name in self._values
+
+    def positive(self, name: str, default: float | None = None) -> float:
         """Return a positive, finite number."""
         return float(self._number(name, (int, float), default))
 
@@ -65,14 +69,14 @@ class Fields:
         value = self._get(name, default)
         return self._checked(name, value, "true or false", isinstance(value, bool))
 
-    def token(self, name: str) -> int | None:
+    def token(self, name: str, default: int | None = None) -> int | None:
         """Return a token id, or None if there is none."""
-        value = self._get(name, None)
+        value = self._get(name, default)
         return self._checked(name, value, "a token id or null", value is None or is_token(value))
 
-    def tokens(self, name: str) -> tuple[int, ...]:
+    def tokens(self, name: str, default: int | None = None) -> tuple[int, ...]:
         """Return token ids that the file states as null, one number or a list."""
-        value = self._get(name, None)
+        value = self._get(name, default)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(self._checked(name, listed, "token ids", all(map(is_token, listed))))
 
@@ -87,46 +91,43 @@ class Fields:
         value = self._get(name, None)
         return self._checked(name, value, "an object", value is None or isinstance(value, dict)) or {}
 
-    def rope_theta(self, default: float) -> float:
-        """Return the base of the rotary embedding; no scaling of it is implemented.
+    def indices(self, name: str) -> tuple[int, ...]:
+        """Return a list of numbers from 0 on; empty if there is none."""
+        value = self._get(name, None)
+        fits = value is None or isinstance(value, list) and all(map(is_token, value))
+        return tuple(self._checked(name, value, "a list of whole numbers", fits) or ())
 
-        transformers reads the fields `rope_theta`, `rope_parameters` and, above both, `rope_scaling` (its former name).
-        """
-        stated = {"rope_theta": self._values["rope_theta"]} if "rope_theta" in self._values else {}
-        self._read.add("rope_theta")
-        for name in ("rope_parameters", "rope_scaling"):
-            for field, value in self.table(name).items():
-                if field == "rope_theta":
-                    stated[f"{name}.rope_theta"] = value
-                elif value not in (("default", None) if field in ("rope_type", "type") else (None,)):
-                    self.refuse(f"{name}.{field}", value)
-        stated = {name: value for name, value in stated.items() if value is not None}
-        checked = {name: Fields(stated, self._place).positive(name, default) for name in stated}
-        if len(set(checked.values())) > 1:
-            raise ValueError(f"{self._place} contradicts itself: {checked}")
-        return next(iter(checked.values()), default)
+    def raw(self, name: str) -> Any:
+        """Return a value of any type; None if there is none. The caller checks it."""
+        return self._get(name, None)
 
-    def refuse_rest(self) -> None:
+    def refuse_rest(self, only: Mapping[str, tuple[Any, ...]], inert: frozenset[str]) -> None:
         """Check that no field that was not read changes the model.
+
+        Args:
+            only: the family's fields of which only these values are implemented, besides `ONLY`.
+            inert: the family's fields that change nothing, besides `INERT`.
 
         Raises:
             ValueError: names the first that does, or may.
         """
+        only = {**ONLY, **only}
         for name, value in self._values.items():
-            if name in self._read or name in INERT:
+            if name in self._read or name in INERT or name in inert:
                 continue
             if name == "layer_types":
-                accepted = isinstance(value, list) and all(one == FULL for one in value)
-            else:
-                accepted = value in ONLY.get(name, OFF)
-            if not accepted:
-                self.refuse(name, value)
+                if not isinstance(value, list) or any(one != FULL for one in value):
+                    self.refuse(name, value, ([FULL],))
+            elif value not in only.get(name, OFF):
+                self.refuse(name, value, only.get(name, ()))
 
-    def refuse(self, name: str, value: Any) -> None:
+    def refuse(self, name: str, value: Any, supported: tuple[Any, ...] = ()) -> NoReturn:
         """Raises: ValueError."""
         text = repr(value)
+        among = f"; supported: {', '.join(map(repr, supported))}" if supported else ""
         raise ValueError(
-            f"{self._place} sets {name}={text if len(text) < 80 else text[:76] + ' ...'}, which is not supported"
+            f"{self.place} sets {name}={text if len(text) < 80 else text[:76] + ' ...'}, which is not supported{among} "
+            "(docs/model_family.md)"
         )
 
     def _get(self, name: str, default: Any) -> Any:
@@ -136,14 +137,14 @@ class Fields:
     def _number(self, name: str, kind: Any, default: float | None, zero: bool = False) -> Any:
         value = self._get(name, default)
         if value is None and name not in self._values:
-            raise ValueError(f"{self._place} lacks {name}")
+            raise ValueError(f"{self.place} lacks {name}")
         fits = isinstance(value, kind) and not isinstance(value, bool) and -LARGEST < value < LARGEST
-        wanted = "a whole number" if kind is int else "a number"
-        return self._checked(name, value, f"{wanted} above 0", fits and (value > 0 or zero and value == 0))
+        wanted = f"a {'whole ' if kind is int else ''}number {'from 0 on' if zero else 'above 0'}"
+        return self._checked(name, value, wanted, fits and (value > 0 or zero and value == 0))
 
     def _checked(self, name: str, value: Any, wanted: str, fits: bool) -> Any:
         if not fits:
-            raise ValueError(f"{self._place}: {name}={value!r}; expected {wanted}")
+            raise ValueError(f"{self.place}: {name}={value!r}; expected {wanted}")
         return value
 
 

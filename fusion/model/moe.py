@@ -1,4 +1,5 @@
-"""Compute the sparse MLP: route tokens, dispatch them to their experts, run the grouped SwiGLU, combine.
+"""Compute the sparse MLP: route tokens, dispatch them to their experts, run the grouped SwiGLU, combine; add the output
+of a shared expert.
 
     x_nD ─ router ─► top-k ─ sort by expert ─ all-to-all ─► group by local expert ─ grouped matmul ─┐
                           out_nD ◄─ Σ weight · y ◄─ back in order ◄─ all-to-all ◄────────────────────┘
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
-from fusion.model.config import ModelConfig
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
+from fusion.model.mlp import MLP
 from fusion.model.replay import Forced, Routed
-from fusion.npu.fused import operators_for
-from fusion.npu.ops import grouped_kernel, grouped_linear, swiglu
+from fusion.model.router import choose, probabilities, score, weigh
+from fusion.model.spec import Sparse
+from fusion.npu.fused import Operators, operators_for
+from fusion.npu.ops import grouped_kernel, grouped_linear, linear, swiglu
 
 
 class Expert(nn.Module):
@@ -35,56 +38,109 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: Mesh, weights: Weights):
+    def __init__(self, spec: Sparse, mesh: Mesh, weights: Weights):
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.spec, self.mesh = spec, mesh
         self.router = parameter("router", weights)
-        num_local = config.num_experts // mesh.parallel.ep
+        # No gradient reaches the correction, so no optimizer step changes it.
+        self.correction = nn.Parameter(weights["correction"]) if spec.router.correction else None
+        num_local = spec.num_experts // mesh.parallel.ep
         local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
         weights_by_expert: dict[int, Weights] = {expert: {} for expert in local_experts}
+        shared: Weights = {}
         for name, view in weights.items():
             if name.startswith("experts."):
                 _, expert, matrix = name.split(".", 2)
                 weights_by_expert[int(expert)][matrix] = view
+            elif name.startswith("shared."):
+                shared[name.removeprefix("shared.")] = view
         self.experts = nn.ModuleDict({str(expert): Expert(matrices) for expert, matrices in weights_by_expert.items()})
-        # Looked up once: nn.Module's attribute access takes measurable time in a decode step.
+        self.shared = MLP(mesh, shared) if spec.shared else None
+        self.shared_gate = parameter("shared_gate", weights) if spec.shared and spec.shared.gated else None
+        # Looked up once: attribute access of modules and frozen dataclasses takes measurable time in a decode step.
+        self._top_k, self._normalise = spec.router.top_k, spec.router.normalise
+        self._is_plain, self._has_shared = spec.router.plain, spec.shared is not None
         self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
         self._down: list[Any] = [expert.down for expert in self.experts.values()]
         self._cut = not all(isinstance(matrix, nn.Parameter) for matrix in (*self._gate_up, *self._down))
 
     def forward(
-        self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None = None, *, record: bool = True
+        self,
+        x_nD: torch.Tensor,
+        row_multiple: int,
+        forced: Forced | None = None,
+        *,
+        record: bool = True,
+        rows: int | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
-        weighted by the probabilities that this router gives them (with gradient), normalised like its own choice."""
-        logits_nE = project(x_nD, self.router, row_multiple)
+        weighted by the scores that this router gives them (with gradient), normalised like its own choice.
+
+        Args:
+            rows: of the batch, of which x_nD holds this TP rank's; None: x_nD is the batch.
+        """
         operators = operators_for(x_nD) if forced is None else None
-        if operators is not None:
-            top_k, normalise = self.config.top_k, self.config.norm_topk_prob
-            weight_nk, expert_nk, order, counts_E, stats = operators.route(logits_nE, top_k, normalise)
-            y = self._experts(operators.dispatch(x_nD, order, top_k), counts_E, row_multiple, on_card=True)
+        y, routed = self._routed(x_nD, row_multiple, forced, record=record, operators=operators)
+        if self._has_shared:
+            y = y + self._shared(x_nD, len(x_nD) if rows is None else rows, row_multiple)
+        return y, routed
+
+    def _routed(
+        self,
+        x_nD: torch.Tensor,
+        row_multiple: int,
+        forced: Forced | None,
+        *,
+        record: bool,
+        operators: Operators | None,
+    ) -> tuple[torch.Tensor, Routed | None]:
+        logits_nE = self._logits(x_nD, row_multiple)
+        if operators is not None and self._is_plain:
+            weight_nk, expert_nk, order, counts_E, stats = operators.route(logits_nE, self._top_k, self._normalise)
+            y = self._experts(operators.dispatch(x_nD, order, self._top_k), counts_E, row_multiple, on_card=True)
             return operators.combine(y, order, weight_nk), Routed(stats, expert_nk) if record else None
-        probs_nE = logits_nE.softmax(-1, dtype=torch.float32)
-        weight_nk, expert_nk = probs_nE.topk(self.config.top_k, dim=-1)
+        router = self.spec.router
+        scores_nE = score(logits_nE, router)
+        if self._is_plain:
+            weight_nk, expert_nk = scores_nE.topk(self._top_k, dim=-1)
+        else:
+            expert_nk = choose(scores_nE, router, self.correction)
+            weight_nk = scores_nE.gather(-1, expert_nk)
         num_mismatched = None
         if forced is not None:
             num_mismatched, expert_nk = forced.count_mismatched(expert_nk), forced.impose(expert_nk)
-            weight_nk = probs_nE.gather(-1, expert_nk)
-        if self.config.norm_topk_prob:
-            weight_nk = weight_nk / weight_nk.sum(-1, keepdim=True)
+            weight_nk = scores_nE.gather(-1, expert_nk)
+        weight_nk = weigh(weight_nk, router)
         # With a grouped product of the card's own, the host need not wait for the card: `bincount` would, to size its
         # result, and the products of single experts would for the number of rows of each.
-        on_card = grouped_kernel(x_nD, row_multiple) is not None
-        counts_E = _count(expert_nk.flatten(), self.config.num_experts, on_card)
+        on_card = operators is not None or grouped_kernel(x_nD, row_multiple) is not None
+        counts_E = _count(expert_nk.flatten(), self.spec.num_experts, on_card)
         routed = None
         if record:
-            stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
+            stats = torch.stack([counts_E.to(torch.float32), probabilities(scores_nE, router).sum(0)])
             routed = Routed(stats, expert_nk, num_mismatched)
 
         order = expert_nk.flatten().argsort(stable=True)
-        y = self._experts(x_nD.index_select(0, order // self.config.top_k), counts_E, row_multiple, on_card)
+        if operators is not None:
+            y = self._experts(operators.dispatch(x_nD, order, self._top_k), counts_E, row_multiple, on_card)
+            return operators.combine(y, order, weight_nk), routed
+        y = self._experts(x_nD.index_select(0, order // self._top_k), counts_E, row_multiple, on_card)
         y_nkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, expert_nk.shape)
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
+
+    def _logits(self, x_nD: torch.Tensor, row_multiple: int) -> torch.Tensor:
+        if self.spec.router.scores == "softmax" or x_nD.dtype == torch.float32:
+            return project(x_nD, self.router, row_multiple)
+        # transformers computes the logits of sigmoid routers in float32
+        x32, blocks = x_nD.to(torch.float32), blocks_of(self.router)
+        return torch.cat([linear(x32, block.to(torch.float32), row_multiple) for block in blocks], dim=-1)
+
+    def _shared(self, x_nD: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
+        assert self.shared is not None
+        y = self.shared(x_nD, rows, row_multiple)
+        if self.shared_gate is None:
+            return y
+        return project(x_nD, self.shared_gate, row_multiple).sigmoid() * y
 
     def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int, on_card: bool) -> torch.Tensor:
         """Run the experts on rows sorted by expert; return their outputs in the same order. ``on_card``: their products

@@ -110,12 +110,12 @@ class Parallel:
         Raises:
             ValueError: the layout does not divide a dimension of the model (with both numbers).
         """
-        divisible_sizes = {
-            "num_attention_heads": config.num_heads,
-            "vocab_size": config.vocab_size,
-            "intermediate_size": config.intermediate_size if not config.num_experts else self.tp,
-        }
-        for name, size in divisible_sizes.items():
+        divisible_sizes = [
+            ("num_attention_heads", config.num_heads),
+            ("vocab_size", config.vocab_size),
+            *config.dense_widths,
+        ]
+        for name, size in divisible_sizes:
             if size % self.tp:
                 raise ValueError(f"{key}.tp={self.tp} does not divide the model's {name}={size}")
         if config.num_kv_heads % self.tp and self.tp % config.num_kv_heads:

@@ -58,7 +58,7 @@ class Replay:
     """Holds the routing of one packed batch, on the device.
 
     Attributes:
-        experts_NLk: any integer dtype [N, L, k], for the L layers of this rank's stage; the same on its TP ranks.
+        experts_NLk: any integer dtype [N, L, k], for the L sparse layers of this stage; the same on its TP ranks.
         known_N: bool [N], the rows that have a routing; the values of the other rows are ignored.
     """
 
@@ -82,7 +82,7 @@ def routing_dtype(num_experts: int) -> torch.dtype:
 
 @torch.no_grad()
 def routing_of(routed: Sequence[Routed], rows: int, mesh: Mesh, num_experts: int) -> torch.Tensor:
-    """Return the experts of all N rows of a pass, in the layers of this rank's stage: `routing_dtype` [N, L, k] on the
+    """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on the
     CPU. Collective over TP."""
     experts_nLk = torch.stack([layer.expert_nk for layer in routed], 1).to(routing_dtype(num_experts))
     # sent as bytes, since some backends do not support every integer dtype

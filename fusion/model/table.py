@@ -6,19 +6,26 @@ and whether it is stored transposed, is the other half of the `Part`. A reshard 
 another engine's format is another list of parts.
 
 Local tensors of a rank (suffix l: its shard under TP or expert-TP; i and e index the whole model's layers, those of
-its pipeline stage, and experts, those of its EP rank):
+its pipeline stage, and experts, those of its EP rank). Which of them a layer has, its `LayerSpec` says:
 
     embed                           [Vl, D]            embed_tokens rows; first stage, and last where tied
     layers.i.input_norm             [D]
     layers.i.attention.qkv          [(Hl + 2 Kl) C, D] q, k and v rows, concatenated
-    layers.i.attention.q_norm       [C]                (k_norm likewise)
+    layers.i.attention.qkv_bias     [(Hl + 2 Kl) C]
+    layers.i.attention.q_norm       [C] or [Hl C]      of a head, or of the rank's part of the projection
+    layers.i.attention.k_norm       [C] or [Kl C]
     layers.i.attention.out          [D, Hl C]          o_proj columns
+    layers.i.attention.out_bias     [D]
     layers.i.post_norm              [D]
     layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows, then up rows
     layers.i.mlp.down               [D, Fl]            dense
     layers.i.moe.router             [E, D]
+    layers.i.moe.correction         [E]
     layers.i.moe.experts.e.gate_up  [2 Fl, D]
     layers.i.moe.experts.e.down     [D, Fl]
+    layers.i.moe.shared.gate_up     [2 Fl, D]          cut by TP, as a dense MLP
+    layers.i.moe.shared.down        [D, Fl]
+    layers.i.moe.shared_gate        [1, D]
     norm                            [D]                last stage
     lm_head                         [Vl, D]            last stage; absent where embeddings are tied
     score                           [labels, D]        last stage of a reward model, in place of lm_head
@@ -38,6 +45,7 @@ from typing import TYPE_CHECKING
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
+from fusion.model.spec import Dense, GroupedQuery, Sparse, SwiGLUNames
 
 if TYPE_CHECKING:
     import torch
@@ -180,50 +188,76 @@ class _TableRows:
         part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
         return LocalParam(name, (height, stop - start), (part,), expert=expert, tp_sharded=not expert)
 
-    def layer(self, layer: int) -> list[LocalParam]:
-        config, hf, local = self.config, f"model.layers.{layer}", f"layers.{layer}"
-        c, hidden = config.head_dim, config.hidden_size
-        first_kv, end_kv = kv_heads(config, self.parallel, self.tp_rank)
-        kv_rows = (first_kv * c, end_kv * c)
-        qkv = [
-            (f"{hf}.self_attn.q_proj.weight", self.tp_range(config.num_heads * c)),
-            (f"{hf}.self_attn.k_proj.weight", kv_rows),
-            (f"{hf}.self_attn.v_proj.weight", kv_rows),
-        ]
-        rows = [
-            self.whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
-            self.stacked_rows(f"{local}.attention.qkv", qkv),
-            self.whole(f"{local}.attention.q_norm", f"{hf}.self_attn.q_norm.weight", (c,)),
-            self.whole(f"{local}.attention.k_norm", f"{hf}.self_attn.k_norm.weight", (c,)),
-            self.columns(
-                f"{local}.attention.out", f"{hf}.self_attn.o_proj.weight", self.tp_range(config.num_heads * c)
-            ),
-            self.whole(f"{local}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
-        ]
-        return rows + (self.experts(layer) if config.num_experts else self.dense_mlp(layer))
+    def stacked_vector(self, name: str, pieces: list[tuple[str, tuple[int, int]]]) -> LocalParam:
+        offset, parts = 0, []
+        for hf_name, (start, stop) in pieces:
+            end = offset + stop - start
+            parts.append(Part(hf_name, ((start, stop),), ((offset, end),)))
+            offset = end
+        return LocalParam(name, (offset,), tuple(parts), tp_sharded=True)
 
-    def dense_mlp(self, layer: int) -> list[LocalParam]:
-        hf, local = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
-        share = self.tp_range(self.config.intermediate_size)
+    def layer(self, index: int) -> list[LocalParam]:
+        spec, hidden = self.config.layers[index], self.config.hidden_size
+        hf, local = f"model.layers.{index}", f"layers.{index}"
+        mlp = spec.mlp
         return [
-            self.stacked_rows(f"{local}.gate_up", _gate_up(hf, share)),
-            self.columns(f"{local}.down", f"{hf}.down_proj.weight", share),
+            self.whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
+            *self.grouped_query(spec.attention, hf=f"{hf}.self_attn", local=f"{local}.attention"),
+            self.whole(f"{local}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
+            *(
+                self.dense(mlp.width, hf=f"{hf}.mlp", local=f"{local}.mlp")
+                if isinstance(mlp, Dense)
+                else self.sparse(mlp, hf=hf, local=f"{local}.moe")
+            ),
         ]
 
-    def experts(self, layer: int) -> list[LocalParam]:
-        config, hf, local = self.config, f"model.layers.{layer}.mlp", f"layers.{layer}.moe"
-        width = config.moe_intermediate_size // self.parallel.etp
-        share = self.etp_rank * width, (self.etp_rank + 1) * width
-        rows = [self.whole(f"{local}.router", f"{hf}.gate.weight", (config.num_experts, config.hidden_size))]
-        num_local = config.num_experts // self.parallel.ep
-        for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
-            hf_expert = f"{hf}.experts.{expert}"
-            rows += [
-                self.stacked_rows(f"{local}.experts.{expert}.gate_up", _gate_up(hf_expert, share), expert=True),
-                self.columns(f"{local}.experts.{expert}.down", f"{hf_expert}.down_proj.weight", share, expert=True),
-            ]
+    def grouped_query(self, spec: GroupedQuery, *, hf: str, local: str) -> list[LocalParam]:
+        c = spec.head_dim
+        first_kv, end_kv = kv_heads(self.config, self.parallel, self.tp_rank)
+        q_rows, kv_rows = self.tp_range(spec.num_heads * c), (first_kv * c, end_kv * c)
+        shares = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        rows = [
+            self.stacked_rows(f"{local}.qkv", [(f"{hf}.{x}_proj.weight", share) for x, share in shares.items()]),
+        ]
+        if spec.qkv_bias:
+            biases = [(f"{hf}.{x}_proj.bias", share) for x, share in shares.items()]
+            rows.append(self.stacked_vector(f"{local}.qkv_bias", biases))
+        for x in ("q", "k") if spec.qk_norm != "none" else ():
+            name, hf_name = f"{local}.{x}_norm", f"{hf}.{x}_norm.weight"
+            if spec.qk_norm == "head":
+                rows.append(self.whole(name, hf_name, (c,)))
+            else:
+                rows.append(self.stacked_vector(name, [(hf_name, shares[x])]))
+        rows.append(self.columns(f"{local}.out", f"{hf}.o_proj.weight", q_rows))
+        if spec.out_bias:
+            rows.append(self.whole(f"{local}.out_bias", f"{hf}.o_proj.bias", (self.config.hidden_size,)))
         return rows
 
+    def dense(self, width: int, *, hf: str, local: str) -> list[LocalParam]:
+        return self.swiglu(hf, local, SwiGLUNames(), share=self.tp_range(width), expert=False)
 
-def _gate_up(hf: str, share: tuple[int, int]) -> list[tuple[str, tuple[int, int]]]:
-    return [(f"{hf}.gate_proj.weight", share), (f"{hf}.up_proj.weight", share)]
+    def sparse(self, spec: Sparse, *, hf: str, local: str) -> list[LocalParam]:
+        names, experts, hidden = self.config.family_spec.names, spec.num_experts, self.config.hidden_size
+        width = spec.width // self.parallel.etp
+        share = self.etp_rank * width, (self.etp_rank + 1) * width
+        rows = [self.whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
+        if spec.router.correction:
+            rows.append(self.whole(f"{local}.correction", f"{hf}.{names.correction}", (experts,)))
+        num_local = experts // self.parallel.ep
+        for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
+            hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
+            rows += self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
+        if spec.shared:
+            rows += self.dense(spec.shared.width, hf=f"{hf}.{names.shared}", local=f"{local}.shared")
+            if spec.shared.gated:
+                rows.append(self.whole(f"{local}.shared_gate", f"{hf}.{names.shared_gate}", (1, hidden)))
+        return rows
+
+    def swiglu(
+        self, hf: str, local: str, names: SwiGLUNames, *, share: tuple[int, int], expert: bool
+    ) -> list[LocalParam]:
+        gate_up = [(f"{hf}.{names.gate}", share), (f"{hf}.{names.up}", share)]
+        return [
+            self.stacked_rows(f"{local}.gate_up", gate_up, expert=expert),
+            self.columns(f"{local}.down", f"{hf}.{names.down}", share, expert=expert),
+        ]

@@ -1,4 +1,4 @@
-"""Define Qwen3 and Qwen3-MoE once, for training and inference, in any layout.
+"""Define the model once, for training and inference, in any layout. What a layer consists of, its `LayerSpec` says.
 
 Between blocks the rows of a packed batch are split over TP. A block gathers them, computes its heads or its columns,
 and reduce-scatters the sum; the MoE computes on the split rows and exchanges them over EP.
@@ -22,16 +22,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusion.model.bucket_plan import plan_units, unit_bytes
-from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
+from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes, sum_over_tp
 from fusion.model.config import ModelConfig
 from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
+from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
 from fusion.model.replay import Forced, Replay, Routed
+from fusion.model.rotary import inverse_frequencies
+from fusion.model.spec import Dense, GroupedQuery, LayerSpec, Sparse
 from fusion.model.table import local_params
 from fusion.model.weights import Buckets
 from fusion.npu import Device
-from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, norm_rope, rms_norm, swiglu, varlen_causal_attention
+from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, norm_rope, rms_norm, varlen_causal_attention
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, counted from the first of this rank's stage, q_NHC, k_NKC, v_NKC) → out_NHC; position encoding and q/k norm
@@ -80,10 +83,13 @@ class Transformer(nn.Module):
         plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
         self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident)
         views = self.weights.views
+        own_layers = mesh.parallel.layers(config.num_layers, mesh.pp_rank)
         self.layers = nn.ModuleDict(
-            {str(i): Layer(config, mesh, n, weights=_below(f"layers.{i}.", views))
-             for n, i in enumerate(mesh.parallel.layers(config.num_layers, mesh.pp_rank))}
+            {str(i): Layer(config, config.layers[i], mesh, index=n, weights=_below(f"layers.{i}.", views))
+             for n, i in enumerate(own_layers)}
         )  # fmt: skip
+        self._is_sparse = [isinstance(config.layers[i].mlp, Sparse) for i in own_layers]
+        self.num_sparse_layers = sum(self._is_sparse)
         tied = config.tie_embeddings and not config.num_labels
         if mesh.first_stage or (mesh.last_stage and tied):
             self.embed = parameter("embed", views)
@@ -93,8 +99,9 @@ class Transformer(nn.Module):
                 self.score = nn.Parameter(views["score"])
             else:
                 self.lm_head = self.embed if tied else parameter("lm_head", views)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).to(torch.float32) / config.head_dim
-        self.inv_freq = (1.0 / config.rope_theta**exponents).to(device.torch_device)
+        rotary = config.attention.rotary
+        self.inv_freq = inverse_frequencies(rotary).to(device.torch_device)
+        self.rope_scale = rotary.attention_factor
 
     def forward(
         self,
@@ -124,8 +131,10 @@ class Transformer(nn.Module):
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
         x = self._embed(ids_N) if hidden is None else hidden
         replay = None if replay is None else replay.of_rank(self.mesh)
-        for index, layer in enumerate(self.layers.values()):
-            forced = None if replay is None else replay.layer(index)
+        num_sparse = 0
+        for is_sparse, layer in zip(self._is_sparse, self.layers.values(), strict=True):
+            forced = replay.layer(num_sparse) if replay is not None and is_sparse else None
+            num_sparse += is_sparse
             inputs: dict[str, Any] = dict(
                 rows=rows,
                 rope=rope,
@@ -172,9 +181,12 @@ class Transformer(nn.Module):
         return reduce_scatter_rows(partial, self.mesh)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [N, 1, C]; the sines of the first half with the sign of the rotation."""
+        """Return cosines and sines [N, 1, R] of the rotated channels; the sines of the first half with the sign of the
+        rotation."""
         angles = positions_N.to(torch.float32)[:, None] * self.inv_freq
         cos, sin, dtype = angles.cos(), angles.sin(), self.weights.dtype
+        if self.rope_scale != 1.0:
+            cos, sin = cos * self.rope_scale, sin * self.rope_scale
         cos_NC, sin_NC = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         return cos_NC.to(dtype).unsqueeze(1), sin_NC.to(dtype).unsqueeze(1)
 
@@ -182,16 +194,20 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """Computes attention and the MLP or MoE. ``index`` counts from the first layer of this rank's stage."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: Weights):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, mesh: Mesh, *, index: int, weights: Weights):
         super().__init__()
         self.eps = config.rms_norm_eps
+        self.is_sparse = isinstance(spec.mlp, Sparse)
         self.input_norm = nn.Parameter(weights["input_norm"])
-        self.attention = Attention(config, mesh, index, weights=_below("attention.", weights))
+        self.attention = Attention(
+            spec.attention, mesh, index=index, eps=self.eps, weights=_below("attention.", weights)
+        )
         self.post_norm = nn.Parameter(weights["post_norm"])
-        if config.num_experts:
-            self.moe = MoE(config, mesh, _below("moe.", weights))
-        else:
-            self.mlp = MLP(mesh, _below("mlp.", weights))
+        match spec.mlp:
+            case Sparse():
+                self.moe = MoE(spec.mlp, mesh, _below("moe.", weights))
+            case Dense():
+                self.mlp = MLP(mesh, _below("mlp.", weights))
 
     def forward(
         self,
@@ -207,42 +223,56 @@ class Layer(nn.Module):
             rms_norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple
         )
         normed = rms_norm(x, self.post_norm, self.eps)
-        if hasattr(self, "moe"):
-            y, routed = self.moe(normed, row_multiple, forced, record=record)
+        if self.is_sparse:
+            y, routed = self.moe(normed, row_multiple, forced, record=record, rows=rows)
             return x + y, routed
         return x + self.mlp(normed, rows, row_multiple), None
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: Mesh, index: int, weights: Weights):
+    """Computes grouped-query attention with this rank's heads."""
+
+    def __init__(self, spec: GroupedQuery, mesh: Mesh, *, index: int, eps: float, weights: Weights):
         super().__init__()
-        self.mesh, self.index, self.eps = mesh, index, config.rms_norm_eps
-        self.heads = config.num_heads // mesh.parallel.tp
-        self.kv_heads = max(1, config.num_kv_heads // mesh.parallel.tp)
-        self.head_dim = config.head_dim
+        self.spec, self.mesh, self.index, self.eps = spec, mesh, index, eps
+        self.heads = spec.num_heads // mesh.parallel.tp
+        self.kv_heads = max(1, spec.num_kv_heads // mesh.parallel.tp)
+        self.head_dim = spec.head_dim
         self.qkv = parameter("qkv", weights)
-        self.q_norm = nn.Parameter(weights["q_norm"])
-        self.k_norm = nn.Parameter(weights["k_norm"])
+        self.qkv_bias = nn.Parameter(weights["qkv_bias"]) if spec.qkv_bias else None
+        self.q_norm = nn.Parameter(weights["q_norm"]) if spec.qk_norm != "none" else None
+        self.k_norm = nn.Parameter(weights["k_norm"]) if spec.qk_norm != "none" else None
         self.out = parameter("out", weights)
+        self.out_bias = nn.Parameter(weights["out_bias"]) if spec.out_bias else None
+        self._norms_projection = spec.qk_norm == "projection"
 
     def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         x_ND = gather_rows(x, rows, self.mesh)
-        qkv = project(x_ND, self.qkv, row_multiple).unflatten(-1, (-1, self.head_dim))
-        q, k, v = norm_rope(qkv, self.q_norm, self.k_norm, rope, self.kv_heads, self.eps)
+        flat_qkv = project(x_ND, self.qkv, row_multiple)
+        if self.qkv_bias is not None:
+            flat_qkv = flat_qkv + self.qkv_bias
+        if self._norms_projection:
+            qkv = self._norm_projection(flat_qkv).unflatten(-1, (-1, self.head_dim))
+            q, k, v = norm_rope(qkv, None, None, rope, self.kv_heads, self.eps)
+        else:
+            qkv = flat_qkv.unflatten(-1, (-1, self.head_dim))
+            q, k, v = norm_rope(qkv, self.q_norm, self.k_norm, rope, self.kv_heads, self.eps)
         attended = attend(self.index, q, k, v).flatten(1)
-        return reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
+        y = reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
+        return y if self.out_bias is None else y + self.out_bias
 
-
-class MLP(nn.Module):
-    def __init__(self, mesh: Mesh, weights: Weights):
-        super().__init__()
-        self.mesh = mesh
-        self.gate_up = parameter("gate_up", weights)
-        self.down = parameter("down", weights)
-
-    def forward(self, x: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
-        gate_up = project(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple)
-        return reduce_scatter_rows(project(swiglu(gate_up), self.down, row_multiple), self.mesh)
+    def _norm_projection(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Normalise all query heads, and all key heads, of all TP ranks by their root mean squares, in float32."""
+        widths = [self.heads * self.head_dim, self.kv_heads * self.head_dim]
+        q, k, v = qkv.split([*widths, widths[1]], dim=-1)
+        tp, q32, k32 = self.mesh.parallel.tp, q.to(torch.float32), k.to(torch.float32)
+        # of equally many channels on each rank; ranks that share a key head count its squares once each
+        means = torch.stack([q32.square().mean(-1) / tp, k32.square().mean(-1) / tp], dim=-1)
+        scale_N2 = torch.rsqrt(sum_over_tp(means, self.mesh) + self.eps)
+        assert self.q_norm is not None and self.k_norm is not None
+        q = self.q_norm * (q32 * scale_N2[:, :1]).to(qkv.dtype)
+        k = self.k_norm * (k32 * scale_N2[:, 1:]).to(qkv.dtype)
+        return torch.cat([q, k, v], dim=-1)
 
 
 def _below(prefix: str, weights: Weights) -> Weights:

@@ -46,8 +46,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 def norm_rope(
     qkv_NhC: torch.Tensor,
-    q_norm_C: torch.Tensor,
-    k_norm_C: torch.Tensor,
+    q_norm_C: torch.Tensor | None,
+    k_norm_C: torch.Tensor | None,
     rope: tuple[torch.Tensor, torch.Tensor],
     kv_heads: int,
     eps: float,
@@ -56,7 +56,9 @@ def norm_rope(
     by their positions.
 
     Args:
-        rope: cosines and sines [N, 1, C]; the sines of the first half with the sign of the rotation.
+        q_norm_C, k_norm_C: None, both: queries and keys are not normalised.
+        rope: cosines and sines [N, 1, R] of the first R channels, the others are not rotated; the sines of the first
+            half with the sign of the rotation.
     """
     heads = qkv_NhC.shape[1] - 2 * kv_heads
     if (operators := operators_for(qkv_NhC)) is not None:
@@ -64,12 +66,19 @@ def norm_rope(
         return q, k, qkv_NhC[:, heads + kv_heads :]
     qk, v = qkv_NhC.split([heads + kv_heads, kv_heads], dim=1)
     # Queries and keys together: the time of a decode step grows with its number of operations.
-    norm = torch.cat([q_norm_C.expand(heads, -1), k_norm_C.expand(kv_heads, -1)])
-    cos, sin = rope
-    normed = _rms_norm(qk, norm, eps)
-    first, second = normed.chunk(2, dim=-1)
-    q, k = (normed * cos + torch.cat([second, first], dim=-1) * sin).split([heads, kv_heads], dim=1)
+    if q_norm_C is not None and k_norm_C is not None:
+        qk = _rms_norm(qk, torch.cat([q_norm_C.expand(heads, -1), k_norm_C.expand(kv_heads, -1)]), eps)
+    q, k = _rotate(qk, *rope).split([heads, kv_heads], dim=1)
     return q, k, v
+
+
+def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:
+    rotated, passed = x_NhC, None
+    if cos_N1R.shape[-1] < x_NhC.shape[-1]:
+        rotated, passed = x_NhC.tensor_split([cos_N1R.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos_N1R + torch.cat([second, first], dim=-1) * sin_N1R
+    return rotated if passed is None else torch.cat([rotated, passed], dim=-1)
 
 
 def swiglu(gate_up_NI: torch.Tensor) -> torch.Tensor:

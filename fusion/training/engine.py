@@ -156,9 +156,8 @@ class EmbeddedTrainEngine:
             routed: list[Routed] | None = None if record is None else []
             out = self._hidden(batches[i], hidden, routed)
             if record is not None and routed and i < len(places):
-                record[places[i]] = routing_of(
-                    routed, batches[i].rows, self.mesh, num_experts=self.model.config.num_experts
-                )
+                num_experts = self.model.config.num_experts
+                record[places[i]] = routing_of(routed, batches[i].rows, self.mesh, num_experts=num_experts)
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)
@@ -296,7 +295,8 @@ class EmbeddedTrainEngine:
             return None if self.mesh.last_stage else out, None
 
         self.stage.infer(_rows(batches), forward)
-        return routing_counts(routed, self.mesh)
+        num_experts = self.model.config.num_experts
+        return routing_counts(routed, self.mesh, num_experts, self.device.torch_device)
 
 
 def _rows(batches: list[Sequences]) -> list[int]:

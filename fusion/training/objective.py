@@ -105,20 +105,24 @@ class Objective:
         return total(out.loss) / max(self.totals.normaliser, 1e-12)
 
     def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
-        """Returns the share of this stage's layers in the load-balancing loss: scalar, weighted; None without one."""
+        """Returns the share of this stage's sparse layers in the load-balancing loss: scalar, weighted; None without
+        one."""
         if not self.balancing_coef:
             return None
         if self.counts_E is None:
-            self.counts_E = routing_counts(routed, self.mesh)
+            device = routed[0].stats.device  # with one stage, which has all sparse layers
+            self.counts_E = routing_counts(routed, self.mesh, self.config.num_experts, device)
+        if not routed:
+            return None
         stats = [layer.stats for layer in routed]
-        balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_layers)
+        balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_sparse_layers)
         self._add(BALANCE, balance.detach())
         return self.balancing_coef * balance
 
     def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
         """Counts the (row, layer) pairs of this stage for which the router would have chosen other experts than the
         replayed ones."""
-        if batch.routing is None:
+        if batch.routing is None or not routed:
             return
         mismatched = torch.stack([layer.num_mismatched for layer in routed if layer.num_mismatched is not None])
         self._add(MISMATCH, mismatched.sum())
@@ -161,9 +165,10 @@ class Objective:
         return dict(zip(self._sums, (part.clone() for part in wire.split(sizes)), strict=True))
 
 
-def routing_counts(routed: list[Routed], mesh: Mesh) -> torch.Tensor:
+def routing_counts(routed: list[Routed], mesh: Mesh, num_experts: int, device: torch.device | str) -> torch.Tensor:
     """Returns the number of tokens routed to each expert, float32 [E], summed over ranks and layers. Collective."""
-    counts_E = torch.stack([layer.stats[0] for layer in routed]).detach().sum(0)
+    counts = [layer.stats[0] for layer in routed]
+    counts_E = torch.stack(counts).detach().sum(0) if counts else torch.zeros(num_experts, device=device)
     if mesh.world_group is not None:
         dist.all_reduce(counts_E, group=mesh.world_group)
     return counts_E

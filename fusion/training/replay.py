@@ -16,11 +16,12 @@ def replay_of(batch: Sequences, model: Transformer) -> Replay | None:
     """Return the routing to be replayed in a forward pass of the batch; None if the batch has none.
 
     Raises:
-        ValueError: the routing has another number of layers, or of experts per token, than this stage of the model.
+        ValueError: the routing has another number of sparse layers, or of experts per token, than this stage of the
+            model.
     """
     if batch.routing is None:
         return None
-    cell = len(model.layers), model.config.top_k
+    cell = model.num_sparse_layers, model.config.top_k
     if batch.rows and batch.routing.shape[1:] != cell:
         raise ValueError(f"routing has {list(batch.routing.shape[1:])} (layers, k) per token; expected {list(cell)}")
     device = model.device.torch_device
@@ -28,7 +29,7 @@ def replay_of(batch: Sequences, model: Transformer) -> Replay | None:
 
 
 def new_record(sequences: Sequences, model: Transformer) -> torch.Tensor:
-    """Allocate a tensor for the routing of all rows in the layers of this rank's stage: `routing_dtype` [N, L, k]."""
+    """Allocate a tensor for the routing of all rows in the L sparse layers of this stage: `routing_dtype` [N, L, k]."""
     config = model.config
-    shape = sequences.rows, len(model.layers), config.top_k
+    shape = sequences.rows, model.num_sparse_layers, config.top_k
     return torch.zeros(shape, dtype=routing_dtype(config.num_experts))

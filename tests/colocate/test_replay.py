@@ -18,6 +18,7 @@ from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from fusion.training.replay import new_record
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
+from tests.families import family_checkpoint
 from tests.helpers import run_ranks, tiny_checkpoint
 
 MISMATCH = "training/routing_mismatch"
@@ -127,6 +128,14 @@ def test_a_step_in_layouts_that_differ(tmp_path, npus, train, infer, replay):
             assert mismatch is None
         else:
             assert (mismatch == 0) == (lr == 0) and mismatch < 0.9
+
+
+def test_routing_comes_to_the_sparse_layers_of_stages_that_also_have_dense_ones(tmp_path):
+    npus, train, infer = LAYOUTS["PP2-to-EP2"]
+    spec = make_spec(family_checkpoint(tmp_path, "glm4_moe"), npus, train, infer)
+    algorithm = AlgorithmConfig(kl_coef=0.1, group_size=GROUP, replay="rollout")
+    results = run_ranks(two_minibatches, npus, replace(spec, algorithm=algorithm, training=TrainingConfig(lr=0.0)))
+    assert {mismatch for mismatch, _ in results} == {0.0}
 
 
 def test_every_stage_looks_at_the_routing_and_gets_its_layers():

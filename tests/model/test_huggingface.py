@@ -104,10 +104,14 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path, device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type"),
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; expected one of .*'llama'"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"use_sliding_window": True}, r"use_sliding_window=True, .*; supported: False \(docs/model_family.md\)"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope_type='longrope', .*; supported: .*'yarn'",
+        ),
+        ({"mlp_only_layers": [0, 1]}, "leaves no sparse layer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, change, message):

@@ -48,11 +48,21 @@ def test_norm_and_swiglu_equal_the_composed(seed, rows, width):
     assert near(*both(ops.swiglu, 20 * torch.randn(rows, 2 * width, generator=draw)))
 
 
-@given(seed=seeds, rows=st.integers(0, 5), heads=st.integers(1, 4), kv_heads=st.integers(1, 3), half=st.integers(1, 20))
-def test_norm_and_rope_equal_the_composed(seed, rows, heads, kv_heads, half):
+@given(
+    seed=seeds,
+    rows=st.integers(0, 5),
+    heads=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    half=st.integers(1, 20),
+    passed=st.sampled_from([0, 0, 1, 6]),
+    normed=st.booleans(),
+)
+def test_norm_and_rope_equal_the_composed(seed, rows, heads, kv_heads, half, passed, normed):
+    """Of ``passed`` channels that are not rotated, and also without norms."""
     draw = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(rows, heads + 2 * kv_heads, 2 * half, generator=draw)
-    norms = torch.randn(2, 2 * half, generator=draw)
+    channels = 2 * half + passed
+    qkv = torch.randn(rows, heads + 2 * kv_heads, channels, generator=draw)
+    norms = torch.randn(2, channels, generator=draw) if normed else (None, None)
     rope = tuple(torch.randn(2, rows, 1, 2 * half, generator=draw))
     for found, wanted in zip(*both(ops.norm_rope, qkv, *norms, rope, kv_heads, 1e-6), strict=True):
         assert near(found, wanted)
@@ -67,7 +77,7 @@ def test_moe_equals_the_composed_and_routes_alike(tmp_path, multiple):
     shapes |= {f"experts.{e}.gate_up": (2 * inner, hidden) for e in experts}
     shapes |= {f"experts.{e}.down": (hidden, inner) for e in experts}
     weights = {name: 0.3 * torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    moe = MoE(config, Mesh.single(), weights)
+    moe = MoE(config.experts, Mesh.single(), weights)
     for rows in (0, 1, 37):
         x = torch.randn(rows, hidden, generator=draw)
         (y, routed), (wanted, wanted_routed) = both(moe, x, multiple)

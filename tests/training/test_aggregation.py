@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.model import Mesh, ModelConfig
+from fusion.model import Mesh
 from fusion.training import AlgorithmConfig, Sequences, split_over_ranks
 from fusion.training.algorithms import ALGORITHMS, Algorithm, cross_entropy, make_algorithm
 from fusion.training.algorithms.aggregation import weigh
 from fusion.training.config import AGGREGATIONS
 from fusion.training.corrections import CORRECTIONS
 from fusion.training.objective import Objective, Totals, TrainedTokens
+from tests.helpers import tiny_config
 from tests.training.ranks import LONGEST, sample_batch
 
 
@@ -31,7 +32,7 @@ def gradient(batch: Sequences, logprobs_N: torch.Tensor, loss, weigh_, division:
     leaf = logprobs_N.clone().requires_grad_()
     ranks = [[index for micro_batch in micro_batches for index in micro_batch] for micro_batches in division]
     totals = totals_of([weigh_(batch.select(indices)) for indices in ranks])
-    config = ModelConfig(32, 8, 8, 1, 1, 1, 8)
+    config = tiny_config()
     objective = Objective(loss, totals, config=config, mesh=Mesh.single(), balancing_coef=0.0, counts_E=None)
     for indices, micro_batches in zip(ranks, division, strict=True):
         part = weigh_(batch.select(indices))

@@ -105,4 +105,5 @@ class StageReader:
         )
         if following:
             self._begin("train", following)
-        return to_sequences(received, mesh.parallel.layers(trainer.model.config.num_layers, mesh.pp_rank))
+        config = trainer.model.config
+        return to_sequences(received, config.sparse(mesh.parallel.layers(config.num_layers, mesh.pp_rank)))

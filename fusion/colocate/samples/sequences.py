@@ -46,7 +46,7 @@ def empty_samples(columns: Sequence[str]) -> Received:
 
 def to_sequences(received: Received, layers: range | None = None) -> Sequences:
     """Converts samples, with the columns that were received, to the trainer's sequences; of their routing the stage's
-    ``layers`` (None: all).
+    sparse ``layers``, counted among all sparse ones (None: all).
 
     Raises:
         ValueError: the number of values in a column differs from that of a sample's response tokens, or in `routing`

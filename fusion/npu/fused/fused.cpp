@@ -54,7 +54,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return out;
 }
 
-// Norm of queries and keys, then rotary position encoding
+// Norm of queries and keys, if they have one, then rotary position encoding of the first channels
 
 FUSED_KERNEL void norm_rope_rows(
     float* to, const float* from, int64_t from_stride, const float* weight, const float* cos, const float* sin,
@@ -74,19 +74,55 @@ FUSED_KERNEL void norm_rope_rows(
   }
 }
 
+// The rotation of the first channels alone, of rows that are normalised already, or never
+FUSED_KERNEL void rope_rows(
+    float* to, const float* from, int64_t from_stride, const float* cos, const float* sin, int64_t rows, int64_t heads,
+    int64_t channels, int64_t rotated) {
+  const int64_t half = rotated / 2;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *c = cos + row * rotated, *s = sin + row * rotated;
+    for (int64_t head = 0; head < heads; ++head, to += channels) {
+      const float* y = from + row * from_stride + head * channels;
+      for (int64_t i = 0; i < half; ++i) {
+        to[i] = y[i] * c[i] + y[half + i] * s[i];
+        to[half + i] = y[half + i] * c[half + i] + y[i] * s[half + i];
+      }
+      for (int64_t i = rotated; i < channels; ++i) to[i] = y[i];
+    }
+  }
+}
+
 std::tuple<at::Tensor, at::Tensor> norm_rope(
-    const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm, const at::Tensor& cos,
-    const at::Tensor& sin, int64_t kv_heads, double eps) {
+    const at::Tensor& qkv, const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
+    const at::Tensor& cos, const at::Tensor& sin, int64_t kv_heads, double eps) {
   const int64_t rows = qkv.size(0), channels = qkv.size(2), heads = qkv.size(1) - 2 * kv_heads;
-  TORCH_CHECK(cos.numel() == rows * channels && sin.numel() == cos.numel(), "norm_rope: angles do not match the rows");
-  TORCH_CHECK(q_norm.numel() == channels && k_norm.numel() == channels, "norm_rope: norms do not match the heads");
+  const int64_t rotated = cos.size(-1);
+  TORCH_CHECK(
+      cos.numel() == rows * rotated && sin.numel() == cos.numel(), "norm_rope: angles do not match the rows");
+  TORCH_CHECK(rotated <= channels && rotated % 2 == 0, "norm_rope: angles do not match the heads");
+  TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "norm_rope: expected two norms or none");
+  TORCH_CHECK(
+      !q_norm || (q_norm->numel() == channels && k_norm->numel() == channels),
+      "norm_rope: norms do not match the heads");
   auto q = at::empty({rows, heads, channels}, qkv.options()), k = at::empty({rows, kv_heads, channels}, qkv.options());
   const float* from = contiguous(qkv);
   const int64_t stride = qkv.size(1) * channels;
   const float *c = contiguous(cos), *s = contiguous(sin), epsilon = static_cast<float>(eps);
-  norm_rope_rows(q.data_ptr<float>(), from, stride, contiguous(q_norm), c, s, rows, heads, channels, epsilon);
-  norm_rope_rows(
-      k.data_ptr<float>(), from + heads * channels, stride, contiguous(k_norm), c, s, rows, kv_heads, channels, epsilon);
+  const auto run = [&](at::Tensor& to, const std::optional<at::Tensor>& norm, const float* first, int64_t count) {
+    float* out = to.data_ptr<float>();
+    if (norm && rotated == channels) {
+      return norm_rope_rows(out, first, stride, contiguous(*norm), c, s, rows, count, channels, epsilon);
+    }
+    if (!norm) return rope_rows(out, first, stride, c, s, rows, count, channels, rotated);
+    auto normed = at::empty({rows, count, channels}, qkv.options());
+    float* y = normed.data_ptr<float>();
+    for (int64_t row = 0; row < rows; ++row) {
+      norm_rows(y + row * count * channels, first + row * stride, contiguous(*norm), count, channels, epsilon);
+    }
+    rope_rows(out, y, count * channels, c, s, rows, count, channels, rotated);
+  };
+  run(q, q_norm, from, heads);
+  run(k, k_norm, from + heads * channels, kv_heads);
   return {q, k};
 }
 
@@ -356,7 +392,7 @@ at::Tensor combine(const at::Tensor& y, const at::Tensor& order, const at::Tenso
 TORCH_LIBRARY(rlfusion, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def(
-      "norm_rope(Tensor qkv, Tensor q_norm, Tensor k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
+      "norm_rope(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
       "(Tensor, Tensor)");
   m.def("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor v, Tensor? repeated) -> ()");
   m.def("paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> Tensor");

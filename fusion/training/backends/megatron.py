@@ -39,13 +39,30 @@ def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[Lo
     groups, each rank holds an even share of the fused rows and gathers them to compute.
 
     Raises:
-        ValueError: the number of layers is not divisible by the number of stages.
+        ValueError: the number of layers is not divisible by the number of stages, or `check_supported`.
     """
+    check_supported(config)
     if config.num_layers % parallel.pp:
         raise ValueError(
             f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron requires"
         )
     return tuple(_Table(config, parallel, rank).params())
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Check that the backend describes this model: Qwen3 or Qwen3-MoE with equal layers.
+
+    Raises:
+        ValueError: another family, layers of two kinds, biases, or a scaled rotary embedding.
+    """
+    attention = config.attention
+    same = all(layer == config.layers[0] for layer in config.layers)
+    plain = attention.rotary.kind == "default" and not attention.qkv_bias
+    if config.family not in ("qwen3", "qwen3_moe") or not (same and plain):
+        raise ValueError(
+            f"the Megatron backend does not describe this {config.family} model; expected qwen3 or qwen3_moe with "
+            "layers of one kind, without biases and without scaled rotary embeddings"
+        )
 
 
 class _Table:

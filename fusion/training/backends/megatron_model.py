@@ -103,7 +103,7 @@ def build_gpt(config: ModelConfig, parallel: Parallel, rank: int) -> Any:
             post_process=stage == parallel.pp - 1,
             share_embeddings_and_output_weights=config.tie_embeddings,
             position_embedding_type="rope",
-            rotary_base=int(config.rope_theta),
+            rotary_base=int(config.attention.rotary.theta),
             pg_collection=groups,
         )
     model.pg_collection = groups
@@ -114,13 +114,15 @@ def transformer_config(config: ModelConfig, parallel: Parallel) -> Any:
     """Returns Megatron's config of a Qwen3 or Qwen3-MoE model."""
     from megatron.core.transformer import TransformerConfig
 
-    experts = dict(
-        num_moe_experts=config.num_experts,
-        moe_router_topk=config.top_k,
-        moe_ffn_hidden_size=config.moe_intermediate_size,
-        moe_router_load_balancing_type="none",
-        moe_router_pre_softmax=not config.norm_topk_prob,
-    )
+    experts = dict[str, Any]()
+    if config.num_experts:
+        experts = dict(
+            num_moe_experts=config.num_experts,
+            moe_router_topk=config.top_k,
+            moe_ffn_hidden_size=config.moe_intermediate_size,
+            moe_router_load_balancing_type="none",
+            moe_router_pre_softmax=not config.experts.router.normalise,
+        )
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -148,5 +150,5 @@ def transformer_config(config: ModelConfig, parallel: Parallel) -> Any:
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        **(experts if config.num_experts else {}),
+        **experts,
     )

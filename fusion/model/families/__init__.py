@@ -1,0 +1,6 @@
+"""Families of models: what of a Hugging Face folder is particular to one `model_type`, a small file each.
+
+base       Family: reads the layers' specification from a config.json, writes it back, names the tensors
+qwen3      qwen3, qwen3_moe;   llama   llama, qwen2;   mixtral;   olmoe;   qwen2_moe;   glm4_moe
+registry   FAMILIES: all of them by model_type
+"""

@@ -1,0 +1,141 @@
+"""Describe a family of models: how its `config.json` is read and written, and how its tensors are named.
+
+`Family.read` turns the fields of a `config.json` into one `LayerSpec` per layer; `Family.write` does the reverse. Every
+field is read, known to change nothing (`inert`), accepted with the values that are implemented (`only`), or refused by
+name. Fields that all families have are read by `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fusion.model.hf_fields import Fields
+from fusion.model.hf_rotary import read_rotary
+from fusion.model.spec import Dense, GroupedQuery, LayerSpec, Names, QKNorm, Sparse
+
+if TYPE_CHECKING:
+    from fusion.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What transformers takes absent fields for, where families differ."""
+
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 32768
+    router_aux_coef: float = 0.0
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers.
+
+    Attributes:
+        architecture: the stem of its class names in transformers.
+        read, write: layers from fields; and the fields that not every family has, from a config.
+        router_aux_field: the coefficient of the load-balancing loss; None: the family has no such loss.
+        classifier: whether its `ForSequenceClassification` can be used as a reward model.
+        dropped: the prefix of tensors of a checkpoint that transformers ignores, of a model with ``L`` layers: an
+            appended predictor of further tokens.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], tuple[LayerSpec, ...]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    defaults: Defaults = field(default_factory=Defaults)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    inert: frozenset[str] = frozenset()
+    names: Names = field(default_factory=Names)
+    router_aux_field: str | None = None
+    classifier: bool = False
+    dropped: str | None = None
+
+
+WINDOW = frozenset({"max_window_layers", "sliding_window"})
+"""Fields that change nothing while `use_sliding_window` is false"""
+
+
+def grouped_query(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    qk_norm: QKNorm = "none",
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    max_positions: int = 32768,
+    kv_heads_optional: bool = False,
+) -> GroupedQuery:
+    """Read the attention that all families here have.
+
+    Args:
+        head_dim: None: `head_dim` where it is stated, else ``hidden_size / num_attention_heads``.
+        theta, partial, max_positions: as of `read_rotary`.
+        kv_heads_optional: `num_key_value_heads` may be absent, for one per query head.
+    """
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.optional_size("num_key_value_heads") or heads if kv_heads_optional else None
+    if head_dim is None:
+        head_dim = fields.optional_size("head_dim") or hidden // heads
+    positions = fields.size("max_position_embeddings", max_positions)
+    return GroupedQuery(
+        num_heads=heads,
+        num_kv_heads=kv_heads or fields.size("num_key_value_heads"),
+        head_dim=head_dim,
+        rotary=read_rotary(fields, head_dim, max_positions=positions, theta=theta, partial=partial),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+    )
+
+
+def mixed_layers(
+    fields: Fields, attention: GroupedQuery, experts: Sparse, *, named: str, is_sparse: Callable[[int], bool]
+) -> tuple[LayerSpec, ...]:
+    """Return layers of which ``is_sparse`` tells the sparse ones; the others have an MLP of `intermediate_size`.
+
+    Args:
+        named: the fields that decide it, for messages.
+
+    Raises:
+        ValueError: no layer is sparse, which is another family.
+    """
+    sparse, dense = LayerSpec(attention, experts), LayerSpec(attention, Dense(fields.size("intermediate_size")))
+    layers = tuple(sparse if is_sparse(layer) else dense for layer in range(fields.size("num_hidden_layers")))
+    if sparse not in layers:
+        raise ValueError(
+            f"{fields.place}: {named} leaves no sparse layer; expected at least one (docs/model_family.md)"
+        )
+    return layers
+
+
+def stepped_layers(fields: Fields, attention: GroupedQuery, experts: Sparse) -> tuple[LayerSpec, ...]:
+    """Return layers of which `decoder_sparse_step` and `mlp_only_layers` tell the sparse ones (both absent: all)."""
+    dense, step = fields.indices("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
+    return mixed_layers(
+        fields,
+        attention,
+        experts,
+        named=f"mlp_only_layers={[*dense]} with decoder_sparse_step={step}",
+        is_sparse=lambda layer: (layer + 1) % step == 0 and layer not in dense,
+    )
+
+
+def write_stepped_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `stepped_layers` reads."""
+    dense = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Dense)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def num_experts(fields: Fields) -> int:
+    """Return the number of experts, which transformers calls `num_experts` or `num_local_experts`."""
+    stated = {name: fields.size(name) for name in ("num_experts", "num_local_experts") if fields.raw(name) is not None}
+    if len(set(stated.values())) > 1:
+        raise ValueError(f"{fields.place} contradicts itself: {stated}")
+    return next(iter(stated.values())) if stated else fields.size("num_experts")

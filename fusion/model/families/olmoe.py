@@ -1,0 +1,55 @@
+"""OLMoE (arXiv 2409.02060): all layers sparse; RMS norms of all query heads, and of all key heads, at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fusion.model.families.base import Defaults, Family, grouped_query, num_experts
+from fusion.model.hf_fields import Fields
+from fusion.model.spec import LayerSpec, Router, Sparse
+
+if TYPE_CHECKING:
+    from fusion.model.config import ModelConfig
+
+POSITIONS = 4096
+
+
+def _read(fields: Fields) -> tuple[LayerSpec, ...]:
+    bias = fields.flag("attention_bias", False)
+    attention = grouped_query(
+        fields,
+        qk_norm="projection",
+        qkv_bias=bias,
+        out_bias=bias,
+        max_positions=POSITIONS,
+        kv_heads_optional=True,
+    )
+    derived = fields.size("hidden_size") // attention.num_heads
+    if attention.head_dim != derived:  # transformers sizes the norms by it
+        fields.refuse("head_dim", attention.head_dim, (derived,))
+    router = Router(fields.size("num_experts_per_tok", 8), normalise=fields.flag("norm_topk_prob", False))
+    experts = Sparse(num_experts(fields), fields.size("intermediate_size"), router)
+    return (LayerSpec(attention, experts),) * fields.size("num_hidden_layers")
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": config.attention.out_bias,
+        "num_experts": config.experts.num_experts,
+        "num_experts_per_tok": config.experts.router.top_k,
+        "norm_topk_prob": config.experts.router.normalise,
+        "clip_qkv": None,
+    }
+
+
+OLMOE = Family(
+    "olmoe",
+    "Olmoe",
+    _read,
+    _write,
+    defaults=Defaults(
+        rms_norm_eps=1e-5, max_positions=POSITIONS, router_aux_coef=0.01, eos_token_id=50279, pad_token_id=1
+    ),
+    router_aux_field="router_aux_loss_coef",
+    only={"clip_qkv": (None,)},
+)

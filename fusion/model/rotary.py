@@ -1,0 +1,41 @@
+"""Compute the frequencies of a rotary embedding as transformers does (`modeling_rope_utils.py`)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fusion.model.spec import Rotary
+
+
+def inverse_frequencies(rotary: Rotary) -> torch.Tensor:
+    """Return the angle per position of each pair of channels, float32 [width / 2]."""
+    exponents = torch.arange(0, rotary.width, 2, dtype=torch.int64).to(torch.float32) / rotary.width
+    powers = rotary.theta**exponents
+    frequencies = 1.0 / powers
+    match rotary.kind:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / rotary.factor
+        case "yarn":
+            kept = 1 - _ramp(rotary)
+            return 1.0 / (rotary.factor * powers) * (1 - kept) + frequencies * kept
+
+
+def _ramp(rotary: Rotary) -> torch.Tensor:
+    """Return the share of interpolation of each pair: 0 for high frequencies, 1 for low ones."""
+    low, high = _pair(rotary, rotary.beta_fast), _pair(rotary, rotary.beta_slow)
+    if rotary.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.width - 1)
+    if low == high:
+        high += 0.001
+    return ((torch.arange(rotary.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+
+
+def _pair(rotary: Rotary, rotations: float) -> float:
+    """Return the (fractional) pair that rotates so often within the original maximum of positions."""
+    share = math.log(rotary.original_max_positions / (rotations * 2 * math.pi))
+    return rotary.width * share / (2 * math.log(rotary.theta))

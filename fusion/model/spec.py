@@ -1,0 +1,144 @@
+"""Specify the architecture of a model layer by layer. Plain data: no torch.
+
+    LayerSpec ─┬─ attention ─ GroupedQuery ─ Rotary                    heads, biases, norms of queries and keys
+               └─ mlp ─────┬─ Dense                                    one SwiGLU
+                           └─ Sparse ─ Router, SharedExpert            routed experts, and one that every token passes
+
+`AttentionSpec` and `MLPSpec` are tagged unions: what depends on the kind matches on the class, so another kind of
+attention is another class in the union, and another branch in the parameter table and in the transformer. A family
+(`fusion.model.families`) reads the specification from a `config.json`; the parameter table, the transformer and the
+layouts ask nothing else. Specifications are resolved when a model is built, not for each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+RotaryKind = Literal["default", "linear", "yarn"]
+QKNorm = Literal["none", "head", "projection"]
+Scores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of the first ``width`` channels of a head (arXiv 2104.09864).
+
+    ``linear`` divides positions by ``factor`` (arXiv 2306.15595). ``yarn`` divides those of low frequencies, and
+    multiplies cosines and sines by ``attention_factor`` (arXiv 2309.00071): ``beta_fast`` and ``beta_slow`` are the
+    rotations over ``original_max_positions`` between which frequencies are blended, ``truncate`` rounds that range to
+    whole channels.
+    """
+
+    width: int
+    theta: float = 10000.0
+    kind: RotaryKind = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class GroupedQuery:
+    """Attention whose query heads share key/value heads in groups (GQA).
+
+    ``qk_norm``: the RMS norm of queries and keys before the rotation, of each ``head`` or of the whole ``projection``
+    (all heads at once).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    qk_norm: QKNorm = "none"
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+
+AttentionSpec = GroupedQuery
+"""The kinds of attention; a second kind makes it a union."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A SwiGLU of ``width`` inner channels."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses ``top_k`` experts for a token and weighs them by their scores.
+
+    ``normalise``: divide the weights of the chosen experts by their sum; then ``scale`` them. ``correction``: a bias
+    per expert is added to the scores by which experts are chosen, not to those they are weighed by (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). ``groups``: experts are chosen only from the ``top_groups`` groups of consecutive
+    experts whose two best scores have the largest sums.
+    """
+
+    top_k: int
+    scores: Scores = "softmax"
+    normalise: bool = False
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the experts are those of the largest softmax scores, and nothing else."""
+        return self.scores == "softmax" and not self.correction and self.groups == 1 and self.scale == 1.0
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """A SwiGLU of ``width`` inner channels that every token passes, added to the routed experts' output. ``gated``:
+    multiplied by the sigmoid of a product with the token."""
+
+    width: int
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A mixture of ``num_experts`` SwiGLUs of ``width`` inner channels each."""
+
+    num_experts: int
+    width: int
+    router: Router
+    shared: SharedExpert | None = None
+
+
+MLPSpec = Dense | Sparse
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+
+@dataclass(frozen=True)
+class SwiGLUNames:
+    """Names of the three matrices of a SwiGLU, below the name of the module."""
+
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a family's tensors in a checkpoint, below `model.layers.N`, where families differ."""
+
+    router: str = "mlp.gate.weight"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    expert: SwiGLUNames = field(default_factory=SwiGLUNames)
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate.weight"

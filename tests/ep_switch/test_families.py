@@ -1,0 +1,61 @@
+"""Every family is switched bitwise: by plan between random layouts, and by real exchanges there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.ep_switch import Switcher, Topology, plan_switch
+from fusion.model import ModelConfig, Parallel
+from tests.ep_switch.oracle import BUCKETS, check_contents, random_layout
+from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair
+from tests.families import KINDS, family_config, random_fields
+from tests.helpers import run_ranks
+
+
+@settings(max_examples=15)
+@given(kind=st.sampled_from([*KINDS]), data=st.data(), bucket_bytes=st.sampled_from(BUCKETS))
+def test_a_plan_brings_every_element_to_its_place(kind: str, data: st.DataObject, bucket_bytes: int) -> None:
+    config = ModelConfig.from_hf(data.draw(random_fields(kind)))
+    source, target = (
+        random_layout(lambda values: data.draw(st.sampled_from(list(values))), config, range(8), bucket_bytes)
+        for _ in range(2)
+    )
+    check_contents(plan_switch(source, target, bucket_bytes, topology=Topology.single_node()))
+
+
+def there_and_back(rank: int, device: Any, config: ModelConfig, one: End, other: End) -> None:
+    ends = [one.layout(config), other.layout(config)]
+    source, target = build_pair(*ends, device)
+    for way, (first, second) in (((0, 1), (source, target)), ((1, 0), (target, source))):
+        plan = plan_switch(ends[way[0]], ends[way[1]], BUCKET)
+        Switcher(plan, first, second, device=device).run(False)
+        assert_filled(second, via=torch.float32)
+
+
+TRAIN, INFER = End(Parallel(4, tp=2, ep=2, pp=2)), End(Parallel(4, ep=4))
+DENSE = End(Parallel(4, tp=2, pp=2)), End(Parallel(2), (0, 1))
+CASES = [
+    ("glm4_moe", End(Parallel(4, tp=2, ep=2, pp=2)), End(Parallel(4, tp=4, ep=4))),
+    ("qwen2_moe", End(Parallel(4, tp=2, etp=2, ep=2)), INFER),
+]
+EXTENDED = [
+    ("olmoe", TRAIN, End(Parallel(4, tp=4, ep=2))),
+    ("mixtral", End(Parallel(4, tp=2, ep=2)), INFER),
+    ("llama", *DENSE),
+    ("qwen2", *DENSE),
+    ("qwen3_moe", TRAIN, INFER),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in EXTENDED)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_there_and_back_is_bitwise(kind: str, one: End, other: End) -> None:
+    run_ranks(there_and_back, 4, family_config(kind), one, other)

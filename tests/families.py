@@ -1,0 +1,127 @@
+"""Tiny models of every family: fixed ones, and random ones for property tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fusion.model import ModelConfig
+
+SIZES = dict(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,
+    max_position_embeddings=1024,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": dict(head_dim=16, tie_word_embeddings=True),
+    "qwen3_moe": dict(head_dim=16, moe_intermediate_size=32, mlp_only_layers=[1], num_hidden_layers=3, **EXPERTS),
+    "llama": dict(head_dim=16, attention_bias=True, rope_parameters=YARN),
+    "qwen2": dict(tie_word_embeddings=True),
+    "mixtral": dict(num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=1),
+    "olmoe": dict(EXPERTS),
+    "qwen2_moe": dict(moe_intermediate_size=32, shared_expert_intermediate_size=40, **EXPERTS),
+    "glm4_moe": dict(
+        num_hidden_layers=3,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+}
+"""model_type → the fields in which its tiny model differs from `SIZES`; together they use every kind of layer."""
+
+
+def family_fields(kind: str, **changes: Any) -> dict[str, Any]:
+    """The fields of a `config.json`."""
+    return SIZES | KINDS[kind] | changes | {"model_type": kind}
+
+
+def family_hf(fields: dict[str, Any]) -> Any:
+    """The transformers model of these fields with fixed weights, none of which is its initial 0 or 1."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(fields)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("norm.weight"):
+                tensor.uniform_(0.5, 1.5)
+            elif name.endswith(("bias", "e_score_correction_bias")):
+                tensor.uniform_(-0.5, 0.5)
+            elif name.endswith("gate.weight"):
+                tensor.normal_(std=0.3)
+    return model
+
+
+def family_checkpoint(folder: str | Path, kind: str, **changes: Any) -> str:
+    """Writes `family_hf` to a folder and returns it."""
+    family_hf(family_fields(kind, **changes)).save_pretrained(folder)
+    return str(folder)
+
+
+def family_config(kind: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(family_fields(kind, **changes))
+
+
+@st.composite
+def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
+    """Fields of a random tiny model of a family."""
+    layers, heads, kv_heads = draw(st.integers(1, 3)), draw(st.sampled_from([2, 4])), draw(st.sampled_from([1, 2]))
+    changes: dict[str, Any] = dict(
+        hidden_size=draw(st.sampled_from([16, 32])),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    if kind not in ("olmoe", "qwen2", "qwen2_moe"):
+        changes["head_dim"] = draw(st.sampled_from([8, 16]))
+    rotary = draw(st.sampled_from(["default", "linear", "yarn", "yarn-scaled"]))
+    base = dict(rope_theta=draw(st.sampled_from([100.0, 10000.0])))
+    changes["rope_parameters"] = {
+        "default": base | dict(rope_type="default"),
+        "linear": base | dict(rope_type="linear", factor=2.0),
+        "yarn": YARN | base,
+        "yarn-scaled": YARN | base | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, truncate=False),
+    }[rotary]
+    if kind in ("qwen3", "qwen3_moe", "llama", "olmoe", "glm4_moe"):
+        changes["attention_bias"] = draw(st.booleans())
+    if kind == "qwen2_moe":
+        changes["qkv_bias"] = draw(st.booleans())
+    if kind not in ("llama", "qwen2", "qwen3"):
+        changes["num_experts_per_tok"] = draw(st.integers(1, 3))
+    if kind in ("qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe"):
+        changes["norm_topk_prob"] = draw(st.booleans())
+    if kind in ("qwen3_moe", "qwen2_moe"):
+        dense = draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
+        changes |= dict(mlp_only_layers=sorted(dense), decoder_sparse_step=1)
+    if kind == "glm4_moe":
+        groups, top_groups = draw(st.sampled_from([(1, 1), (2, 1), (4, 2)]))
+        changes |= dict(
+            n_group=groups,
+            topk_group=top_groups,
+            first_k_dense_replace=draw(st.integers(0, layers - 1)),
+            n_shared_experts=draw(st.integers(1, 2)),
+            use_qk_norm=draw(st.booleans()),
+            routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+        )
+        changes["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
+    return family_fields(kind, **changes)
