@@ -68,7 +68,8 @@ class LengthHistory:
                 if len(self._lengths) > self._max_rows:
                     del self._lengths[next(iter(self._lengths))]
             usual = sorted(lengths)[len(lengths) // 2] if len(lengths) >= MIN_GROUP else max(lengths)
-            self._num_runaways = self._num_runaways * KEPT + sum([tokens > RUNAWAY * usual for tokens in lengths])
+            limit = RUNAWAY * max(1, usual)  # of a sample that the queue has lost, no token may be known
+            self._num_runaways = self._num_runaways * KEPT + sum([tokens > limit for tokens in lengths])
             self._num_responses = self._num_responses * KEPT + len(lengths)
 
     def of(self, row: str) -> Sequence[int]:

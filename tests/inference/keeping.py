@@ -9,14 +9,14 @@ import torch
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh
 from fusion.offload import HostPool
-from tests.inference.engines import card, model
+from tests.inference.engines import card, empty_card, model
 
 LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep")
 
 
 def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):
     """An engine that keeps, and its pool."""
-    config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(card())
+    config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(empty_card())
     made = EmbeddedEngine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
     made.allocate_kv()
     return made, pool

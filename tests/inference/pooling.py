@@ -12,7 +12,7 @@ from fusion.model import Mesh
 from fusion.offload import HostPool
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
-from tests.inference.engines import card, model
+from tests.inference.engines import card, empty_card, model
 from tests.inference.keeping import resumed
 
 LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="pool", batch_invariant=True)
@@ -24,7 +24,7 @@ def pooling(root, rank=0, *, dtype=torch.float32, routing=False, spec=None, draf
     made = EmbeddedEngine(
         model(dtype, config.batch_invariant),
         Mesh.single(),
-        card(),
+        empty_card(),
         config,
         5,
         routing,

@@ -21,7 +21,7 @@ from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.drafts.window import WindowBudget
 from tests.helpers import run_ranks, tiny_config
-from tests.inference.engines import by_id, card, checkpoint, generate, generate_brokenly, requests
+from tests.inference.engines import by_id, card, checkpoint, empty_card, generate, generate_brokenly, requests
 from tests.inference.keeping import resumed, steps
 from tests.inference.test_verification import Guesses, truth_of
 from tests.pairwise import axes, thinned
@@ -62,7 +62,7 @@ def models_are_left(card_is_left):
 def engine_of(model: Transformer, seed: int, **rollout) -> EmbeddedEngine:
     config = RolloutConfig(**(dict(max_length=256, max_batch_tokens=512, batch_invariant=True) | rollout))
     memory = HostPool(card()) if config.keeps_kv else None
-    made = EmbeddedEngine(model, model.mesh, card(), config, seed, memory=memory)
+    made = EmbeddedEngine(model, model.mesh, empty_card(), config, seed, memory=memory)
     made.allocate_kv()
     return made
 
