@@ -11,7 +11,7 @@ from fusion.model import Mesh
 from fusion.offload import HostPool
 from tests.inference.engines import card, empty_card, model
 
-LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep")
+LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep", max_kv_tokens=64 * 256)
 
 
 def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):

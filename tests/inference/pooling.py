@@ -16,6 +16,7 @@ from tests.inference.engines import card, empty_card, model
 from tests.inference.keeping import resumed
 
 LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="pool", batch_invariant=True)
+LIMITS |= dict(max_kv_tokens=64 * 256)  # of all sequences: several engines are on one card
 
 
 def pooling(root, rank=0, *, dtype=torch.float32, routing=False, spec=None, drafter=None, peers=None, **rollout):
