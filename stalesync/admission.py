@@ -155,9 +155,10 @@ class Admission:
             ids = [f"{group}/{member}" for member in range(self.spec.group_size)]
             self.buffer.add(group, ids, prompt_tokens=length, max_tokens=self.spec.max_response_tokens, step=step)
 
-    def observe_generated(self, response_tokens: Mapping[str, int]) -> None:
-        """Records that samples are generated, by id with the tokens of their responses."""
-        engines, groups = self.buffer.finish(response_tokens)
+    def observe_generated(self, response_tokens: Mapping[str, int], *, lost: bool = False) -> None:
+        """Records that samples are generated, by id with the tokens of their responses. ``lost``: they are not, but
+        they will not be; the tokens are those that are known."""
+        engines, groups = self.buffer.finish(response_tokens, lost=lost)
         for engine in engines:
             self._count(engine)
         for group in groups:

@@ -88,7 +88,7 @@ class Groups:
                 sample = Sample(one.id, prompt, "", len(prompt.ids), entry.generated)
                 sample.outcome = RewardOutcome(None, error=LOST, detail=one.reason)
                 self._given_up.add(one.id)
-                self._record([sample], [sample])
+                self._record([sample], [sample], lost=True)
 
     def untrained(self, groups: Sequence[str], samples: SampleColumns) -> list[str]:
         """Returns those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
@@ -114,10 +114,10 @@ class Groups:
             }
             self.folder.log_groups(self.step, ended_so, ended, lag=lag, tokens=tokens)
 
-    def _record(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
+    def _record(self, generated: Sequence[Sample], scored: Sequence[Sample], *, lost: bool = False) -> None:
         response_tokens = {sample.id: sample.response_tokens for sample in generated}
         assert len(response_tokens) == len(generated), "a sample has arrived twice"
-        self.admission.observe_generated(response_tokens)
+        self.admission.observe_generated(response_tokens, lost=lost)
         for one in scored:
             group = one.prompt.id
             if (members := self.scored.get(group)) is None:

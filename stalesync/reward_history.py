@@ -13,11 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusion.inference.request import NO_REWARDS
+from fusion.inference.request import NO_REWARDS, LastRewards
 from fusion.rollout.length_history import MAX_ROWS, row_of
-
-LastRewards = tuple[str, tuple[float | None, ...]]
-"""`Request.last_rewards`"""
 
 
 class RewardHistory:

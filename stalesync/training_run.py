@@ -86,7 +86,7 @@ class TrainingRun:
             machines=number_hosts(cards.hosts),
         )
         self.admission = Admission(facts, ledger)
-        rewards = RewardHistory() if config.rollout.drafts_history else None
+        rewards = RewardHistory(self.admission.spec.num_rows) if config.rollout.drafts_history else None
         self.groups = Groups(
             size=config.algorithm.group_size,
             admission=self.admission,

@@ -28,7 +28,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None
 
 
-NO_REWARDS: tuple[str, tuple[float | None, ...]] = ("", ())
+LastRewards = tuple[str, tuple[float | None, ...]]
+"""`Request.last_rewards`"""
+
+NO_REWARDS: LastRewards = ("", ())
 """`Request.last_rewards` where none are known; one object, which all of these requests share"""
 
 
@@ -70,7 +73,7 @@ class Request:
     kv_rank: int | None = None
     priority: int = 0
     kv_tokens: int = 0
-    last_rewards: tuple[str, tuple[float | None, ...]] = NO_REWARDS
+    last_rewards: LastRewards = NO_REWARDS
     kv_engine: int | None = None
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from fusion.rollout.engine_room import EngineRoom, Vacancy
 from fusion.rollout.histopipe import HistoPipeRequests
-from fusion.rollout.order import WaitingRequests
 from fusion.rollout.router import LeastLoaded, PoolRouting, assign_groups
+from fusion.rollout.waiting_requests import WaitingRequests
 
 if TYPE_CHECKING:
     from fusion.rollout.buffer import Entry, Group

@@ -24,9 +24,9 @@ request goes only where its prompt, its tokens so far and those of its next chun
 that the engine has; if the next one fits nowhere, nothing goes. An engine without a request takes any.
 
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
-siblings, as in `order.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch` O(E + d (log n + log E)) for
-d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and, where engines share KV,
-`observe_new_weights` visits all requests.
+siblings, as in `waiting_requests.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch`
+O(E + d (log n + log E)) for d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and,
+where engines share KV, `observe_new_weights` visits all requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 its number of generated tokens never decreases; a group is removed as a whole; a buffer restored from `state_dict` is
@@ -46,8 +46,9 @@ from fusion.rollout.engine_room import EngineRoom
 from fusion.rollout.histopipe import HistoPipeRequests
 from fusion.rollout.length_classes import HistoPipeSpec
 from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
-from fusion.rollout.order import KNOWS_LAST_EPOCH, Lengths, WaitingRequests, make_waiting
+from fusion.rollout.order import KNOWS_LAST_EPOCH, Lengths
 from fusion.rollout.router import PoolRouting
+from fusion.rollout.waiting_requests import WaitingRequests, make_waiting
 
 State = Literal["waiting", "running", "finished"]
 
@@ -109,11 +110,13 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """The requests of a group. ``engine``: to which the last one was assigned, where requests are bounded."""
+    """The requests of a group. ``engine``: to which the last one was assigned, where requests are bounded;
+    ``complete``: none of its samples was lost, so that all their lengths are known."""
 
     members: list[Entry] = field(default_factory=list)
     num_unfinished: int = 0
     engine: int | None = None
+    complete: bool = True
 
 
 @dataclass(slots=True)
@@ -279,8 +282,9 @@ class RequestBuffer:
             entry.oldest, entry.newest = versions
         self._waiting.add([entry])
 
-    def finish(self, generated: Mapping[str, int]) -> Finished:
-        """Marks requests finished. ``generated``: the tokens of each, by id."""
+    def finish(self, generated: Mapping[str, int], *, lost: bool = False) -> Finished:
+        """Marks requests finished. ``generated``: the tokens of each, by id; ``lost``: only as far as they are known,
+        as the samples are lost."""
         engines: dict[int, None] = {}
         groups: list[str] = []
         for id, num_tokens in generated.items():
@@ -294,7 +298,9 @@ class RequestBuffer:
             group.num_unfinished -= 1
             if not group.num_unfinished:
                 groups.append(entry.group)
-            if self._order != "fifo":
+            if lost:
+                group.complete = False
+            elif self._order != "fifo":
                 self._waiting.observe_finished(entry.group, num_tokens)
         self._count["running"] -= len(generated)
         self._count["finished"] += len(generated)
@@ -316,7 +322,7 @@ class RequestBuffer:
         if removed.num_unfinished or self._order != "fifo":
             waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
             self._waiting.discard(group, waiting)
-        if self._order in KNOWS_LAST_EPOCH and not removed.num_unfinished:
+        if self._order in KNOWS_LAST_EPOCH and removed.complete and not removed.num_unfinished:
             self.history.observe(members[0].position, row_of(group), [entry.generated for entry in members])
         return members
 

@@ -34,7 +34,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fusion.rollout.length_classes import ClassPlan, ExpectedLength, HistoPipeSpec, plan_classes
-from fusion.rollout.order import Lengths, StampedHeap
+from fusion.rollout.order import Lengths
+from fusion.rollout.stamped_heap import StampedHeap
 
 if TYPE_CHECKING:
     from fusion.rollout.buffer import Entry
@@ -51,7 +52,7 @@ def ascends(step: int) -> bool:
 
 
 class HistoPipeRequests:
-    """The waiting requests of all groups, as `WaitingRequests` of `order.py`, by step and class."""
+    """The waiting requests of all groups, as `WaitingRequests`, by step and class."""
 
     def __init__(self, spec: HistoPipeSpec) -> None:
         self._spec = spec

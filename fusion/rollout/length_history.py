@@ -68,8 +68,7 @@ class LengthHistory:
                 if len(self._lengths) > self._max_rows:
                     del self._lengths[next(iter(self._lengths))]
             usual = sorted(lengths)[len(lengths) // 2] if len(lengths) >= MIN_GROUP else max(lengths)
-            limit = RUNAWAY * max(1, usual)  # of a sample that the queue has lost, no token may be known
-            self._num_runaways = self._num_runaways * KEPT + sum([tokens > limit for tokens in lengths])
+            self._num_runaways = self._num_runaways * KEPT + sum([tokens > RUNAWAY * usual for tokens in lengths])
             self._num_responses = self._num_responses * KEPT + len(lengths)
 
     def of(self, row: str) -> Sequence[int]:
@@ -77,12 +76,18 @@ class LengthHistory:
         return self._lengths.get(row, ())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON, between two steps."""
-        rows = {row: list(lengths) for row, lengths in self._lengths.items()}
-        return {"rows": rows, "num_runaways": self._num_runaways, "num_responses": self._num_responses}
+        """Returns plain JSON."""
+        return {
+            "rows": {row: list(lengths) for row, lengths in self._lengths.items()},
+            "num_runaways": self._num_runaways,
+            "num_responses": self._num_responses,
+            "ended": [[row, list(lengths)] for _, row, lengths in sorted(self._ended)],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a history into this empty one. An earlier format has the rows only."""
         self._lengths = {row: array("I", lengths) for row, lengths in state.get("rows", state).items()}
         self._num_runaways = state.get("num_runaways", 0.0)
         self._num_responses = state.get("num_responses", 0.0)
+        ended = state.get("ended", [])  # before all groups that are admitted from now on
+        self._ended = [(number - len(ended), row, lengths) for number, (row, lengths) in enumerate(ended)]

@@ -238,6 +238,21 @@ def test_a_restored_buffer_knows_the_lengths_of_finished_siblings(order):
     assert metrics == {"rollout/migrations_total": 0}, "what was reported before the restart is not reported again"
 
 
+def test_the_length_of_a_lost_sample_is_not_known_and_a_group_with_one_teaches_nothing():
+    buffer = RequestBuffer(order="history")
+    for group in ("e0-0", "e0-1"):
+        buffer.add(group, [f"{group}/{member}" for member in range(4)], 5, 100)
+    buffer.dispatch([0])
+    buffer.finish({f"e0-0/{member}": 10 for member in range(3)})
+    buffer.finish({"e0-0/3": 0}, lost=True)
+    buffer.finish({f"e0-1/{member}": 20 for member in range(4)})
+    assert buffer.take_metrics()["rollout/length_error_mean"] == 0, "of those whose length is known"
+    for group in ("e0-0", "e0-1"):
+        buffer.remove(group)
+    buffer.history.end_step()
+    assert not buffer.history.of("0") and list(buffer.history.of("1")) == [20] * 4
+
+
 @pytest.mark.parametrize("max_requests", [None, 40])
 def test_what_an_event_costs_does_not_grow_with_the_requests_under_way(max_requests):
     small, large = (_visits_per_event(num_groups, max_requests) for num_groups in (64, 1024))

@@ -56,6 +56,18 @@ def test_what_has_ended_is_known_from_the_next_step_on():
     assert list(history.of("a")) == [5]
 
 
+def test_a_group_that_has_ended_since_the_last_step_is_part_of_the_state():
+    history, again = LengthHistory(), LengthHistory()
+    record(history, [("a", [1])])
+    for position, row, length in ((7, "b", 3), (5, "b", 2)):
+        history.observe(position, row, [length])
+    again.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    for one in (history, again):
+        one.observe(0 if one is again else 9, "a", [4])  # a resumed run counts positions from 0 again
+        one.end_step()
+    assert again.state_dict() == history.state_dict() and list(again.of("b")) == [3] and list(again.of("a")) == [4]
+
+
 @given(st.lists(LENGTHS, max_size=20), st.integers(0, HALF_LIFE))
 def test_the_share_of_runaways_is_that_of_all_groups_by_age(groups, others):
     history = LengthHistory(0)

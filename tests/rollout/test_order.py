@@ -1,4 +1,4 @@
-"""The invariants of `fusion.rollout.order`, against a plain sort of all waiting requests."""
+"""The invariants of `fusion.rollout.order` and `waiting_requests`, against a plain sort of all waiting requests."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from fusion.inference.config import ORDERS
 from fusion.rollout import order as order_module
 from fusion.rollout.length_history import LengthHistory
-from fusion.rollout.order import HEDGE, OVERDUE, SERVE_STARVED, Lengths, StampedHeap, make_waiting, remaining
+from fusion.rollout.order import HEDGE, OVERDUE, Lengths, remaining
+from fusion.rollout.stamped_heap import StampedHeap
+from fusion.rollout.waiting_requests import SERVE_STARVED, make_waiting
 
 MAX_TOKENS = 100
 

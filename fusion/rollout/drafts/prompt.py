@@ -6,7 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fusion.rollout.drafts.rewards import LastRewards, reward_by_request
+from fusion.inference.request import LastRewards
+from fusion.rollout.drafts.rewards import reward_by_request
 
 
 class Said(NamedTuple):

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LastRewards = tuple[str, tuple[float | None, ...]]
-"""`Request.last_rewards`"""
+from fusion.inference.request import LastRewards
 
 NEUTRAL, MAX_WEIGHT = 2, 4
 """Weight of a response without a reward, and of the best of its group; the worst has 1"""

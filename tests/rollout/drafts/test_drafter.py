@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from fusion.inference import Request, SamplingParams
-from fusion.inference.request import NO_REWARDS
+from fusion.inference.request import NO_REWARDS, LastRewards
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.plain import PlainIndexes
-from fusion.rollout.drafts.rewards import LastRewards
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
 from fusion.rollout.drafts.window import WindowBudget
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
