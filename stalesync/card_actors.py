@@ -38,6 +38,8 @@ class CardActors:
         """Of every rank, once they are in order"""
         nodes = _nodes_of(spec.world, alive_hosts(ray.nodes())) if self._chooses_nodes else [None] * spec.world
         self._actors = [self._start(node) for node in nodes]
+        self.num_starts = [1] * spec.world
+        """Number of processes that each rank has had"""
 
     def __getitem__(self, rank: int) -> Any:
         return self._actors[rank]
@@ -52,6 +54,7 @@ class CardActors:
     def restart(self, ranks: Iterable[int]) -> None:
         """Starts other actors for these ranks, on the same hosts if these live."""
         for rank in ranks:
+            self.num_starts[rank] += 1
             self._actors[rank] = self._start(self.hosts[rank].node if self._chooses_nodes else None, soft=True)
 
     def observe_places(self, ranks: Sequence[int], places: Sequence[tuple[str, list[str]]]) -> None:

@@ -174,7 +174,15 @@ class Cards:
     def take_dead(self) -> dict[int, str]:
         """Returns the engines that have died since the last call, each with a text that says how. Their processes have
         ended."""
-        return self._watch.take_dead()
+        return self._watch.take_dead(self._actors)
+
+    def is_down(self, engine: int) -> bool:
+        """Whether an engine has died, and is not started again yet."""
+        return self._watch.is_down(self.engines[engine][0])
+
+    def num_starts(self, rank: int) -> int:
+        """Number of processes that this card has had."""
+        return self._actors.num_starts[rank]
 
     def restart(self, engine: int, number: int) -> None:
         """Starts other processes for an engine that has died, on the same hosts if these live, and prepares them; the
@@ -357,7 +365,7 @@ class Cards:
     def _assign_ranks(self, ranks: Sequence[int]) -> None:
         logs = {rank: None if self._log_of is None else str(self._log_of(rank).resolve()) for rank in ranks}
         known = all(host.node in self._kv_peers for host in self.hosts)  # not a host that has joined the cluster since
-        peers = [self._kv_peers[host.node] for host in self.hosts] if known else []
+        peers: Any = ray.put([self._kv_peers[host.node] for host in self.hosts] if known else [])  # sent once a machine
         self.call_each({rank: stage_call(Card.take_rank, rank, log, peers) for rank, log in logs.items()})
 
     def _watch_cards(self, ranks: Sequence[int]) -> None:

@@ -115,17 +115,15 @@ class EngineRestarts:
     def _recover(self, engine: int) -> str:
         """Returns the requests of an engine that has died to the buffer, with the tokens that the queue holds of them.
         Returns in words what becomes of them."""
-        # Samples that the queue has lost count as finished: it would not store them again.
-        self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
-        buffer = self.admission.buffer
-        had = [entry for entry in buffer.of("running") if entry.engine == engine]
+        finished = {*self.queue.holding(RESPONSE)}
         rows: dict[str, list[int]] = {}
-        finished: set[str] = set()
-        if had:
-            finished.update(self.queue.holding(RESPONSE))
-            for row in self.queue.holding(COLUMNS[0]):
-                id, num_tokens = parse_row(row)
-                rows.setdefault(id, []).append(num_tokens)
+        for row in self.queue.holding(COLUMNS[0]):
+            id, num_tokens = parse_row(row)
+            rows.setdefault(id, []).append(num_tokens)
+        # Samples that the queue has lost count as finished: it would not store them again. Asked for last, as a sample
+        # that it does not hold may be lost only since then.
+        self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
+        had = [entry for entry in self.admission.buffer.of("running") if entry.engine == engine]
         found = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version)
         if found.dropped:
             self.queue.drop(found.dropped, RESUMED)

@@ -7,12 +7,18 @@ A card of an engine that may be replaced has a call that never returns: it fails
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from stalesync.engine_deaths import EngineDeaths
 from stalesync.failures import FailedStage, root_cause
+
+MAX_END_S = 5.0
+"""How long the ends of an engine's processes are awaited; longer only if a host cannot be reached"""
+
+POLL_S = 0.01
 
 
 class EngineWatch:
@@ -35,6 +41,8 @@ class EngineWatch:
         """Engine that has died → how, until `take_dead`"""
         self._down: set[int] = set()
         """Engines that have died and are not started again"""
+        self._gone: set[int] = set()
+        """Ranks whose processes have ended, of those that `take_ended` has taken out"""
 
     def watch(self, rank: int, actor: Any) -> None:
         """Has the end of a card's process noticed, whatever it does."""
@@ -49,8 +57,10 @@ class EngineWatch:
         ``actors``: that run now, by rank."""
         while self._ended:
             rank, actor, error = self._ended.popleft()
-            if actor is actors[rank] and not self.is_down(rank):
-                yield rank, error
+            if actor is actors[rank]:
+                self._gone.add(rank)
+                if not self.is_down(rank):
+                    yield rank, error
 
     def is_down(self, rank: int) -> bool:
         """Whether the engine of a card has died, and is not started again yet."""
@@ -69,11 +79,20 @@ class EngineWatch:
         """Returns why engines that have died are not replaced; "": what has died is no engine."""
         return self._deaths.why_not([one.failure for one in failed], stages)
 
-    def take_dead(self) -> dict[int, str]:
-        """Returns the engines that have died since the last call, each with a text that says how."""
+    def take_dead(self, actors: Any) -> dict[int, str]:
+        """Returns the engines that have died since the last call, each with a text that says how. Waits until their
+        processes have ended, at most `MAX_END_S`: what one has sent before cannot arrive later. ``actors``: as of
+        `take_ended`."""
         dead, self._dead = self._dead, {}
+        left = {rank for engine in dead for rank in self._engines[engine]}
+        deadline_s = time.monotonic() + MAX_END_S
+        while left := left - self._gone - {rank for rank, actor, _ in [*self._ended] if actor is actors[rank]}:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(POLL_S)
         return dead
 
     def observe_restarted(self, engine: int) -> None:
         """Records that other processes run for an engine."""
         self._down.discard(engine)
+        self._gone -= {*self._engines[engine]}

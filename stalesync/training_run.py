@@ -7,6 +7,7 @@ held-out answers ─► step ─► step ─┬─► step ─► … ─► hel
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from stalesync.update import Updater
 
 TASKS = ("reward", "train")
 """Tasks that must acknowledge a sample before the queue frees it."""
+
+log = logging.getLogger(__name__)
 
 
 class TrainingRun:
@@ -141,7 +144,9 @@ class TrainingRun:
         )
         self.trainers = cards.on(spec.deployment.train)
         self.generators = cards.on([rank for ranks in spec.engines for rank in ranks])
-        self.drafters = cards.on(spec.drafting_ranks)
+        self.drafters, self._drafting_ranks = cards.on(spec.drafting_ranks), spec.drafting_ranks
+        self._draft_starts: dict[int, int] = {}
+        """Number of processes that each card that drafts had had at the last cut"""
         self.evaluation = Evaluation(source.evaluation(num_held_out) if num_held_out else [])
         self.pace = PaceTally(spec.pace)
         self.saver = Saver()
@@ -163,7 +168,9 @@ class TrainingRun:
                     self.save(state)
         self.saver.finish()
         if self.config.rollout.pools_kv:
-            self.generators.call(Worker.close_kv_pool)
+            live = [ranks for engine, ranks in enumerate(self.cards.engines) if not self.cards.is_down(engine)]
+            for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in live]:
+                self.cards.wait(stage)
         self.scorer.check_failed()
         return self.evaluation.answers()
 
@@ -249,21 +256,32 @@ class TrainingRun:
             self.step_metrics.take(self.cards.wait(snapshot))
             if self.config.rollout.drafts_history:
                 self.drafters.call(Worker.snapshot_drafts)
+                self._draft_starts = {rank: self.cards.num_starts(rank) for rank in self._drafting_ranks}
         return state
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Writes a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
         steps run. The cards hash what they write; the manifest of all files is written last."""
         target, export, as_json = self.checkpoint, str(self.folder.hf), json.dumps(state)
+        starts = self._draft_starts
 
         def write() -> None:
             self.trainers.call(Worker.save, str(target / savepoint.TRAINER), export)
             if self.config.rollout.drafts_history:
-                self.drafters.call(Worker.save_drafts, str(target / savepoint.DRAFTS))
+                if ranks := self._unchanged(starts):
+                    self.cards.on(ranks).call(Worker.save_drafts, str(target / savepoint.DRAFTS))
             savepoint.finish(target, as_json)
             savepoint.prune(target.parent, self.config.run.keep)
 
         self.saver.begin(write)
+
+    def _unchanged(self, starts: Mapping[int, int]) -> list[int]:
+        """Returns the ranks whose processes are those of the cut, by the number of processes that each had: one that
+        was replaced since has no copy to write."""
+        same = [rank for rank, number in starts.items() if self.cards.num_starts(rank) == number]
+        if others := sorted(starts.keys() - {*same}):
+            log.warning("ranks %s were replaced: their drafts are not part of the checkpoint", others)
+        return same
 
     def restore(self, checkpoint: Path) -> None:
         """Resumes from a checkpoint. The queue must have been created from the checkpoint's queue."""

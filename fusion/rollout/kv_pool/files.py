@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,10 @@ class KVFiles:
         self._folders: dict[Place, PoolFolder] = {"memory": in_memory}
         if spec.spill is not None:
             self._folders["disk"] = PoolFolder(folder_of(Path(spec.spill), spec.run, boot), rank)
-        self._run_on_host = run_on_host(spec.run, boot)
+        for opened in self._folders.values():
+            if opened.replaces:
+                _remove_files_of(rank, opened)
+        self._rank, self._run_on_host = rank, run_on_host(spec.run, boot)
         self._plan = PoolPlan(limit, spec.max_disk_bytes if spec.spill is not None else 0)
         self._names: dict[str, str] = {}
         """Request → name of the file that this rank has written; `_computed`: and the tokens of which it has KV"""
@@ -108,6 +112,7 @@ class KVFiles:
     ) -> bool:
         parts = [bytes_of(kv)] + ([] if routing is None else [bytes_of(routing)])
         header = Header(
+            rank=self._rank,
             shard=self._shard_of(key),
             request=key.request,
             version=key.version,
@@ -241,11 +246,33 @@ class KVFiles:
         about = os.fstat(handle)
         if not is_private(about):
             raise KVDamaged(f"it belongs to user {about.st_uid}, with mode {stat.filemode(about.st_mode)}")
-        preamble = os.read(handle, PREAMBLE.size)
-        size = header_bytes(preamble)
-        header = Header.decode(preamble, os.read(handle, size))
-        header.check(shard=self._shard_of(key), key=key, file_bytes=about.st_size, header_bytes=PREAMBLE.size + size)
+        header, nbytes = _read_header(handle)
+        header.check(shard=self._shard_of(key), key=key, file_bytes=about.st_size, header_bytes=nbytes)
         return header
+
+
+def _read_header(handle: int) -> tuple[Header, int]:
+    """Returns the header of an open file, and its bytes.
+
+    Raises:
+        KVDamaged: it is none.
+    """
+    preamble = os.read(handle, PREAMBLE.size)
+    size = header_bytes(preamble)
+    return Header.decode(preamble, os.read(handle, size)), PREAMBLE.size + size
+
+
+def _remove_files_of(rank: int, folder: PoolFolder) -> None:
+    """Removes what an earlier process of this rank has written: nobody else does before the run ends."""
+    for name in folder.names():
+        with suppress(OSError, KVDamaged):  # another rank has taken it, or it is damaged
+            handle = folder.open(name)
+            try:
+                header, _ = _read_header(handle)
+            finally:
+                os.close(handle)
+            if header.rank == rank:
+                folder.remove(name)
 
 
 def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVFiles | None:

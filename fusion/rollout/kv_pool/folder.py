@@ -65,8 +65,16 @@ class PoolFolder:
         self._idle_bytes = 0
         self._numbers = count()
         sweep(path.parent, path)
+        self.replaces = self._private.exists()
+        """Whether this rank had a process in this run before, which has died"""
         self._lock = own(self._private, NodeProcess.of(os.getpid()))
         self._files.mkdir(mode=0o700, exist_ok=True)
+        for leaving in self._private.iterdir():
+            leaving.unlink()
+
+    def names(self) -> list[str]:
+        """Returns the names of the files that any rank may open."""
+        return os.listdir(self._files)
 
     def open(self, name: str) -> int:
         """Opens a file for reading, and returns its handle.

@@ -25,10 +25,11 @@ MAX_HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Header:
-    """``shard``: the run, the host, and which part of which layers a rank holds; ``computed``: leading tokens whose KV
-    is in the file; ``kv_bytes``: of the blocks of all layers; ``routing``: shape [computed, layers, k] and the bytes of
-    an element, () for none; ``sum``: xxh3 of the payload."""
+    """``rank``: that has written it; ``shard``: the run, the host, and which part of which layers a rank holds;
+    ``computed``: leading tokens whose KV is in the file; ``kv_bytes``: of the blocks of all layers; ``routing``: shape
+    [computed, layers, k] and the bytes of an element, () for none; ``sum``: xxh3 of the payload."""
 
+    rank: int
     shard: str
     request: str
     version: int
@@ -65,7 +66,15 @@ class Header:
             header = cls(**fields | {"routing": tuple(fields["routing"])})
         except (ValueError, TypeError, KeyError) as error:
             raise KVDamaged(f"not a header: {error}") from None
-        numbers = (header.version, header.num_tokens, header.computed, header.kv_bytes, header.sum, *header.routing)
+        numbers = (
+            header.rank,
+            header.version,
+            header.num_tokens,
+            header.computed,
+            header.kv_bytes,
+            header.sum,
+            *header.routing,
+        )
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise KVDamaged("a number of the header is none")
         return header

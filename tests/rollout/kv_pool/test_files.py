@@ -287,6 +287,29 @@ def park_and_die(root, run):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.parametrize("spills", [False, True])
+def test_a_process_that_replaces_a_killed_one_removes_what_that_has_written_and_nothing_else(root, spills):
+    limits = dict(max_memory_bytes=1, spill=str(root / "disk"), max_disk_bytes=9 * 4096) if spills else {}
+    others, own, gone = keys(3)
+    alive = opened(root, 0, **limits)
+    park(alive, others)
+    if pid := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    else:
+        try:
+            dead = opened(root, 1, **limits)
+            park(dead, own), park(dead, gone)
+            dead.forget([gone.request])
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert len([*root.rglob("files/*")]) == 2
+    replacement = opened(root, 1, **limits)
+    assert len([*root.rglob("files/*")]) == 1 and read(alive, others) is not None
+    assert read(replacement, own) is None
+    replacement.close(), alive.close()
+    assert not [path for path in root.rglob("*") if path.is_file()]
+
+
 def test_what_killed_ranks_have_left_is_removed_once_all_of_them_are_dead(root):
     one = opened(root, 0)
     park(one, keys(1)[0])
