@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,34 +56,33 @@ def orders(args: argparse.Namespace) -> dict[str, Any]:
     from fusion.inference.config import RolloutConfig
 
     figures = rollout_orders.orders(args)
-    for line in rollout_orders.misses(figures, RolloutConfig().order):
-        print(f"MISSED: {line}")
-    return figures
+    return _checked(figures, rollout_orders.misses(figures, RolloutConfig().order))
 
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import rollout_replay
 
     figures = rollout_replay.replay(args)
-    for line in rollout_replay.misses(figures):
-        print(f"MISSED: {line}")
-    return figures
+    return _checked(figures, rollout_replay.misses(figures))
 
 
 def rhyme(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import rollout_rhyme
 
     figures = rollout_rhyme.rhyme(args)
-    for line in rollout_rhyme.misses(figures):
-        print(f"MISSED: {line}")
-    return figures
+    return _checked(figures, rollout_rhyme.misses(figures))
 
 
 def scale(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import rollout_scale
 
     figures = rollout_scale.scale(args)
-    for line in rollout_scale.misses(figures):
+    return _checked(figures, rollout_scale.misses(figures))
+
+
+def _checked(figures: dict[str, Any], misses: Iterable[str]) -> dict[str, Any]:
+    """Prints the missed targets; returns the figures."""
+    for line in misses:
         print(f"MISSED: {line}")
     return figures
 
