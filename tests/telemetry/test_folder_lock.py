@@ -17,8 +17,11 @@ import os, sys, time
 from fusion.telemetry import RunFolder
 run = RunFolder(sys.argv[1], "run", "resume")
 run.log(1, {"a": 1.0})
+begun, begins = os.pipe()
 if os.fork() == 0:
+    os.write(begins, b"1")
     time.sleep(600)
+os.read(begun, 1)  # the child lets go of the lock when it begins
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
