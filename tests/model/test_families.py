@@ -233,7 +233,7 @@ def test_an_appended_predictor_is_dropped_as_transformers_does(tmp_path: Path) -
         ("pangu_ultra_moe", {"num_dense_layers": 4}, "num_dense_layers=4 leaves no sparse layer"),
         ("pangu_ultra_moe", {"attention_qk_rope_dim": 7}, "attention_qk_rope_dim=7; expected an even number"),
         ("pangu_ultra_moe", {"attention_v_dim": 0}, "attention_v_dim=0; expected a whole number above 0"),
-        ("pangu_ultra_moe", {"v_head_dim": 12}, "contradicts itself: {'attention_v_dim': 10, 'v_head_dim': 12}"),
+        ("pangu_ultra_moe", {"v_head_dim": 13}, "contradicts itself: {'attention_v_dim': 12, 'v_head_dim': 13}"),
         ("pangu_ultra_moe", {"rope_scaling": YARN}, "no 'yarn' rotary embedding"),
         ("pangu_ultra_moe", {"param_sink_number": 128}, "param_sink_number=128"),
         ("pangu_ultra_moe", {"use_mhc": True}, "use_mhc=True"),
