@@ -177,9 +177,11 @@ def grouped_linear(
 
 
 def varlen_causal_attention(
-    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int]
+    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int], scale: float | None = None
 ) -> torch.Tensor:
     """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
+
+    Values may have another width than keys. ``scale``: of the scores, 1 / sqrt(C) by default.
 
     Adjacent sequences of equal length share a kernel call as a view [n, length, heads, C], without padding or copying;
     sorting sequences by length when packing reduces the number of calls.
@@ -190,7 +192,9 @@ def varlen_causal_attention(
         n = len(list(run))
         rows = slice(start, start + n * length)
         q, k, v = (x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_NHC, k_NKC, v_NKC))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q_NHC.shape[1] != k_NKC.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q_NHC.shape[1] != k_NKC.shape[1]
+        )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = rows.stop
     if not outputs:
