@@ -17,8 +17,6 @@ it, the rest of the batch decides how a row is computed.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
@@ -26,20 +24,9 @@ from fusion.inference.batch import Batch, LongChunk
 from fusion.inference.kv_cache import KVCache, score_dtype
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.paged_rows import PagedRows, RowSlice
+from fusion.model.attention import Up
 from fusion.npu.fused import operators_for
 from fusion.npu.ops import varlen_causal_attention
-
-
-class UpProjection(Protocol):
-    """The projection of one layer's latents to keys and values of this rank's heads."""
-
-    softmax_scale: float
-
-    def expand(self, latent_NL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def absorb(self, q_NHC: torch.Tensor) -> torch.Tensor: ...
-
-    def values(self, out_NHR: torch.Tensor) -> torch.Tensor: ...
 
 
 class PagedAttention:
@@ -60,7 +47,7 @@ class PagedAttention:
         out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], pool, chunk) for chunk in batch.long]
         return _join(out) if out else q_NHC
 
-    def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: UpProjection) -> torch.Tensor:
+    def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
         pool, batch, layout = self.cache.pools[layer], self.batch, self.cache.layout
         _store(pool, batch, latent_NL.unsqueeze(1), None)
         out: list[torch.Tensor] = []
@@ -182,16 +169,19 @@ def _attend_chunk(q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk) -> 
 
 
 def _attend_latents(
-    q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk, up: UpProjection, layout: KVLayout
+    q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk, up: Up, layout: KVLayout
 ) -> torch.Tensor:
     """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
     latent_SL = pool.index_select(0, chunk.pieces).flatten(0, 2)[: chunk.length]
     if layout.absorbs(q_THC.shape[0], chunk.length, head_dim=q_THC.shape[2]):
         return up.values(_attend_shared(up.absorb(q_THC), latent_SL, chunk.mask, layout.value_width, up.softmax_scale))
     k_SHC, v_SHV = up.expand(latent_SL)
+    width = v_SHV.shape[-1]
+    if width < q_THC.shape[-1]:  # flash kernels take values as wide as keys only
+        v_SHV = F.pad(v_SHV, (0, q_THC.shape[-1] - width))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_SHC, v_SHV))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=chunk.mask, scale=up.softmax_scale)
-    return out.squeeze(0).transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1)[..., :width]
 
 
 def _attend_shared(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.model.spec import AttentionSpec
+from fusion.model.spec import AttentionSpec, Latent
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class KVLayout:
     @classmethod
     def of(cls, attention: AttentionSpec, tp: int) -> KVLayout:
         """Return the layout of one of ``tp`` ranks."""
+        if isinstance(attention, Latent):
+            return cls(1, 1, width=attention.cached_width, value_width=attention.kv_rank)
         heads, width = max(1, attention.num_kv_heads // tp), attention.head_dim
         return cls(2, heads, width=width, value_width=width)
 
