@@ -21,9 +21,9 @@ from fusion.costmodel.presets import load_shape
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference import EmbeddedEngine, RolloutConfig
 from fusion.model import Mesh, Parallel, Transformer
-from fusion.npu.ledger import LedgerDevice
 from fusion.training import EmbeddedTrainEngine, TrainingConfig
 from tests import machine
+from tests.costmodel.meta_device import MetaDevice, meta_card
 from tests.costmodel.test_shape import SHAPES
 
 BUCKET_BYTES = 512 << 20
@@ -35,26 +35,17 @@ PANGU = Setup(
     infer=Parallel(768, tp=8, ep=256),
     fusion=FusionConfig(bucket_bytes=BUCKET_BYTES),
 )
-CONFIG, USABLE_BYTES = PANGU.shape.config, int(PANGU.hardware.usable_bytes)
+CONFIG = PANGU.shape.config
 EXACT = 0.001
 """Padding of units and buckets only"""
 
 
-class MetaDevice(LedgerDevice):
-    """A card whose tensors have no memory."""
-
-    kind, torch_device = "meta", torch.device("meta")
-
-
 @contextmanager
-def meta_card(seconds: float) -> Iterator[MetaDevice]:
+def bounded_card(seconds: float) -> Iterator[MetaDevice]:
     """A card of the plan's size; what happens on it takes at most these CPU seconds and a gigabyte of the host."""
     start_s, before_kb = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    device = MetaDevice(0, USABLE_BYTES)
-    try:
+    with meta_card(int(PANGU.hardware.usable_bytes)) as device:
         yield device
-    finally:
-        device.close()
     assert time.process_time() - start_s < machine.cpu_patience(seconds)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 1e6
 
@@ -66,7 +57,7 @@ RANKS = [pytest.param(0, marks=extended), pytest.param(383, marks=extended), 767
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_die_that_trains_holds_what_the_plan_says(rank):
     planned = training_bytes(PANGU, PANGU.train.coordinate("pp", rank))
-    with meta_card(seconds=30) as device:
+    with bounded_card(seconds=30) as device:
         model = Transformer(CONFIG, Mesh(PANGU.train, rank), device, torch.bfloat16, bucket_bytes=BUCKET_BYTES)
         trainer = EmbeddedTrainEngine(model, model.mesh, device, TrainingConfig(recompute=True))
         held = device.memory_by_owner()
@@ -78,7 +69,7 @@ def test_a_die_that_trains_holds_what_the_plan_says(rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_die_that_generates_holds_what_the_plan_says(rank):
-    with meta_card(seconds=5) as device:
+    with bounded_card(seconds=5) as device:
         model = Transformer(CONFIG, Mesh(PANGU.infer, rank), device, torch.bfloat16, bucket_bytes=BUCKET_BYTES)
         engine = EmbeddedEngine(model, model.mesh, device, RolloutConfig())
         engine.allocate_kv()
@@ -86,6 +77,7 @@ def test_a_die_that_generates_holds_what_the_plan_says(rank):
     planned = estimate_memory(PANGU)
     assert held["weights"] == pytest.approx(generation_bytes(PANGU, 0)["weights"], rel=EXACT)
     assert held["kv"] == pytest.approx(planned.phases["infer"]["kv"], rel=0.01)
+    assert engine.capacity_tokens == pytest.approx(planned.kv_tokens, rel=0.01)
 
 
 def test_the_plan_reports_the_stage_that_holds_most():

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 from fusion.costmodel import Shape
 from fusion.costmodel.memory import stage_weights
 from fusion.costmodel.presets import load_shape
+from fusion.inference.kv_cache import KVCache
+from fusion.inference.kv_layout import KVLayout
 from fusion.model import ModelConfig, Parallel, global_params, local_params
 from fusion.model.table import LocalParam
+from tests.costmodel.meta_device import meta_card
 from tests.families import KINDS, MLA, family_config
 
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
@@ -121,6 +125,23 @@ def test_a_layer_of_hundreds_of_experts_takes_a_few_rows(monkeypatch):
         for stage in range(parallel.pp):
             stage_weights(shape, parallel, stage)
     assert 0 < len(rows) < 40 * (parallel.tp + 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_token_takes_what_the_engine_allocates_for_it(kind, tp):
+    config = family_config(kind, num_attention_heads=8, num_key_value_heads=8 if kind in MLA else 2)
+    shape, layers, layout = Shape(kind, config), config.num_layers, KVLayout.of(config.attention, tp)
+    with meta_card(1 << 30) as card:
+        cache = KVCache(layout, layers=layers, block_size=16, device=card, dtype=torch.bfloat16)
+        sizes = []
+        for blocks in (1, 4):
+            cache.allocate(blocks, workspace_blocks=1)
+            sizes.append(card.memory_by_owner()["kv"])
+            cache.release()
+    assert sizes[1] - sizes[0] == 3 * 16 * shape.kv_bytes(tp)
+    if kind in MLA:
+        assert shape.kv_bytes(tp) == 2 * layers * (config.attention.kv_rank + config.attention.rope_dim)
 
 
 def test_latent_attention_keeps_one_cache_for_all_heads():
