@@ -15,9 +15,10 @@ from fusion.inference.batch import SHORT_CHUNK_TOKENS, build_batch
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.sequence import Sequence, Step
-from fusion.npu.ops import varlen_causal_attention
+from fusion.model import Up
+from fusion.model.spec import Latent, Rotary
+from fusion.npu.ops import BATCH_INVARIANT_ROWS, varlen_causal_attention
 from tests.inference.engines import card
-from tests.inference.latents import Up
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1}
 
@@ -34,14 +35,15 @@ class Case:
         self.dtype, self.draw = dtype, draw
         heads, nope, rope, rank = one_of(1, 2, 4), one_of(4, 8, 12), one_of(2, 4, 8), one_of(4, 8, 24, 32)
         self.lengths = [one_of(1, 2, 5, 17, 40, 70) for _ in range(count)]
-        self.up = Up(draw, heads=heads, nope=nope, rank=rank, value=one_of(2, 8, 12), dtype=dtype)
-        self.layout = KVLayout(1, 1, width=rank + rope, value_width=rank)
+        value = one_of(2, 8, 12)
+        spec = Latent(heads, rank, nope, rope, value, Rotary(rope), None, softmax_scale=0.4 * rank**-0.5)
+        kv_b = torch.randn(heads * (nope + value), rank, generator=draw, dtype=torch.float64).to(dtype)
+        self.up = Up(torch.nn.Parameter(kv_b.to(card().torch_device)), spec, BATCH_INVARIANT_ROWS)
+        self.layout = KVLayout.of(spec, tp=1)
         total = sum(self.lengths)
         self.q = torch.randn(total, heads, nope + rope, generator=draw, dtype=torch.float64).to(dtype)
         self.latents = torch.randn(total, rank + rope, generator=draw, dtype=torch.float64).to(dtype)
-        self.up.keys, self.up.values_of, self.q, self.latents = (
-            tensor.to(card().torch_device) for tensor in (self.up.keys, self.up.values_of, self.q, self.latents)
-        )
+        self.q, self.latents = self.q.to(card().torch_device), self.latents.to(card().torch_device)
         self.cache = KVCache(self.layout, layers=1, block_size=block_size, device=card(), dtype=dtype)
         needed = [-(-length // block_size) for length in self.lengths]
         self.cache.allocate(sum(needed) + 2, workspace_blocks=workspace_blocks)
@@ -55,7 +57,7 @@ class Case:
 
     def attend(self, invariant: bool) -> torch.Tensor:
         """Returns the attention of all tokens, computed in random pieces, of several sequences in a step."""
-        out = torch.full((*self.q.shape[:2], self.up.values_of.shape[1]), torch.nan, dtype=self.dtype)
+        out = torch.full((*self.q.shape[:2], self.up.spec.value_dim), torch.nan, dtype=self.dtype)
         while unfinished := [one for one in self.sequences if one.computed < len(one.request.prompt)]:
             decodes, chunks = [], []
             for one in unfinished:
@@ -80,10 +82,9 @@ class Case:
 
     def wanted(self) -> torch.Tensor:
         """Returns the attention over expanded keys and values of whole sequences, in float64."""
-        self.up.keys, self.up.values_of = self.up.keys.double(), self.up.values_of.double()
-        keys, values = self.up.expand(self.latents.double())
-        scale = self.up.softmax_scale
-        return varlen_causal_attention(self.q.double(), keys, values, lengths=self.lengths, scale=scale).cpu()
+        scale, kv_b = self.up.softmax_scale, torch.nn.Parameter(self.up.kv_b.double())
+        keys, values = Up(kv_b, self.up.spec).expand(self.latents.double())
+        return varlen_causal_attention(self.q.double(), keys, values, lengths=self.lengths, scale=scale).detach().cpu()
 
 
 def close(case: Case, found: torch.Tensor) -> bool:
@@ -108,10 +109,7 @@ def test_any_pieces_are_attended_as_expanded(operators, seed, dtype, block_size,
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_attention_is_bitwise_the_same_in_any_pieces_where_it_is_batch_invariant(operators, dtype):
-    """Of queries that are absorbed row by row, as those of a batch-invariant model are."""
     case = Case(3, dtype=dtype, block_size=8, workspace_blocks=20, count=5)
-    case.up.absorb = lambda q, absorb=case.up.absorb: torch.cat([absorb(row) for row in q.split(1)])
-    case.up.values = lambda out, values=case.up.values: torch.cat([values(row) for row in out.split(1)])
     first = case.attend(invariant=True)
     for _ in range(4):
         assert torch.equal(case.attend(invariant=True), first)
