@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fusion.costmodel.shape import Shape
 from fusion.inference import Request, SamplingParams
 from fusion.inference.attention import PagedAttention
 from fusion.inference.batch import SHORT_CHUNK_TOKENS, build_batch
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.sequence import Sequence, Step
-from fusion.model import Up
+from fusion.model import ModelConfig, Up
 from fusion.model.spec import Latent, Rotary
 from fusion.npu.ops import BATCH_INVARIANT_ROWS, varlen_causal_attention
 from tests.inference.engines import card
 
+SHAPES = Path(__file__).parents[2] / "recipes/shapes"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1}
 
 
@@ -136,3 +140,14 @@ def test_a_latent_of_one_token_takes_its_width_in_each_layer_and_keys_and_values
     latents, heads = KVLayout(1, 1, width=576, value_width=512), KVLayout(2, 4, width=128, value_width=128)
     assert latents.elements == 576 and heads.elements == 2 * 4 * 128
     assert latents.pool_shape(7, 16) == (7, 1, 16, 576) and heads.pool_shape(7, 16) == (14, 4, 16, 128)
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@pytest.mark.parametrize("name", ["deepseek_r1_671b", "kimi_k2", "moonlight_16b_a3b", "pangu_718b", "qwen3_235b_a22b"])
+def test_a_block_of_a_published_model_takes_the_bytes_of_the_cost_model(name, tp):
+    fields = yaml.safe_load((SHAPES / f"{name}.yaml").read_text())["config"]
+    config, shape = ModelConfig.from_hf(fields), Shape.from_hf(name, fields)
+    layout = KVLayout.of(config.attention, tp)
+    cache = KVCache(layout, layers=config.num_layers, block_size=16, device=card(), dtype=torch.bfloat16)
+    assert cache.block_bytes == 16 * shape.kv_bytes(tp)
+    assert layout.is_latent == (name != "qwen3_235b_a22b")
