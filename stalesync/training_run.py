@@ -29,7 +29,7 @@ from stalesync.control import ControlDesk
 from stalesync.controller import Controller
 from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
-from stalesync.failures import logging_errors
+from stalesync.failures import RunFailed, logging_errors
 from stalesync.garbage import collecting_seldom
 from stalesync.generation import Generation
 from stalesync.groups import Groups
@@ -37,6 +37,7 @@ from stalesync.hosts import number_hosts
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
 from stalesync.reward_history import RewardHistory
+from stalesync.run_log import add_note
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
 from stalesync.scoring import Scorer
@@ -273,12 +274,16 @@ class TrainingRun:
             self.view.phase("evaluate")
             for file in self.evaluation.files:
                 for_model = file.pool is None and self.config.reward.kind == "model"
-                asked[file.name] = self.generation.answer(
-                    file.asked(config.samples),
-                    self.desk.share.engines,
-                    temperature=config.temperature,
-                    for_model=for_model,
-                )
+                try:
+                    asked[file.name] = self.generation.answer(
+                        file.asked(config.samples),
+                        self.desk.share.engines,
+                        temperature=config.temperature,
+                        for_model=for_model,
+                    )
+                except RunFailed as error:
+                    add_note(error, f"evaluation of {file.describe()} after step {self.step}")
+                    raise
             self.loop.execute(SwitchToTrain())
             results = [
                 self.evaluation.score(file, self.scorer, asked[file.name], self.step) for file in self.evaluation.files

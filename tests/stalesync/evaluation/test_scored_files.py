@@ -1,17 +1,21 @@
 """Files and their rewards, without cards: what is refused before the start, scores, and failures by name."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from fusion.rewards import RewardPool
 from fusion.rollout import EvalAnswer
+from stalesync.commands import Publish
 from stalesync.config import Config
 from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.evaluation.files import open_files, with_rewards
-from stalesync.failures import RewardsFailed
+from stalesync.failures import CardFailed, RewardsFailed
 from stalesync.prompts import make_tokenizer
 from stalesync.scoring import Scorer
+from stalesync.training_run import TrainingRun
 
 REWARDS = """
 def exact(prompt, response, answer):
@@ -136,3 +140,23 @@ def test_the_runs_own_reward_must_have_the_fields_that_it_requires_in_every_file
             opened({"name": "a"}, rule=own)
         evaluation, pools = opened({"name": "a"}, rule=own, level=1)
     assert not pools and evaluation.files[0].pool is None
+
+
+def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
+    run, commands = object.__new__(TrainingRun), []
+    run.evaluation, _ = opened({"name": "hard", "reward": "math"})
+    run.step, run.config = 3, Config()
+    run.admission = SimpleNamespace(ledger=SimpleNamespace(version=3))
+    run.loop = SimpleNamespace(settle=lambda: commands.append("settle"), execute=commands.append)
+    run.step_metrics = SimpleNamespace(excluded=nullcontext)
+    run.view = SimpleNamespace(phase=lambda _: None)
+    run.desk = SimpleNamespace(share=SimpleNamespace(engines=[0]))
+
+    def answer(*_, **__):
+        raise CardFailed("rank 0 failed in stage 'answer'")
+
+    run.generation = SimpleNamespace(answer=answer)
+    with pytest.raises(CardFailed) as failed:
+        run.evaluate()
+    assert commands == ["settle", Publish(3)], "samples in progress are settled before the engines answer"
+    assert failed.value.__notes__ == [f"evaluation of {run.evaluation.files[0].describe()} after step 3"]
