@@ -12,7 +12,8 @@ groups       tracks the groups in progress: trained, filtered, failed
 step_metrics accumulates one step's metrics; `sample_metrics` of its samples
 evaluation/  evaluates prompts that are not trained: when, estimates, the best checkpoint; also without a run
 samples      a sample in the controller: no tokens
-scoring      scores finished samples with one of `reward_sources`: a rule, or the reward model
+scoring      scores finished samples with one of `reward_sources`: a rule, or the reward model; `reward_terms`: what is
+             added to it
 update       runs an optimizer step on scored groups: advantages, reference, minibatches
 savepoint    files of a checkpoint other than weights and optimizer; which one to resume from, which to remove
 saving       writes a checkpoint while the run continues; `save_interval`: decides when, pure

@@ -30,6 +30,7 @@ from stalesync.process_log import logging_to
 from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
+from stalesync.reward_terms import Term, check_term_fields, start_terms
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
@@ -86,12 +87,15 @@ def launch(config: Config, *, trains: bool = True) -> Path:
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
         if rule is not None:
             check_required_fields(config.reward, rule.required_fields, source.fields)
+        terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
+        check_term_fields(config.reward, terms, source.fields)
         num_held_out = config.run.eval_prompts
         files = with_rewards(
             config,
             opened,
             held_out=source.evaluation(num_held_out) if num_held_out else [],
             rule=rule,
+            terms=terms,
             start=lambda reward: stack.enter_context(RewardPool(reward)),
         )
         _run(
@@ -104,6 +108,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             progress=progress,
             report=report,
             files=files,
+            terms=terms,
             trains=trains,
         )
     return folder.path
@@ -120,6 +125,7 @@ def _run(
     progress: Progress,
     report: dict[str, Any],
     files: Sequence[EvalFile] = (),
+    terms: Sequence[Term] = (),
     trains: bool = True,
 ) -> None:
     from distqueue import DistQueue
@@ -128,7 +134,7 @@ def _run(
     from stalesync.evaluation import Evaluation
     from stalesync.host_check import check_hosts
     from stalesync.kv_servers import kv_servers
-    from stalesync.reward_sources import ModelReward, RuleReward
+    from stalesync.reward_sources import ModelReward, RewardSource, RuleReward, WeightedReward
     from stalesync.scoring import Scorer
     from stalesync.text_server import text_server
     from stalesync.training_run import TASKS, TrainingRun
@@ -171,7 +177,9 @@ def _run(
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
-        reward_source = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        if terms:
+            reward_source = WeightedReward(reward_source, config.reward.title, terms)
         scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share))
         run = TrainingRun(
             config=config,

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fusion.rewards import RewardPool, check_required_fields
-from fusion.rewards.config import BUILT_IN, RewardConfig
+from fusion.rewards.config import RewardConfig
 from stalesync.evaluation.config import HELD_OUT, EvalFileSpec
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.reward_terms import Term, check_term_fields
 
 if TYPE_CHECKING:
     from stalesync.config import Config
@@ -70,36 +71,40 @@ def with_rewards(
     *,
     held_out: Sequence[Prompt],
     rule: RewardPool | None,
+    terms: Sequence[Term] = (),
     start: Callable[[RewardConfig], RewardPool],
 ) -> list[EvalFile]:
     """Starts the rewards of the files, one for all files that share it, and checks the fields that they require.
 
     Args:
         held_out: held-out prompts of `data.source`.
-        rule: the run's own reward; None: a reward model.
+        rule: the run's own reward, without its terms; None: a reward model.
+        terms: of the run's own reward.
         start: starts the processes of a reward, and sees to their end.
 
     Raises:
         ValueError: a reward cannot be loaded, or requires a field that a file lacks; names the file.
     """
-    own = config.reward.model or config.reward.path or config.reward.name
+    bare = config.reward.model or config.reward.path or config.reward.name
+    own = " + ".join([bare, *(f"{term.spec.weight:g} {term.spec.name}" for term in terms)])
     files = [EvalFile(HELD_OUT, f"data.source={config.data.source}", held_out, own)] if held_out else []
     pools: dict[str, RewardPool] = {}
     for spec, source in opened:
-        reward = own if spec.reward is None else spec.reward
-        built_in = reward in BUILT_IN
-        settings = replace(
-            config.reward, name=reward if built_in else "custom", path=None if built_in else reward, model=None
-        )
         with naming(f"eval.files: {spec.name!r}"):
             pool = None
-            if reward != own:
-                pool = pools[reward] = pools.get(reward) or start(settings)
-            if (scores := pool or rule) is not None:
-                check_required_fields(settings, scores.required_fields, source.fields)
+            if spec.reward is not None and spec.reward != own:
+                settings = config.reward.of(spec.reward)
+                pool = rule if spec.reward == bare else pools.get(spec.reward)
+                pool = pools[spec.reward] = pool or start(settings)
+                check_required_fields(settings, pool.required_fields, source.fields)
+            else:
+                if rule is not None:
+                    check_required_fields(config.reward, rule.required_fields, source.fields)
+                check_term_fields(config.reward, terms, source.fields)
             prompts = source.in_order(f"eval-{spec.name}-")
             if not prompts:
                 raise ValueError(f"no prompt is as short as data.max_prompt_length={config.data.max_prompt_length}")
+        reward = own if pool is None else spec.reward or own
         files.append(EvalFile(spec.name, spec.path, prompts, reward, pool, source.digest))
     return files
 
