@@ -15,6 +15,7 @@ setup(
         "fusion.npu.fused": ["*.cpp", "*.h"],
         "fusion.rollout.drafts": ["*.cpp"],
         "fusion.costmodel.hardware": ["*.yaml"],
+        "fusion.telemetry.page": ["assets/*.js", "assets/*.css", "assets/uplot/*"],
     },
     install_requires=[
         "torch>=2.9,<2.14",
@@ -32,5 +33,8 @@ setup(
         "pyyaml",
         "lazy_loader>=0.6",
     ],
-    extras_require={"test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"]},
+    extras_require={
+        "test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "browser": ["playwright"],
+    },
 )

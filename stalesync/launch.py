@@ -21,7 +21,7 @@ from fusion.model import ModelConfig
 from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
 from fusion.rollout.kv_pool.pool import KVPoolSpec
-from fusion.telemetry import LiveView, RunFolder, RunReport
+from fusion.telemetry import LiveView, RunFolder, report_run
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
@@ -74,7 +74,7 @@ def launch(config: Config) -> Path:
             )
             folder.write_config(asdict(config))
             print(folder.choice)
-            stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
+            stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
             stack.enter_context(logging_to(logs.controller))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
@@ -131,7 +131,7 @@ def _run(
 
         def show_report(outcome: str) -> None:
             view.__exit__(None, None, None)
-            RunReport.from_folder(folder.path, outcome=outcome).show()
+            report_run(folder.path, outcome=outcome)
             sys.stdout.flush()
 
         check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, show_report))

@@ -11,6 +11,7 @@ runs/<name>/config.yaml       the resolved configuration
             checkpoints/      step-<n>: from which a run resumes
             hf/               the model as a Hugging Face folder
             logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
+            report.html       all of it as one page, written when the run ends (`page/`)
             lock.json         locked while the run has the folder; names its process
 
 Only the user who started the run may enter the folder (mode 0700).
@@ -187,6 +188,7 @@ def describe(path: Path | str) -> list[str]:
     steps = len(read_jsonl(path / "metrics.jsonl"))
     entries = (
         ("run.log", (path / "run.log").exists(), "why the run failed, with the log of every rank; error.json"),
+        ("report.html", (path / "report.html").exists(), "curves, cards, memory and samples; open it in a browser"),
         ("config.yaml", (path / "config.yaml").exists(), "the resolved configuration"),
         ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),

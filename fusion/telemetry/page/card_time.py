@@ -1,0 +1,98 @@
+"""Tabulate and draw where every card's time went, in bounded size. Pure.
+
+A strip is a card's time as runs of one kind each. `StageStrip` merges them if they are too many, so the seconds of each
+kind stay exact and a run is shifted by at most `blur_us`. The starts of a run that was resumed follow each other: the
+time in between is left out.
+
+Invariants:
+1. The runs of each card add up to the duration of all starts, and those of one kind other than idle to its time in the
+   table, each to a microsecond per run.
+2. There are at most ``max_runs`` runs over all cards, or `MIN_RUNS` of each card if that is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fusion.telemetry.by_card import by_main_kind
+from fusion.telemetry.stage_strip import StageStrip
+from fusion.telemetry.timeline import WAITING, CardSummary, Span, innermost, natural, starts_of, summarize_run
+
+MAX_RUNS = 64_000
+"""Maximum number of runs of all strips: about 600 KB of the page."""
+
+MIN_RUNS, MAX_CARD_RUNS = 500, 8000
+"""Bounds of the number of runs of one card."""
+
+MAX_CARDS = 64
+"""With more cards: the number that is drawn, half of them the least busy and half the most busy ones."""
+
+IDLE = "idle"
+
+
+def card_time(spans: Iterable[Span], max_runs: int = MAX_RUNS) -> dict[str, Any] | None:
+    """Return `kinds` (of the table, largest first, then waiting and idle), `table` (a row per card), `strips`, and
+    `starts_us`, at which later starts of a resumed run begin; None if there are no spans."""
+    starts = starts_of(spans)
+    if not starts:
+        return None
+    summaries = summarize_run(span for start in starts for span in start)
+    cards = _shown(summaries)
+    names = {card.card for card in cards}
+    per_card = max(MIN_RUNS, min(MAX_CARD_RUNS, max_runs // len(cards)))
+    kinds: dict[str, int] = {}
+    strips = {card.card: StageStrip(0, per_card) for card in cards}
+    offset, offsets = 0, []
+    for start in starts:
+        begin, end = start[0].start_ns, max(span.end_ns for span in start)
+        by_card: dict[str, list[Span]] = {name: [] for name in names}
+        for span in start:
+            if span.card in by_card:
+                by_card[span.card].append(span)
+        for name, own in by_card.items():
+            for kind, _, stop in innermost(own, begin, end):
+                strips[name].mark(kind or IDLE, offset + stop - begin)
+        offset += end - begin
+        offsets.append(offset)
+    return {
+        "num_cards": len(summaries),
+        "wall_us": offset // 1000,
+        "starts_us": [one // 1000 for one in offsets[:-1]],
+        "blur_us": max(strip.blur_ns for strip in strips.values()) // 1000,
+        "kinds": _kinds(summaries),
+        "table": [_row(card) for card in cards],
+        "strips": [{"card": card.card, **_encoded(strips[card.card], kinds)} for card in cards],
+        "strip_kinds": list(kinds),
+    }
+
+
+def _encoded(strip: StageStrip, kinds: dict[str, int]) -> dict[str, list[int]]:
+    """Return the kind of each run, as an index of ``kinds``, which is completed, and its microseconds."""
+    runs = strip.runs()
+    numbers = [kinds.setdefault(run.kind, len(kinds)) for run in runs]
+    ends = [round(run.end_ns / 1000) for run in runs]
+    return {"kind": numbers, "us": [end - begin for begin, end in zip([0, *ends], ends, strict=False)]}
+
+
+def _row(card: CardSummary) -> dict[str, Any]:
+    seconds = {kind: ns / 1e9 for kind, ns in by_main_kind(card).items()}
+    return {"card": card.card, "wall_s": card.wall_ns / 1e9, "busy": card.utilisation, "seconds": seconds}
+
+
+def _kinds(cards: Sequence[CardSummary]) -> list[dict[str, Any]]:
+    total: dict[str, int] = {}
+    for card in cards:
+        for kind, ns in by_main_kind(card).items():
+            total[kind] = total.get(kind, 0) + ns
+    whole = sum(card.wall_ns for card in cards) or 1
+    ordered = sorted(total, key=lambda kind: (kind == IDLE, kind.startswith(WAITING), -total[kind], kind))
+    return [{"kind": kind, "share": total[kind] / whole} for kind in ordered]
+
+
+def _shown(cards: Sequence[CardSummary]) -> list[CardSummary]:
+    if len(cards) <= MAX_CARDS:
+        return list(cards)
+    by_use = sorted(cards, key=lambda card: card.utilisation)
+    half = MAX_CARDS // 2
+    return sorted(by_use[:half] + by_use[-half:], key=lambda card: natural(card.card))
