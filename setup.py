@@ -2,6 +2,8 @@
 
 from setuptools import find_packages, setup
 
+LOGGERS = ["wandb", "mlflow", "swanlab", "trackio"]
+
 setup(
     name="rlfusion",
     version="0.1.0",
@@ -36,5 +38,7 @@ setup(
     extras_require={
         "test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
         "browser": ["playwright"],
+        "loggers": LOGGERS,
+        **{name: [name] for name in LOGGERS},
     },
 )

@@ -2,7 +2,8 @@
 
 runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object per step
-            tensorboard/      the same figures as TensorBoard events
+            tensorboard/      the same figures as TensorBoard events; wandb/, mlflow.db, … of other loggers
+            loggers.json      the id of the run in all loggers (`loggers/`)
             samples.jsonl     a few samples of every step: step, prompt, response, reward
             groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), and of
                               trained ones lag, prompt_tokens, response_tokens
@@ -27,8 +28,8 @@ from typing import Any, Literal, SupportsFloat, TypeVar
 
 from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, remove_temporary, write_atomic
 from fusion.telemetry.folder_lock import FolderLock
+from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
-from fusion.telemetry.tensorboard import ScalarEvents
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
 
@@ -62,8 +63,7 @@ class RunFolder:
         self._samples: JsonLines | None = None
         self._groups: JsonLines | None = None
         self._timeline: TimelineFile | None = None
-        self._events: ScalarEvents | None = None
-        self._restart_at: int | None = None
+        self._loggers: LoggerGroup | None = None
 
     @property
     def name(self) -> str:
@@ -88,15 +88,30 @@ class RunFolder:
             path.rename(self.path / f"config.start-{earlier}.yaml")
         write_atomic(path, text)
 
+    def open_loggers(self, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None) -> None:
+        """Start the loggers that `log` writes to (`find_loggers`); without this call, it is TensorBoard's.
+
+        Raises:
+            ValueError: one of them could not be started.
+        """
+        assert self._loggers is None, "loggers are open"
+        self._loggers = LoggerGroup(self.path, classes, config)
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each logger that has failed."""
+        return [] if self._loggers is None else self._loggers.notes
+
     def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
-        """Write the figures of one step to metrics.jsonl and TensorBoard."""
+        """Write the figures of one step to metrics.jsonl and the loggers."""
         numbers = {name: float(value) for name, value in figures.items()}
         if self._metrics is None:
             self._metrics = JsonLines(self.path / "metrics.jsonl")
-        if self._events is None:
-            self._events = ScalarEvents(self.path / "tensorboard", self._restart_at)
+        if self._loggers is None:
+            self.open_loggers(find_loggers(["tensorboard"]))
+            assert self._loggers is not None
         self._metrics.write({"step": step, **numbers})
-        self._events.write(step, numbers)
+        self._loggers.log(step, numbers)
 
     def log_samples(
         self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
@@ -140,19 +155,18 @@ class RunFolder:
 
         Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
         """
-        files = self._metrics, self._samples, self._groups, self._events
+        files = self._metrics, self._samples, self._groups
         assert files == (None,) * len(files), "rewind after writing"
-        self._restart_at = step + 1
         for name in ("samples.jsonl", "groups.jsonl"):
             keep_lines(self.path / name, lambda row: row["step"] <= step)
         return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
 
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""
-        for file in (self._metrics, self._samples, self._groups, self._timeline, self._events):
+        for file in (self._metrics, self._samples, self._groups, self._timeline, self._loggers):
             if file is not None:
                 file.close()
-        self._metrics = self._samples = self._groups = self._timeline = self._events = None
+        self._metrics = self._samples = self._groups = self._timeline = self._loggers = None
         self._lock.release()
 
     def __enter__(self) -> RunFolder:

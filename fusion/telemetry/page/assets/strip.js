@@ -34,7 +34,9 @@ class Strips {
       button("all", "show the whole run", () => this.show(0, this.cards.wall_us)),
       element("span", { class: "quiet" }, "drag to zoom, Ctrl and wheel, or the buttons"),
     );
-    this.box = element("div", { class: "strip-box" }, controls, this.canvas, this.readout);
+    this.selected = element("span", { class: "selected" });
+    const drawing = element("div", { class: "drawing" }, this.canvas, this.selected);
+    this.box = element("div", { class: "strip-box" }, controls, drawing, this.readout);
     nearby.observe(this.box);
     onScreen.set(this.box, () => this.draw());
     this.read(null);
@@ -75,7 +77,7 @@ class Strips {
   move(event) {
     if (this.dragged) {
       this.dragged[1] = this.time(event);
-      this.draw();
+      this.mark();
     }
     this.read(event);
   }
@@ -84,8 +86,8 @@ class Strips {
     if (!this.dragged) return;
     const [from, to] = this.dragged.sort((a, b) => a - b);
     this.dragged = null;
+    this.mark();
     if ((to - from) * this.scale > 4) this.show(from, to);
-    else this.draw();
   }
 
   /** Writes what the card under the pointer did at that time. */
@@ -117,29 +119,39 @@ class Strips {
     pen.scale(ratio, ratio);
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
-    const colours = this.cards.strip_kinds.map(kindColour);
-    this.strips.forEach((strip, row) => this.drawRow(pen, strip, row * ROW, colours));
+    pen.fillStyle = themed("--text");
+    this.strips.forEach((strip, row) => pen.fillText(strip.card.slice(0, 11), 0, row * ROW + ROW / 2));
+    this.drawRuns(pen);
     this.drawAxis(pen, width, height);
-    if (this.dragged) {
-      const [from, to] = this.dragged.map((time) => LABEL + (time - this.from) * this.scale);
-      pen.fillStyle = themed("--select");
-      pen.fillRect(from, 0, to - from, height - AXIS);
-    }
-    if (!this.dragged) this.read(null);
+    this.read(null);
   }
 
-  drawRow(pen, strip, top, colours) {
-    pen.fillStyle = themed("--text");
-    pen.fillText(strip.card.slice(0, 11), 0, top + ROW / 2);
-    for (let at = firstAfter(strip.ends, this.from); at < strip.us.length; at++) {
-      const end = strip.ends[at];
-      const begin = end - strip.us[at];
-      if (begin >= this.to) break;
-      const left = LABEL + (Math.max(begin, this.from) - this.from) * this.scale;
-      const right = LABEL + (Math.min(end, this.to) - this.from) * this.scale;
-      pen.fillStyle = colours[strip.kind[at]];
-      pen.fillRect(left, top + 1, right - left, ROW - 2);
-    }
+  /** Draws the visible runs kind by kind, as a change of colour costs more than a rectangle. */
+  drawRuns(pen) {
+    const rectangles = this.cards.strip_kinds.map(() => []);
+    const scale = this.scale;
+    this.strips.forEach((strip, row) => {
+      for (let at = firstAfter(strip.ends, this.from); at < strip.us.length; at++) {
+        const end = strip.ends[at];
+        const begin = end - strip.us[at];
+        if (begin >= this.to) break;
+        const left = LABEL + (Math.max(begin, this.from) - this.from) * scale;
+        const right = LABEL + (Math.min(end, this.to) - this.from) * scale;
+        rectangles[strip.kind[at]].push(left, row * ROW + 1, right - left);
+      }
+    });
+    rectangles.forEach((sides, kind) => {
+      pen.fillStyle = kindColour(this.cards.strip_kinds[kind]);
+      for (let at = 0; at < sides.length; at += 3) pen.fillRect(sides[at], sides[at + 1], sides[at + 2], ROW - 2);
+    });
+  }
+
+  /** Marks the part that is dragged over, above the canvas. */
+  mark() {
+    const [from, to] = this.dragged ?? [this.from, this.from];
+    const left = LABEL + (Math.min(from, to) - this.from) * this.scale;
+    this.selected.style.setProperty("left", `${left}px`);
+    this.selected.style.setProperty("width", `${Math.abs(to - from) * this.scale}px`);
   }
 
   drawAxis(pen, width, height) {
