@@ -15,7 +15,7 @@ run repeats."""
 
 
 class WandbLogger:
-    """Keeps one run of W&B over all starts of a run, by its id. The terminal belongs to the run: no output is taken."""
+    """Keeps one run of W&B over all starts of a run, by its id. It prints where that is, and takes no output."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._run = wandb.init(
@@ -27,6 +27,8 @@ class WandbLogger:
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
+        if self._run.url:
+            print(f"wandb: {self._run.url}")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fusion.telemetry.by_card import by_main_kind
 from fusion.telemetry.stage_strip import StageStrip
-from fusion.telemetry.timeline import WAITING, CardSummary, Span, innermost, natural, starts_of, summarize_run
+from fusion.telemetry.timeline import WAITING, CardSummary, Span, innermost, natural, starts_of
 
 MAX_RUNS = 64_000
 """Maximum number of runs of all strips: about 600 KB of the page."""
@@ -31,40 +31,70 @@ MAX_CARDS = 64
 IDLE = "idle"
 
 
+ABSENT = None
+"""Kind of the time of a start in which a card has no span: drawn as idle, and not counted in the table."""
+
+_Intervals = dict[str, list[tuple[str | None, int]]]
+"""What each card did one after the other: kind and nanoseconds."""
+
+
 def card_time(spans: Iterable[Span], max_runs: int = MAX_RUNS) -> dict[str, Any] | None:
     """Return `kinds` (of the table, largest first, then waiting and idle), `table` (a row per card), `strips`, and
     `starts_us`, at which later starts of a resumed run begin; None if there are no spans."""
     starts = starts_of(spans)
     if not starts:
         return None
-    summaries = summarize_run(span for start in starts for span in start)
+    intervals, ends = _intervals(starts)
+    summaries = [_summary(card, intervals[card]) for card in sorted(intervals, key=natural)]
     cards = _shown(summaries)
-    names = {card.card for card in cards}
     per_card = max(MIN_RUNS, min(MAX_CARD_RUNS, max_runs // len(cards)))
+    strips = {card.card: _strip(intervals[card.card], per_card) for card in cards}
     kinds: dict[str, int] = {}
-    strips = {card.card: StageStrip(0, per_card) for card in cards}
-    offset, offsets = 0, []
-    for start in starts:
-        begin, end = start[0].start_ns, max(span.end_ns for span in start)
-        by_card: dict[str, list[Span]] = {name: [] for name in names}
-        for span in start:
-            if span.card in by_card:
-                by_card[span.card].append(span)
-        for name, own in by_card.items():
-            for kind, _, stop in innermost(own, begin, end):
-                strips[name].mark(kind or IDLE, offset + stop - begin)
-        offset += end - begin
-        offsets.append(offset)
     return {
         "num_cards": len(summaries),
-        "wall_us": offset // 1000,
-        "starts_us": [one // 1000 for one in offsets[:-1]],
+        "wall_us": ends[-1] // 1000,
+        "starts_us": [end // 1000 for end in ends[:-1]],
         "blur_us": max(strip.blur_ns for strip in strips.values()) // 1000,
         "kinds": _kinds(summaries),
         "table": [_row(card) for card in cards],
         "strips": [{"card": card.card, **_encoded(strips[card.card], kinds)} for card in cards],
         "strip_kinds": list(kinds),
     }
+
+
+def _intervals(starts: Sequence[Sequence[Span]]) -> tuple[_Intervals, list[int]]:
+    """Returns what every card did in all starts, and the nanoseconds at which each start ends."""
+    intervals: _Intervals = {span.card: [] for start in starts for span in start}
+    ends: list[int] = []
+    for start in starts:
+        begin, end = start[0].start_ns, max(span.end_ns for span in start)
+        by_card: dict[str, list[Span]] = {card: [] for card in intervals}
+        for span in start:
+            by_card[span.card].append(span)
+        for card, own in by_card.items():
+            if own:
+                intervals[card] += [(kind or IDLE, stop - now) for kind, now, stop in innermost(own, begin, end)]
+            else:
+                intervals[card].append((ABSENT, end - begin))
+        ends.append((ends[-1] if ends else 0) + end - begin)
+    return intervals, ends
+
+
+def _summary(card: str, intervals: Sequence[tuple[str | None, int]]) -> CardSummary:
+    by_kind_ns: dict[str, int] = {}
+    for kind, length_ns in intervals:
+        if kind is not ABSENT:
+            by_kind_ns[kind] = by_kind_ns.get(kind, 0) + length_ns
+    wall_ns, idle_ns = sum(by_kind_ns.values()), by_kind_ns.pop(IDLE, 0)
+    return CardSummary(card=card, wall_ns=wall_ns, by_kind_ns=by_kind_ns, idle_ns=idle_ns)
+
+
+def _strip(intervals: Iterable[tuple[str | None, int]], max_runs: int) -> StageStrip:
+    strip, now = StageStrip(0, max_runs), 0
+    for kind, length_ns in intervals:
+        now += length_ns
+        strip.mark(kind or IDLE, now)
+    return strip
 
 
 def _encoded(strip: StageStrip, kinds: dict[str, int]) -> dict[str, list[int]]:

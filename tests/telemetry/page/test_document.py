@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.report_page import make_run
 from fusion.telemetry.page import document, read_run
 from fusion.telemetry.page.document import escaped_json, render
 from tests.telemetry.page.runs import HOSTILE, leave_a_run
@@ -81,6 +82,16 @@ def test_several_runs_state_what_differs(tmp_path):
     data = data_of(Elements(render(runs)))
     assert [row["key"] for row in data["differences"]] == ["training.lr", "run.name"]
     assert data_of(Elements(render(runs[:1])))["differences"] == []
+
+
+@pytest.mark.extended
+def test_a_run_of_200_steps_on_8_cards_has_a_page_below_5_mb(tmp_path):
+    """As `benchmarks/report_page.py` measures it, with how long it takes to open."""
+    folder = make_run(tmp_path, 200, 8)
+    run = read_run(folder)
+    assert len(run["curves"]["metrics"]) == 150 and len(run["cards"]["strips"]) == 8
+    assert sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) > 40e6
+    assert len(render([run]).encode()) < 5e6
 
 
 @pytest.mark.parametrize("name", sorted(json.loads((UPLOT / "SOURCE.json").read_text())["files"]))

@@ -26,7 +26,7 @@ function memoryOf(run) {
       return held ? element("span", { style, title: `${phase}: ${owner} ${bytes(held)}` }) : null;
     });
     const mark = element("span", { class: "peak", style: { left: width(peak[phase]) }, title: "peak" });
-    const full = capacity ? ` (${percent(peak[phase] / capacity)})` : "";
+    const full = capacity ? ` (${percent(peak[phase] / capacity, 1)})` : "";
     return element(
       "div",
       { class: "bar-row" },

@@ -156,10 +156,18 @@ function curvesSection(runs) {
   if (!names.length) return null;
   const has = (name) => names.includes(name);
   const key = [...names.filter((name) => name.startsWith("val/") && !/before$|after$/.test(name)), ...KEY_METRICS];
+  const shown = key.some(has) ? key.filter(has) : names.slice(0, 6);
   const every = Math.max(...runs.map((run) => run.curves.every));
   const note = every > 1 ? element("p", { class: "quiet" }, `A point is the mean of up to ${every} steps.`) : null;
-  const shown = element("div", { class: "charts" }, ...key.filter(has).map((name) => new Chart(runs, name).figure));
-  return section("curves", "Curves", curveControls(), note, shown, allMetrics(runs, names));
+  const figures = shown.map((name) => new Chart(runs, name).figure);
+  return section(
+    "curves",
+    "Curves",
+    curveControls(),
+    note,
+    element("div", { class: "charts" }, ...figures),
+    allMetrics(runs, names),
+  );
 }
 
 function curveControls() {
