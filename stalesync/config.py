@@ -19,6 +19,7 @@ from fusion.model import ModelConfig, Parallel, check_folder
 from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
+from fusion.telemetry.loggers import check_loggers
 from fusion.telemetry.validation import Checks
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
@@ -121,6 +122,9 @@ class RunConfig:
     max_engine_restarts: int = 3
     """Number of times that an engine whose process has died is replaced (cards that only generate, in the deployments
     `separate` and `hybrid`); the next death ends the run. 0: every death does."""
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Loggers of the metrics, beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio` (`pip
+    install` the library), or your own class as `module:Class` (docs/telemetry.md). []: none."""
     resume: bool = False
     """Resume from the newest checkpoint of the run with this name."""
 
@@ -139,6 +143,7 @@ class RunConfig:
             SaveInterval.parse(self.save_every)
         except ValueError as error:
             check.that("save_every", False, str(error))
+        check_loggers(self.loggers)
         check.boolean("resume")
 
 

@@ -21,7 +21,8 @@ from fusion.model import ModelConfig
 from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
 from fusion.rollout.kv_pool.pool import KVPoolSpec
-from fusion.telemetry import LiveView, RunFolder, RunReport
+from fusion.telemetry import LiveView, RunFolder, report_run
+from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
@@ -72,6 +73,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     check_token(config.cluster.address)
     for name in IMPORTED_LATE:
         import_module(name)
+    loggers = find_loggers(config.run.loggers)
     with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed"}
         with holding():  # a run that has a folder reports how it ended
@@ -80,10 +82,11 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             )
             folder.write_config(asdict(config))
             print(folder.choice)
-            stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
+            stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
             stack.enter_context(logging_to(logs.controller))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
+        folder.open_loggers(loggers, asdict(config))
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
         if rule is not None:
             check_required_fields(config.reward, rule.required_fields, source.fields)
@@ -155,7 +158,7 @@ def _run(
 
         def show_report(outcome: str) -> None:
             view.__exit__(None, None, None)
-            RunReport.from_folder(folder.path, outcome=outcome).show()
+            report_run(folder.path, outcome=outcome)
             sys.stdout.flush()
 
         check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, show_report))
@@ -204,7 +207,7 @@ def _run(
         stack.enter_context(logs.recording(progress, report, world=spec.world))
         with naming_queue(check_ray):
             report["answers"] = run.run() if trains else run.run_evaluation()
-        report["notes"] = damaged + run.notes()
+        report["notes"] = damaged + run.notes() + folder.notes
         report["next_steps"] = next_steps(config, folder) if trains else []
 
 
@@ -314,7 +317,7 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
 def next_steps(config: Config, folder: RunFolder) -> list[str]:
     return [
         f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
-        f"watch the curves: tensorboard --logdir {folder.path / 'tensorboard'}",
+        f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN",
         "long answers with every step written out: bash recipes/long_answers.sh",
         "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER",
         "your own reward: reward.path=FILE.py:FUNCTION",

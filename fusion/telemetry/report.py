@@ -70,7 +70,7 @@ class RunReport:
         """Read the report from a run folder; ``fields`` replace or complete the values from its files."""
         rows = read_jsonl(Path(path) / "metrics.jsonl")
         from_files: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
-        from_files |= _rewards(rows)
+        from_files |= rewards_of(rows)
         from_files["phase_s"] = _phases(rows)
         from_files["switch_s"] = _parts(rows, "switch")
         from_files["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
@@ -145,7 +145,8 @@ def _first_and_last(samples: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
     return [s for s in samples if s["step"] == first], [s for s in samples if s["step"] == last]
 
 
-def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def rewards_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `reward_start` and `reward_end`, means of `reward_window` steps each; nothing without rewards."""
     rewards = [row[REWARD] for row in rows if row.get(REWARD) is not None]
     if not rewards:
         return {}

@@ -2,7 +2,8 @@
 
 runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object per step
-            tensorboard/      the same figures as TensorBoard events
+            tensorboard/      the same figures as TensorBoard events; wandb/, mlflow.db, … of other loggers
+            loggers.json      the id of the run in all loggers (`loggers/`)
             samples.jsonl     a few samples of every step: step, prompt, response, reward
             groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), and of
                               trained ones lag, prompt_tokens, response_tokens
@@ -13,6 +14,7 @@ runs/<name>/config.yaml       the resolved configuration
             checkpoints/      step-<n>: from which a run resumes
             hf/               the model as a Hugging Face folder
             logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
+            report.html       all of it as one page, written when the run ends (`page/`)
             lock.json         locked while the run has the folder; names its process
 
 Only the user who started the run may enter the folder (mode 0700).
@@ -29,8 +31,8 @@ from typing import Any, Literal, SupportsFloat, TypeVar
 
 from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, remove_temporary, write_atomic
 from fusion.telemetry.folder_lock import FolderLock
+from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
-from fusion.telemetry.tensorboard import ScalarEvents
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
 
@@ -68,8 +70,7 @@ class RunFolder:
         self._groups: JsonLines | None = None
         self._evaluations: JsonLines | None = None
         self._timeline: TimelineFile | None = None
-        self._events: ScalarEvents | None = None
-        self._restart_at: int | None = None
+        self._loggers: LoggerGroup | None = None
 
     @property
     def name(self) -> str:
@@ -94,13 +95,27 @@ class RunFolder:
             path.rename(self.path / f"config.start-{earlier}.yaml")
         write_atomic(path, text)
 
+    def open_loggers(self, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None) -> None:
+        """Start the loggers that `log` writes to (`find_loggers`); without this call, it is TensorBoard's.
+
+        Raises:
+            ValueError: one of them could not be started.
+        """
+        assert self._loggers is None, "loggers are open"
+        self._loggers = LoggerGroup(self.path, classes, config)
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each logger that has failed."""
+        return [] if self._loggers is None else self._loggers.notes
+
     def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
-        """Write the figures of one step to metrics.jsonl and TensorBoard."""
+        """Write the figures of one step to metrics.jsonl and the loggers."""
         numbers = {name: float(value) for name, value in figures.items()}
         if self._metrics is None:
             self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._metrics.write({"step": step, **numbers})
-        self._opened_events().write(step, numbers)
+        self._opened_loggers().log(step, numbers)
 
     def log_samples(
         self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
@@ -135,12 +150,12 @@ class RunFolder:
 
     def log_evaluation(self, step: int, rows: Iterable[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
         """Write the results of an evaluation after `step`. Before the first step, whose figures no row of metrics.jsonl
-        has, also write the figures to TensorBoard."""
+        has, also write the figures to the loggers."""
         if self._evaluations is None:
             self._evaluations = JsonLines(self.path / EVALUATIONS)
         self._evaluations.write(*rows)
         if step == 0:
-            self._opened_events().write(0, figures)
+            self._opened_loggers().log(0, figures)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the results of all evaluations so far."""
@@ -164,9 +179,8 @@ class RunFolder:
 
         Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
         """
-        files = self._metrics, self._samples, self._groups, self._evaluations, self._events
+        files = self._metrics, self._samples, self._groups, self._evaluations
         assert files == (None,) * len(files), "rewind after writing"
-        self._restart_at = step + 1
         for name in ("samples.jsonl", "groups.jsonl", EVALUATIONS):
             keep_lines(self.path / name, lambda row: row["step"] <= step)
         return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
@@ -174,10 +188,10 @@ class RunFolder:
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""
         lines = self._metrics, self._samples, self._groups, self._evaluations
-        for file in (*lines, self._timeline, self._events):
+        for file in (*lines, self._timeline, self._loggers):
             if file is not None:
                 file.close()
-        self._metrics = self._samples = self._groups = self._evaluations = self._timeline = self._events = None
+        self._metrics = self._samples = self._groups = self._evaluations = self._timeline = self._loggers = None
         self._lock.release()
 
     def __enter__(self) -> RunFolder:
@@ -186,10 +200,11 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _opened_events(self) -> ScalarEvents:
-        if self._events is None:
-            self._events = ScalarEvents(self.path / "tensorboard", self._restart_at)
-        return self._events
+    def _opened_loggers(self) -> LoggerGroup:
+        if self._loggers is None:
+            self.open_loggers(find_loggers(["tensorboard"]))
+            assert self._loggers is not None
+        return self._loggers
 
     def _made(self, name: str) -> Path:
         (self.path / name).mkdir(exist_ok=True)
@@ -218,6 +233,7 @@ def describe(path: Path | str) -> list[str]:
     steps = len(read_jsonl(path / "metrics.jsonl"))
     entries = (
         ("run.log", (path / "run.log").exists(), "why the run failed, with the log of every rank; error.json"),
+        ("report.html", (path / "report.html").exists(), "curves, cards, memory and samples; open it in a browser"),
         ("config.yaml", (path / "config.yaml").exists(), "the resolved configuration"),
         ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
