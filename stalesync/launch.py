@@ -214,7 +214,7 @@ def _run(
 def _resume(run: TrainingRun, checkpoint: Path | None, spec: WorkerSpec) -> None:
     """Restores the run from a checkpoint; None: empties what its folder has of an earlier start."""
     if checkpoint is None:
-        run.folder.rewind(0)
+        run.folder.rewind(-1)  # its evaluation before the first step, too
         run.folder.write_best(None)
         return
     run.restore(checkpoint)

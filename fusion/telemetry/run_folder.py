@@ -177,7 +177,8 @@ class RunFolder:
     def rewind(self, step: int) -> int:
         """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
 
-        Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
+        -1 forgets the evaluation before the first step, too. Call it before the first `log` of the resumed run. The
+        timeline keeps what happened: the time was spent.
         """
         files = self._metrics, self._samples, self._groups, self._evaluations
         assert files == (None,) * len(files), "rewind after writing"

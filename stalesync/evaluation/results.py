@@ -46,8 +46,9 @@ class FileResult:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> FileResult:
-        """Restores a result from what `row` returned."""
-        return cls(**{**row, "estimates": {name: Estimate(**one) for name, one in row["estimates"].items()}})
+        """Restores a result from what `row` returned; other keys are ignored."""
+        fields = {item.name: row[item.name] for item in dataclasses.fields(cls)}
+        return cls(**{**fields, "estimates": {name: Estimate(**one) for name, one in row["estimates"].items()}})
 
     @property
     def mean(self) -> Estimate | None:
