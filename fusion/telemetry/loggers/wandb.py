@@ -27,7 +27,7 @@ class WandbLogger:
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
-        if self._run.url:
+        if not self._run.offline:
             print(f"wandb: {self._run.url}")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
