@@ -28,6 +28,9 @@ from fusion.model.attention import Up
 from fusion.npu.fused import operators_for
 from fusion.npu.ops import varlen_causal_attention
 
+MAX_SCORES = 1 << 26
+"""Maximum scores of an absorbed chunk that are computed at a time (at least one row): bounds their memory."""
+
 
 class PagedAttention:
     """Implements `Attend` for one step: writes the step's keys and values to the cache, then attends."""
@@ -187,13 +190,17 @@ def _attend_latents(
 def _attend_shared(
     q_THL: torch.Tensor, latent_SL: torch.Tensor, mask_TS: torch.Tensor, value_width: int, scale: float
 ) -> torch.Tensor:
-    """Compute attention of all heads to one head of keys, whose first ``value_width`` channels are their values."""
-    q_HTL, bias = q_THL.transpose(0, 1), mask_TS.new_zeros(mask_TS.shape, dtype=q_THL.dtype)
-    bias.masked_fill_(~mask_TS, -torch.inf)
-    heads = q_HTL.shape[0]
-    scores = torch.mm((q_HTL * scale).flatten(0, 1), latent_SL.t()).unflatten(0, (heads, -1)).add_(bias)
-    weights = scores.softmax(-1, dtype=score_dtype(q_THL.dtype)).to(q_THL.dtype)
-    return torch.mm(weights.flatten(0, 1), latent_SL[:, :value_width]).unflatten(0, (heads, -1)).transpose(0, 1)
+    """Compute attention of all heads to one head of keys, whose first ``value_width`` channels are their values; of
+    some rows at a time."""
+    heads, keys, values = q_THL.shape[1], latent_SL.t(), latent_SL[:, :value_width]
+    rows = max(1, MAX_SCORES // (heads * len(latent_SL)))
+    out = []
+    for q, mask in zip((q_THL * scale).split(rows), mask_TS.split(rows), strict=True):
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf).unsqueeze(1)
+        scores = torch.mm(q.flatten(0, 1), keys).unflatten(0, (-1, heads)).add_(bias)
+        weights = scores.softmax(-1, dtype=score_dtype(q.dtype)).to(q.dtype)
+        out.append(torch.mm(weights.flatten(0, 1), values).unflatten(0, (-1, heads)))
+    return _join(out)
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

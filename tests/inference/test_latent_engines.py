@@ -211,7 +211,7 @@ def cached_rank(rank: int, device: Any, folder: str, parallel: Parallel) -> tupl
 
 @pytest.mark.parametrize("parallel", [Parallel(1), Parallel(2, tp=2), Parallel(2, pp=2)], ids=str)
 def test_a_token_takes_the_bytes_of_the_cost_model_and_tp_ranks_hold_equal_latents(parallel):
-    shape = Shape.from_hf(KIND, ModelConfig.from_hf(folder()).to_hf())
+    shape = Shape(KIND, ModelConfig.from_hf(folder()))
     fields = family_fields(KIND)
     found = run_ranks(cached_rank, parallel.world, folder(), parallel)
     for nbytes, parked, blocks, _ in found:

@@ -111,6 +111,14 @@ def test_any_pieces_are_attended_as_expanded(operators, seed, dtype, block_size,
     assert close(case, case.attend(invariant))
 
 
+@pytest.mark.parametrize("max_scores", [1, 200])
+def test_absorbed_chunks_are_attended_some_rows_at_a_time(monkeypatch, operators, max_scores):
+    monkeypatch.setattr("fusion.inference.attention.MAX_SCORES", max_scores)
+    monkeypatch.setattr(KVLayout, "absorbs", lambda *_, head_dim: True)
+    case = Case(1, dtype=torch.float64, block_size=8, workspace_blocks=20, count=5)
+    assert close(case, case.attend(invariant=False))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_attention_is_bitwise_the_same_in_any_pieces_where_it_is_batch_invariant(operators, dtype):
     case = Case(3, dtype=dtype, block_size=8, workspace_blocks=20, count=5)
@@ -146,8 +154,8 @@ def test_a_latent_of_one_token_takes_its_width_in_each_layer_and_keys_and_values
 @pytest.mark.parametrize("name", ["deepseek_r1_671b", "kimi_k2", "moonlight_16b_a3b", "pangu_718b", "qwen3_235b_a22b"])
 def test_a_block_of_a_published_model_takes_the_bytes_of_the_cost_model(name, tp):
     fields = yaml.safe_load((SHAPES / f"{name}.yaml").read_text())["config"]
-    config, shape = ModelConfig.from_hf(fields), Shape.from_hf(name, fields)
+    config = ModelConfig.from_hf(fields)
     layout = KVLayout.of(config.attention, tp)
     cache = KVCache(layout, layers=config.num_layers, block_size=16, device=card(), dtype=torch.bfloat16)
-    assert cache.block_bytes == 16 * shape.kv_bytes(tp)
+    assert cache.block_bytes == 16 * Shape(name, config).kv_bytes(tp)
     assert layout.is_latent == (name != "qwen3_235b_a22b")
