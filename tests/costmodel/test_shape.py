@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_every_rank_holds_what_the_parameter_table_says(kind, data):
     kv_heads = 8 if kind in MLA else data.draw(st.sampled_from([1, 2, 8]))
     tied = data.draw(st.booleans())
     config = family_config(kind, num_attention_heads=8, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    config = replace(config, num_labels=data.draw(st.sampled_from([0, 0, 2])))
     check_ranks(Shape(kind, config), parallel := data.draw(layouts(config)), ranks=range(parallel.world))
 
 
