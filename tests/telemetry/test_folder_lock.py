@@ -17,8 +17,11 @@ import os, sys, time
 from fusion.telemetry import RunFolder
 run = RunFolder(sys.argv[1], "run", "resume")
 run.log(1, {"a": 1.0})
+ready, told = os.pipe()
 if os.fork() == 0:
+    os.write(told, b"x")  # from here on, what a forked process does at its start is done
     time.sleep(600)
+os.read(ready, 1)
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
