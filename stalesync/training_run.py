@@ -85,6 +85,7 @@ class TrainingRun:
             spec,
             scores_beside=scorer.concurrent,
             filters=algorithm.filters,
+            by_group=algorithm.by_group,
             num_rows=source.num_rows or 0,
             machines=number_hosts(cards.hosts),
         )
@@ -129,6 +130,7 @@ class TrainingRun:
                 note=view.note,
             ),
             attention_ranks=spec.infer_of_one_engine.dp,
+            num_shared_cards=len(spec.deployment.shared),
             updater=Updater(
                 spec=spec,
                 cards=cards,

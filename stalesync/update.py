@@ -61,6 +61,8 @@ class Updater:
     record_reports: Callable[[Sequence[StageReport]], None]
     _trained: list[str] = field(default_factory=list)
     """Trained samples that are not acknowledged yet"""
+    _accumulated: bool = False
+    """Whether the trainer has accumulated gradients that no optimizer step has used yet"""
 
     @property
     def kl_in(self) -> str | None:
@@ -74,6 +76,8 @@ class Updater:
         version: int,
         metrics: Metrics,
         meanwhile: Callable[[], None] = lambda: None,
+        *,
+        update: bool = True,
     ) -> bool:
         """Trains policy ``version`` on all scored samples of these groups; drops samples whose reward failed, and
         leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
@@ -82,6 +86,7 @@ class Updater:
             groups: in the order in which minibatches take them.
             samples: of these groups, in order of ids.
             meanwhile: called once, while the cards train.
+            update: False: the gradients of these samples are accumulated, for the next call's optimizer step.
 
         Returns:
             whether the queue had lost samples.
@@ -104,13 +109,13 @@ class Updater:
         if running is not None and not (kept and self._trains_behind_reference):
             self._take_reference(running, metrics)
             running = None
-        if not kept:
-            log.warning("no sample could be scored, nothing is trained in this step")
+        if not kept and not (update and self._accumulated):
+            log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
             meanwhile()
             return len(kept) < len(scored)
         minibatches = self._minibatches(groups, kept)
         calls = [
-            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version)
+            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
             for dp in range(self.spec.train.dp)
         ]
         training = self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.train, calls))
@@ -121,7 +126,8 @@ class Updater:
             meanwhile()
             reports = self.cards.wait(training)
             self.record_reports(reports)
-        self._trained = kept.ids
+        self._trained += kept.ids
+        self._accumulated = not update
         return len(kept) < len(scored) or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
@@ -200,7 +206,7 @@ class Updater:
     def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
         """Returns sample ids by minibatch and replica."""
         chunks = split_groups(groups, self.spec.algorithm.minibatches)
-        if len(chunks) == 1:
+        if len(chunks) <= 1:
             return [_split_over_replicas(samples, self.spec.train.dp)]
         return [
             _split_over_replicas(samples.where([group in chunk for group in samples.groups]), self.spec.train.dp)

@@ -79,6 +79,8 @@ class Worker:
         self._card: Card | None = None
         self._drafts_to_save: list[Piece] = []
         self._rendezvous: Rendezvous | None = None
+        self._continues = False
+        """Whether the next minibatch continues the one that was accumulated last"""
 
     @property
     def card(self) -> Card:
@@ -261,21 +263,25 @@ class Worker:
             card.log.record_memory("reward")
         return card.log.report(scores=dict(zip(batch.ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
-    def train(self, minibatches: Sequence[Sequence[str]], version: int | None = None) -> StageReport:
+    def train(
+        self, minibatches: Sequence[Sequence[str]], version: int | None = None, update: bool = True
+    ) -> StageReport:
         """Runs one optimizer step per minibatch. Gradients accumulated before count for the first one. Collective over
         the cards that train.
 
         Args:
             minibatches: ids of the samples of this card's replica, by minibatch.
             version: the policy version before this call; None: the samples' staleness is not reported.
+            update: False: only accumulates the gradients of a single minibatch, which the next call continues: the
+                loss is then the mean over both.
 
         Returns:
             with `has_lost`.
         """
         card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
         self.phases.require("train")
-        assert mesh is not None
-        with self._stage("train", "train"):
+        assert mesh is not None and (update or len(minibatches) == 1)
+        with self._stage("train" if update else "accumulate", "train"):
             card.switcher.load_optimizer()
             if not trainer.accumulating:
                 all_or_none(
@@ -287,13 +293,18 @@ class Worker:
                 )
             weigh = partial(self._weigh, version)
             for number, batch in enumerate(card.reader.minibatches(trainer, minibatches, weigh)):
+                continued, self._continues = self._continues, not update
                 with card.log.timeline.span("forward_backward", "train"):
-                    card.log.metrics.update(trainer.forward_backward(batch, card.algorithm.loss))
+                    metrics = trainer.forward_backward(batch, card.algorithm.loss, continued=continued)
+                    card.log.metrics.update(metrics)
+                if not update:
+                    break
                 before_update = card.switcher.await_optimizer if number == 0 else None
                 with card.log.timeline.span("optimizer_step", "optimizer"):
                     card.log.metrics.update(trainer.optimizer_step(before_update))
             card.log.record_memory("train")
-        card.switcher.unload_optimizer()
+        if update:
+            card.switcher.unload_optimizer()
         return card.log.report(has_lost=card.reader.take_lost())
 
     def snapshot(self) -> StageReport:

@@ -35,7 +35,9 @@ def _obeyed(commands):
     controller = object.__new__(Controller)
     controller.config = SimpleNamespace(run=SimpleNamespace(steps=9), cluster=SimpleNamespace(npus=1))
     controller._num_tokens = 1
-    controller.admission = SimpleNamespace(step=lambda *_: iter(commands), stage="switch")
+    controller.admission = SimpleNamespace(
+        step=lambda *_: iter(commands), stage="switch", observe_seconds=lambda *_: None
+    )
     controller.desk = SimpleNamespace(read=lambda *_: "", share=None)
     controller.view = SimpleNamespace(begin_step=lambda *_: None, phase=lambda *_: None)
     metrics = SimpleNamespace(update=lambda *_: None, add=lambda *_: None)
