@@ -1,8 +1,8 @@
 """Decide whether the death of a card can be mended, and what survives of its engine's requests. Pure.
 
-    a card that only generates dies   ┬─ its engine generates, or waits ──► replace the engine (all of its cards)
-                                      └─ in a switch, an evaluation, …  ──► the run ends, and says why
-    a card that trains or scores dies ──────────────────────────────────► the run ends
+    a card that only generates dies   ┬─ its engine generates, answers or waits ──► replace the engine (all its cards)
+                                      └─ in a switch, a save of drafts, … ────────► the run ends, and says why
+    a card that trains or scores dies ────────────────────────────────────────────► the run ends
 
 A card that only generates holds no state of the run: its weights come from the trainers with the next switch, and its
 requests are known here, with the queue's rows of their tokens up to the last chunk. In a switch other cards wait for it
@@ -30,7 +30,7 @@ from fusion.rollout.types import SuspendedSample, row_of
 IDLE = "idle"
 """In place of a stage, of a card that runs none"""
 
-MENDED_IN = frozenset({"generate", "close_kv_pool", IDLE})
+MENDED_IN = frozenset({"generate", "answer", "close_kv_pool", IDLE})
 """Stages of an engine's cards in which no card of another engine waits for them"""
 
 

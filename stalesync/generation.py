@@ -33,6 +33,9 @@ from stalesync.stage_calls import RunningStage, StageCall, describe_hanging, sta
 MAX_CHUNK_WAIT_S = 60.0
 """Maximum seconds for which a call waits on an engine's first card for requests whose chunk has ended."""
 
+EVAL_ROWS = "eval/"
+"""How the ids of the queue's rows begin that hold the answers to held-out prompts"""
+
 log = logging.getLogger(__name__)
 
 
@@ -221,19 +224,35 @@ class Generation:
         log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
 
     def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, EvalAnswer]:
-        """Answers each prompt once; returns the answers by the prompt's id. For a reward model, their tokens are stored
-        in the queue, in rows that no task receives. Called while no engine runs."""
+        """Answers each prompt once; returns the answers by the prompt's id. The prompts of an engine that dies are
+        answered by the others; without an answer are those for which none was left. For a reward model, their tokens
+        are stored in the queue, in rows that no task receives. Called while no engine runs."""
         assert not self._running, "engines must be suspended before they answer"
+        answers: dict[str, EvalAnswer] = {}
+        left, living = list(prompts), list(engines)
+        while left and living:
+            rows = f"{EVAL_ROWS}{uuid4().hex}/" if self._spec.reward_model else ""
+            running = self._begin_answers(left, living, rows)
+            for engine, stage in running.items():
+                answers |= {answer.id: answer for report in self._cards.wait(stage) for answer in report.answers}
+                if stage.died:
+                    living.remove(engine)
+            left = [prompt for prompt in left if prompt.id not in answers]
+        return answers
+
+    def _begin_answers(
+        self, prompts: Sequence[Prompt], engines: Sequence[int], rows: str
+    ) -> dict[int, RunningStage[StageReport]]:
+        """Begins to answer prompts; returns the stage of each engine."""
         load_by_prompt = {prompt.id: len(prompt.ids) for prompt in prompts}
         requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, group=prompt.id) for prompt in prompts}
-        rows = f"eval/{uuid4().hex}/" if self._spec.reward_model else ""
-        calls: dict[int, StageCall[StageReport]] = {}
+        running: dict[int, RunningStage[StageReport]] = {}
         for engine, ids in zip(engines, assign_groups(load_by_prompt, [0] * len(engines)), strict=True):
             first, *others = self._spec.engines[engine]
+            calls = {rank: stage_call(Worker.answer, [], rows) for rank in others}
             calls[first] = stage_call(Worker.answer, [requests[id] for id in ids], rows)
-            calls |= {rank: stage_call(Worker.answer, [], rows) for rank in others}
-        reports = self._cards.call_each(calls)
-        return {answer.id: answer for report in reports for answer in report.answers}
+            running[engine] = self._cards.begin_each(calls)
+        return running
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:
         """Returns the requests with what their prompts and the run's settings add."""

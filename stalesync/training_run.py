@@ -16,6 +16,7 @@ from typing import Any
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
+from fusion.rollout import EvalAnswer
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
@@ -30,7 +31,7 @@ from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
 from stalesync.failures import logging_errors
 from stalesync.garbage import collecting_seldom
-from stalesync.generation import Generation
+from stalesync.generation import EVAL_ROWS, Generation
 from stalesync.groups import Groups
 from stalesync.hosts import number_hosts
 from stalesync.pacing import PaceTally
@@ -38,7 +39,7 @@ from stalesync.prompts import PromptSource
 from stalesync.reward_history import RewardHistory
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
-from stalesync.scoring import Scorer
+from stalesync.scoring import EVALUATED, RESPONSE, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.step_metrics import StepMetrics
 from stalesync.update import Updater
@@ -237,14 +238,28 @@ class TrainingRun:
         """
         if not self.evaluation.prompts:
             return {}
+        restarts, before = self.loop.restarts, self.loop.restarts.num_restarts
         with self.step_metrics.excluded():
             self.loop.stop()
-            self.loop.execute(Publish(self.admission.ledger.version))
-            answers = self.generation.answer(self.evaluation.prompts, self.desk.share.engines)
-            self.loop.execute(SwitchToTrain())
-            self.evaluation.score(self.scorer, answers, when)
+            self.evaluation.score(self.scorer, self._answers(), when)
             self.step_metrics.take(self.scorer.take_reports())
-        return self.evaluation.metrics(when)
+        metrics = self.evaluation.metrics(when)
+        if count := restarts.num_restarts - before:
+            self.queue.drop([row for row in self.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
+            metrics["rollout/engine_restarts"] = count
+        return metrics
+
+    def _answers(self) -> dict[str, EvalAnswer]:
+        """Returns the answer to each held-out prompt. If no engine lives to give one, the weights are published again,
+        which waits until one is replaced."""
+        prompts, answers = self.evaluation.prompts, dict[str, EvalAnswer]()
+        while left := [prompt for prompt in prompts if prompt.id not in answers]:
+            self.loop.execute(Publish(self.admission.ledger.version))
+            self.loop.end_publish()
+            answers |= self.generation.answer(left, self.desk.share.engines)
+            self.loop.execute(SwitchToTrain())
+            self.loop.restarts.observe()
+        return answers
 
     def cut(self) -> dict[str, Any]:
         """Pauses the run for a consistent snapshot of weights, queue and controller, for `save`. The cards' state is

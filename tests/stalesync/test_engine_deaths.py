@@ -31,6 +31,7 @@ def test_an_engine_of_cards_that_only_generate_is_replaced_whichever_of_them_has
         lost = failure(2, FailureKind.PEER_LOST)
         assert deaths(deployment).observe_failures([lost, failure(3)], {2: {"generate"}}) == [first]
         assert deaths(deployment).watched == [2, 3, 4, 5]
+        assert deaths(deployment).observe_failures([failure(5)], {4: {"answer"}, 5: {"answer"}}) == [first + 1]
 
 
 def test_what_else_fails_ends_the_run_and_an_engine_is_not_replaced_while_others_wait_for_it():

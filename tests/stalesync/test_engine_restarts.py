@@ -2,13 +2,15 @@
 cards. The reward function kills, so that it comes in the middle of a step's generation."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 import torch
 
 from tests.machine import patience
-from tests.stalesync.runs import rows_of, train, weights_of
+from tests.stalesync.runs import begin, rows_of, train, wait_until, weights_of
 
 STEPS = 4
 OPTIONS = [
@@ -187,3 +189,32 @@ def test_a_death_that_is_not_mended_ends_the_run_and_says_why(base, tmp_path, ov
     assert f"error: rank {rank} died in stage '" in done.stderr and says in done.stderr
     failure = json.loads((folder / "error.json").read_text())
     assert failure["kind"] == "died" and failure["rank"] == rank
+
+
+EVALUATED = ["run.eval_prompts=384", "rollout.max_response_length=12", "rollout.forced_median=4"]
+
+
+@pytest.mark.parametrize(
+    ("number", "overrides"),
+    [
+        pytest.param(1, [], id="before the first step"),
+        pytest.param(2, [], id="after the last step", marks=pytest.mark.extended),
+        pytest.param(1, ONE, id="the only one", marks=pytest.mark.extended),
+    ],
+)
+def test_an_engine_killed_in_an_evaluation_is_replaced_and_the_answers_are_those_of_an_undisturbed_run(
+    base, undisturbed, tmp_path, number, overrides
+):
+    """``number``: of the evaluation."""
+    rank = 1 if overrides is ONE else 2
+    log = tmp_path / "killed" / "run" / "logs" / f"rank-{rank}.log"
+    done = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *EVALUATED, *overrides)
+    wait_until(done, 180, lambda: log.exists() and log.read_text().count("stage answer") == number)
+    pid = int(re.findall(r"process (\d+) on", log.read_text())[-1])
+    os.kill(pid, signal.SIGKILL)
+    out, err = done.communicate(timeout=patience(180))
+    assert done.returncode == 0, out + err
+    folder = tmp_path / "killed" / "run"
+    assert f"rank {rank} died in stage 'answer'" in out and "1 engines died and were replaced" in out
+    assert restarts_of(folder) == 1 and rows_of(folder)[-1]["distqueue/rows"] == 0
+    assert_bitwise(folder, undisturbed(*EVALUATED))
