@@ -24,7 +24,7 @@ from benchmarks.stalesync_modes import Figures, Mode, Workload, make_model, run 
 STEPS = 14
 """Measured steps, after the warm-up"""
 
-WORKLOAD = Workload(training=1.0, speed=32.0)
+WORKLOAD = Workload(training=1.0, speed=32.0, sequences=64)
 
 
 def figures_of(figures: Figures) -> dict[str, Any]:

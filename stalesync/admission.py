@@ -305,16 +305,23 @@ class Admission:
         num_requests, step = self.running.total + self.buffer.num("waiting"), self.ledger.expected_groups
         if not lending.observe_requests(num_requests):
             return
+        num_ready = min(self.ledger.num_ready, self._num_to_accumulate)
         if not self._returned:
             num_others = sum(engine not in self.spec.shared_engines for engine in self.running)
-            num_ready = self.ledger.num_ready
             if not lending.returns(num_ready, step, num_requests=num_requests, num_others=num_others):
                 return
             yield from self._return()
             self._returned = True
             self.stage = "generate"
-        if lending.has_part(self.ledger.num_ready, step):
-            yield Accumulate(tuple(self.ledger.ready()))
+            num_ready = min(self.ledger.num_ready, self._num_to_accumulate)
+        if lending.has_part(num_ready, step):
+            yield Accumulate(tuple(self.ledger.ready()[:num_ready]))
+
+    @property
+    def _num_to_accumulate(self) -> int:
+        """Number of further groups that may be accumulated: those of the first minibatch, as the weights must not
+        change before the others are trained."""
+        return -(-self.ledger.groups_per_step // self.spec.minibatches) - self.ledger.trained_now
 
     def _return(self) -> Iterator[Command]:
         """Stops the engines whose cards train now, and returns these."""

@@ -30,7 +30,8 @@ class AdmissionSpec:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
     others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
     it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``lends``: whether cards
-    that train may leave generation before a step has its groups (`lending.py`); ``filters``: whether the
+    that train may leave generation before a step has its groups (`lending.py`), of which the first of ``minibatches``
+    is then accumulated; ``filters``: whether the
     algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
     ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, ``exact_lengths`` and
     ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a second time.
@@ -49,6 +50,7 @@ class AdmissionSpec:
     num_probes: int = 0
     chunk_tokens: int = 0
     lends: bool = False
+    minibatches: int = 1
     filters: bool = True
     order: str = "fifo"
     num_rows: int = 0
@@ -112,6 +114,7 @@ def admission_spec(
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
         histopipe=histopipe if spec.rollout.order == "histopipe" else None,
         lends=others_generate and scores_beside and by_group and _accumulates(config, spec),
+        minibatches=config.algorithm.minibatches,
         filters=filters,
     )
 
@@ -119,8 +122,8 @@ def admission_spec(
 def _accumulates(config: Config, spec: WorkerSpec) -> bool:
     """Whether a step's gradient may be accumulated in parts as groups become ready. Not at staleness 0, where sums must
     not depend on timing; not with a reference, whose weights would need the memory of the gradients."""
-    one_update = config.algorithm.minibatches == 1 and config.stalesync.train_tokens is None
-    return config.stalesync.lend and spec.ahead and one_update and config.algorithm.kl_coef == 0
+    by_groups = config.stalesync.train_tokens is None
+    return config.stalesync.lend and spec.ahead and by_groups and config.algorithm.kl_coef == 0
 
 
 def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:

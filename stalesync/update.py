@@ -61,8 +61,8 @@ class Updater:
     record_reports: Callable[[Sequence[StageReport]], None]
     _trained: list[str] = field(default_factory=list)
     """Trained samples that are not acknowledged yet"""
-    _accumulated: bool = False
-    """Whether the trainer has accumulated gradients that no optimizer step has used yet"""
+    _num_accumulated: int = 0
+    """Number of groups of which the trainer has accumulated gradients that no optimizer step has used yet"""
 
     @property
     def kl_in(self) -> str | None:
@@ -109,11 +109,11 @@ class Updater:
         if running is not None and not (kept and self._trains_behind_reference):
             self._take_reference(running, metrics)
             running = None
-        if not kept and not (update and self._accumulated):
+        if not kept and not (update and self._num_accumulated):
             log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
             meanwhile()
             return len(kept) < len(scored)
-        minibatches = self._minibatches(groups, kept)
+        minibatches = self._minibatches(groups, kept) if update else [self._shares_of(kept)]
         calls = [
             stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
             for dp in range(self.spec.train.dp)
@@ -127,7 +127,7 @@ class Updater:
             reports = self.cards.wait(training)
             self.record_reports(reports)
         self._trained += kept.ids
-        self._accumulated = not update
+        self._num_accumulated = 0 if update else self._num_accumulated + len(groups)
         return len(kept) < len(scored) or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
@@ -204,14 +204,18 @@ class Updater:
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
-        """Returns sample ids by minibatch and replica."""
-        chunks = split_groups(groups, self.spec.algorithm.minibatches)
+        """Returns sample ids by minibatch and replica. What is accumulated is the beginning of the first minibatch."""
+        accumulated = [""] * self._num_accumulated
+        chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches)
         if len(chunks) <= 1:
-            return [_split_over_replicas(samples, self.spec.train.dp)]
+            return [self._shares_of(samples)]
         return [
-            _split_over_replicas(samples.where([group in chunk for group in samples.groups]), self.spec.train.dp)
-            for chunk in map(set, chunks)
+            self._shares_of(samples.where([group in chunk for group in samples.groups])) for chunk in map(set, chunks)
         ]
+
+    def _shares_of(self, samples: SampleColumns) -> list[list[str]]:
+        """Returns sample ids by replica of the trainer."""
+        return _split_over_replicas(samples, self.spec.train.dp)
 
     def _shares(self, samples: SampleColumns) -> list[list[str]]:
         """Returns sample ids by replica of the reference."""

@@ -95,6 +95,8 @@ class FakeCluster:
                     self.score()
             case Accumulate(groups):
                 assert groups and self.spec.lends and self.ledger.max_staleness
+                accumulated = self.ledger.trained_now + len(groups)
+                assert accumulated <= -(-self.ledger.groups_per_step // self.spec.minibatches), "the first minibatch"
                 self.train(groups)
                 self.num_accumulated += len(groups)
                 self.admission.observe_accumulated(groups)

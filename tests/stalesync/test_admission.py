@@ -51,6 +51,7 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         kv_pool=PoolRouting(random.randint(0, 3), 4) if keeps_kv and random.random() < 0.5 else None,
         num_probes=random.randint(0, 2),
         lends=bound > 0 and tokens is None and beside and deployment != "colocated" and random.random() < 0.7,
+        minibatches=random.choice([1, 1, 2, 3]),
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
     cluster = FakeCluster(spec, ledger, random, outcomes, chunks, death=random.choice([0, 0, 0.02, 0.2]))
@@ -76,10 +77,10 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
 
 
 @pytest.mark.parametrize("deployment", ["hybrid", "separate"])
-@pytest.mark.parametrize("death", [0, 0.02])
-def test_in_the_tail_cards_that_train_accumulate_what_is_ready(deployment, death):
+@pytest.mark.parametrize(("death", "minibatches"), [(0, 1), (0.02, 1), (0, 2)])
+def test_in_the_tail_cards_that_train_accumulate_what_is_ready(deployment, death, minibatches):
     """At staleness 1 each step has a tail, as older groups must be trained first."""
-    spec = spec_of(deployment, group_size=4, ahead=True, lends=True, engine_slots=40)
+    spec = spec_of(deployment, group_size=4, ahead=True, lends=True, engine_slots=40, minibatches=minibatches)
     cluster = FakeCluster(spec, StalenessLedger(1, 12), Random(0), ("ok",), death=death)
     for step in range(20):
         cluster.run_step(20 - step, share_of(range(4)))
