@@ -335,6 +335,10 @@ class Admission:
         if self._lending is not None:
             self._lending.begin_generation()
         yield Publish(self.ledger.version, beside)
+        if not {*beside} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
+            yield from self.stop()
+            beside = ()
+            yield Publish(self.ledger.version)
         self._has_died &= bool(beside)
         self.buffer.observe_new_weights()
 

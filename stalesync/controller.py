@@ -152,14 +152,17 @@ class Controller:
         """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
         while the cards switch and before their reports are taken."""
         if self.generation.publishing and not _only_starts(command):
-            self.end_publish()
+            if not self.end_publish() and isinstance(command, Dispatch):
+                return  # its requests are among those that were returned
         start, share = time.perf_counter(), self.desk.share
         match command:
             case Publish(beside=beside):
                 self.view.phase("send weights" if beside else "switch to infer")
                 if not beside:
                     self.restarts.rejoin()
-                self.generation.publish(command, share, meanwhile)
+                if not self.generation.publish(command, share, meanwhile):
+                    self.suspend([engine for engine in self.admission.running if not self.cards.is_down(engine)])
+                    self.generation.recover()
                 if self.generation.publishing:  # its seconds are counted at its end
                     self._published_s = start
                     return
@@ -187,11 +190,18 @@ class Controller:
         self.admission.observe_seconds(command, time.perf_counter() - start)
         self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
 
-    def end_publish(self) -> None:
-        """Waits until the cards have switched for the engines, which may have been started meanwhile."""
-        self.generation.end_publish()
+    def end_publish(self) -> bool:
+        """Waits until the cards have switched for the engines, which may have been started meanwhile. Returns whether
+        they have: if an engine has died, `Admission` publishes again."""
+        published = self.generation.end_publish()
+        if not published:
+            self.generation.recover()
+            for engine in [engine for engine in self.admission.running if not self.cards.is_down(engine)]:
+                self.restarts.return_unstarted(engine)
+            self.restarts.observe()
         self._last_sample_s = time.perf_counter()
         self.step_metrics.add_seconds("switch", self._last_sample_s - self._published_s)
+        return published
 
     def observe(self, timeout_s: float) -> bool:
         """Reports generated and scored samples and requests whose chunk has ended to `Admission`; waits at most

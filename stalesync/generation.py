@@ -72,6 +72,8 @@ class Generation:
         """The switch for the engines, until its reports are taken"""
         self._returning: RunningStage[StageReport] | None = None
         """The switch back to the training phase, likewise"""
+        self._to_recover: list[int] = []
+        """Ranks that live, of a transfer of weights that has failed"""
         self._stopping = False
         """Whether the running engines stop by themselves"""
         self._lost = False
@@ -81,16 +83,17 @@ class Generation:
         self._warned_silent_s = 0.0
         """Seconds without a sample at the last warning"""
 
-    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Publishes the weights of a policy version to the engines of ``share``. If no engine runs, returns while the
         cards switch: `dispatch` may start engines, and `end_publish` takes the reports. ``meanwhile``: called while the
-        cards switch, before any report is taken."""
+        cards switch, before any report is taken. Returns whether the engines have, or get, the weights: not if one has
+        died meanwhile; then the others are to be suspended, and `recover` must follow."""
         actor = self._spec.deployment.actor
         if not command.beside:
             self._lost = False
             self._publishing = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
             meanwhile()
-            return
+            return True
         beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
         others = [rank for rank in actor if rank not in beside]
         receiving = self._cards.on(beside).begin(Worker.receive, command.version, share)
@@ -98,20 +101,41 @@ class Generation:
         meanwhile()
         self._take_reports(self._cards.wait(switching))
         reports = self._cards.wait(receiving)
+        if switching.died or receiving.died:
+            self._note_lost_transfer()
+            return False
         self._take_reports(reports)
         for running in self._running.values():
             running.reported_until_ns = min(report.until_ns for report in reports)
+        return True
 
     @property
     def publishing(self) -> bool:
         """Whether cards switch for the engines, and their reports are not taken yet."""
         return self._publishing is not None
 
-    def end_publish(self) -> None:
-        """Waits until the cards have switched for the engines, and takes their reports."""
+    def end_publish(self) -> bool:
+        """Waits until the cards have switched for the engines, and takes their reports. Returns whether they have: not
+        if an engine has died meanwhile: none that was started behind the switch runs, and `recover` must follow."""
         assert self._publishing is not None, "the cards do not switch"
         publishing, self._publishing = self._publishing, None
         self._take_reports(self._cards.wait(publishing))
+        if publishing.died:
+            self._running.clear()
+            self._note_lost_transfer()
+        return not publishing.died
+
+    def recover(self) -> None:
+        """Recovers the cards that live from a transfer of weights that has failed, when no engine runs any more. The
+        weights are to be published again."""
+        ranks, self._to_recover = self._to_recover, []
+        self._cards.on(ranks).call(Worker.recover)
+
+    def _note_lost_transfer(self) -> None:
+        dead = {
+            rank for engine, ranks in enumerate(self._spec.engines) if self._cards.is_down(engine) for rank in ranks
+        }
+        self._to_recover = [rank for rank in self._spec.deployment.actor if rank not in dead]
 
     @property
     def returning(self) -> bool:
@@ -161,6 +185,9 @@ class Generation:
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
         """Stops engines between two steps; returns the unfinished requests of each, but of those that have died
         (`forget`)."""
+        engines = [engine for engine in engines if engine in self._running]  # not if its switch has failed
+        if not engines:
+            return {}
         if not self._stopping:  # a pause would find its engine in a later stage
             self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}

@@ -255,8 +255,8 @@ class TrainingRun:
         prompts, answers = self.evaluation.prompts, dict[str, EvalAnswer]()
         while left := [prompt for prompt in prompts if prompt.id not in answers]:
             self.loop.execute(Publish(self.admission.ledger.version))
-            self.loop.end_publish()
-            answers |= self.generation.answer(left, self.desk.share.engines)
+            if self.loop.end_publish():
+                answers |= self.generation.answer(left, self.desk.share.engines)
             self.loop.execute(SwitchToTrain())
             self.loop.restarts.observe()
         return answers

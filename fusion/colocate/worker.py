@@ -12,8 +12,8 @@ from the host). What a card consists of is `Card`; how it changes its phase is i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from fusion.inference.pooled import KVPeers
 from fusion.model import Mesh
 from fusion.npu import Device, open_device
 from fusion.npu.all_or_none import all_or_none
+from fusion.npu.failures import clear_frames
 from fusion.rollout import SuspendedSample
 from fusion.rollout.drafts.history_files import MAX_TOKENS, read_history, write_history
 from fusion.rollout.drafts.pieces import Piece
@@ -147,6 +148,16 @@ class Worker:
             card.meshes.renew_actor(self.spec, restart, card.device.process_group_backend)
             card.weights.renew_groups()
 
+    def recover(self) -> None:
+        """Returns a card from a transfer of weights that has failed because another card has died; `rejoin` and another
+        transfer must follow. On cards that only train, which have kept their weights, and cards that only generate,
+        which receive theirs again."""
+        assert not self.spec.deployment.shared, "cards that train and generate have given up their training layout"
+        if self.phases.phase is Phase.BROKEN:
+            self.phases.arrive(Phase.TRAIN if self.rank in self.spec.deployment.train else Phase.STANDBY)
+        if self.card.receiver is not None:
+            self.card.receiver.recover()
+
     def switch(
         self, phase: str, version: int = 0, share: InferenceShare | None = None, while_generating: bool = False
     ) -> StageReport:
@@ -162,7 +173,12 @@ class Worker:
         with self._stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
-                card.switcher.to_infer(version, share, while_generating)
+                with self._leaving_after_failure():
+                    try:
+                        card.switcher.to_infer(version, share, while_generating)
+                    except BaseException:
+                        self.phases.arrive(Phase.BROKEN)  # also if it has failed before it began
+                        raise
             else:
                 card.switcher.to_train()
         if target is Phase.TRAIN and not card.roles.needs_room:
@@ -175,7 +191,21 @@ class Worker:
         """Receives new weights on a card that only generates, while it generates. The other cards call `switch` to
         ``infer`` with ``while_generating``. Runs on a separate thread."""
         assert self.card.receiver is not None, f"rank {self.rank} does not receive weights while it generates"
-        return self.card.receiver.receive(version, share)
+        with self._leaving_after_failure():
+            return self.card.receiver.receive(version, share)
+
+    @contextmanager
+    def _leaving_after_failure(self) -> Iterator[None]:
+        """Leaves the group of the actor's cards if the block fails and the weights can be sent again: other cards may
+        wait for this one in a collective of it."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.spec.deployment.shared:
+                clear_frames(error)  # the group's connections are closed with the last reference to it
+                self.card.weights.renew_groups()
+                self.card.meshes.leave_actor()
+            raise
 
     def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
         """Runs this card's engine until `pause` or, unless ``stay``, until it is idle. Collective over the engine.

@@ -38,7 +38,7 @@ class FakeCluster:
         self.admitted, self.trained, self.filtered, self.failed = [], [], [], []
         self.num_admitted_in_step = self.num_suspended = 0
         self.weights = None
-        self.in_training = True
+        self.in_training, self.switching = True, False
         """Whether the cards that train are in the training phase"""
         self.num_accumulated, self.lent_s = 0, 0.0
 
@@ -68,6 +68,9 @@ class FakeCluster:
                 assert not self.dead & set(beside)
                 if not beside:
                     self.dead.clear()
+                    self.switching = not self.spec.shared_engines
+                elif not self.spec.shared_engines and self.dies(beside[0]):
+                    self.stop_all()
             case AdmitGroups(count):
                 assert 0 < count
                 names = [f"g{len(self.admitted) + k:04d}" for k in range(count)]
@@ -80,11 +83,15 @@ class FakeCluster:
                 self.dispatch(command)
             case AwaitSamples():
                 assert any(self.engines.values()) or self.arriving or self.unscored, "nothing to wait for"
-                self.advance()
+                if self.engines and self.switching and self.dies(min(self.engines)):
+                    self.stop_all(advanced=False)
+                else:
+                    self.advance()
+                self.switching = False
             case Suspend(engines):
                 self.stopping -= {*engines}
                 for engine in engines:
-                    if not self.dies(engine):
+                    if engine in self.engines and not self.dies(engine):
                         self.admission.observe_stopped(engine, self.stop(engine))
             case SwitchToTrain():
                 assert not self.spec.shared_engines & set(self.engines)
@@ -112,6 +119,19 @@ class FakeCluster:
             for fed in self.admission.feed():
                 self.execute(fed)
         self.trained += groups
+
+    def stop_all(self, advanced=True):
+        """Weights could not be sent, as an engine has died: the others stop, or have not begun at all."""
+        self.stopping.clear()
+        for engine in list(self.engines):
+            if advanced:
+                self.admission.observe_stopped(engine, self.stop(engine))
+            else:
+                self.admission.observe_stopped(engine, [self.unstarted(id) for id in self.engines.pop(engine)])
+
+    def unstarted(self, id):
+        tokens = self.generated.get(id, 0)
+        return SuspendedSample(id, tokens, f"{id}~{tokens}" if tokens else "", None)
 
     def dispatch(self, command):
         assert not self.stopping, "engines that got their last requests"
@@ -159,10 +179,7 @@ class FakeCluster:
         for samples on their way."""
         if not self.death or engine in self.spec.shared_engines or self.random.random() >= self.death:
             return False
-        lost = [
-            SuspendedSample(id, tokens := self.generated.get(id, 0), f"{id}~{tokens}" if tokens else "", None)
-            for id in self.engines.pop(engine)
-        ]
+        lost = [self.unstarted(id) for id in self.engines.pop(engine)]
         self.stopping.discard(engine)
         self.dead.add(engine)
         self.num_deaths += 1
