@@ -44,7 +44,7 @@ from fusion.inference.pooled import KVPeers
 from fusion.model import Mesh
 from fusion.npu import Device, open_device
 from fusion.npu.all_or_none import all_or_none
-from fusion.npu.failures import clear_frames
+from fusion.npu.failures import CollectiveFailed, clear_frames
 from fusion.rollout import SuspendedSample
 from fusion.rollout.drafts.history_files import MAX_TOKENS, read_history, write_history
 from fusion.rollout.drafts.pieces import Piece
@@ -176,8 +176,8 @@ class Worker:
                 with self._leaving_after_failure():
                     try:
                         card.switcher.to_infer(version, share, while_generating)
-                    except BaseException:
-                        self.phases.arrive(Phase.BROKEN)  # also if it has failed before it began
+                    except CollectiveFailed:
+                        self.phases.arrive(Phase.BROKEN)  # also if the ranks could not agree to begin
                         raise
             else:
                 card.switcher.to_train()
