@@ -77,6 +77,8 @@ class EmbeddedTrainEngine:
         )
         self.stage = Stage(model)
         self._accumulated = False
+        self._normaliser = 0.0
+        """Divisor of the losses in the gradients that no step has used, where they are those of one batch"""
         self._collect_gradients()
 
     def learning_rate(self, step: int) -> float:
@@ -90,7 +92,7 @@ class EmbeddedTrainEngine:
             total_steps=self.total_steps,
         )
 
-    def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
@@ -101,6 +103,11 @@ class EmbeddedTrainEngine:
         pairs that this router would have sent to other experts. The load-balancing loss needs the routing of the whole
         batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass without
         gradients computes it.
+
+        Args:
+            continued: these are further sequences of the batch whose gradients no step has used yet: those are scaled,
+                so that the sum is the gradient of the mean over all of it. The load-balancing loss of a part is that of
+                its own routing.
         """
         batches, _, totals = self._micro_batches(sequences)
         needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
@@ -112,6 +119,7 @@ class EmbeddedTrainEngine:
             mesh=self.mesh,
             balancing_coef=self.balancing_coef,
             counts_E=counts_E,
+            share=self._begin_batch(totals, continued),
         )
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -240,6 +248,18 @@ class EmbeddedTrainEngine:
         for index, plan in enumerate(self.model.weights.plans):
             views |= plan.views(state["tensors"][f"weights.{index}"])
         return views
+
+    def _begin_batch(self, totals: Totals, continued: bool) -> float:
+        """Returns the share of a batch in that which it continues, to whose gradients the others' share is given."""
+        if not continued:
+            self._normaliser = totals.normaliser
+            return 1.0
+        assert self.accumulating, "there is no batch to continue"
+        share = totals.share_after(self._normaliser)
+        self._normaliser += totals.normaliser
+        for flat in self.optimizer.gradients.flats:
+            flat.mul_(1.0 - share)
+        return share
 
     def _collect_gradients(self) -> None:
         # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor is freed once it is added.

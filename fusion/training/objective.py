@@ -38,6 +38,12 @@ class Totals(NamedTuple):
     rows: int
     micro_batches: int
 
+    def share_after(self, normaliser: float) -> float:
+        """Returns the share of these tokens in a batch to which tokens with this ``normaliser`` came before; in (0, 1],
+        or 0 if only those count."""
+        together = normaliser + self.normaliser
+        return self.normaliser / together if together > 0 else 1.0
+
 
 class TrainedTokens(NamedTuple):
     """The trained tokens of one micro-batch: float32 [n] on the device with gradients, and their rows int64 [n] on the
@@ -54,6 +60,7 @@ class Objective:
     Args:
         counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
             one micro-batch and one stage, and `of_routing` counts its routing.
+        share: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much.
     """
 
     def __init__(
@@ -65,7 +72,9 @@ class Objective:
         mesh: Mesh,
         balancing_coef: float,
         counts_E: torch.Tensor | None,
+        share: float = 1.0,
     ):
+        self.share = share
         self.loss, self.totals, self.config, self.mesh = loss, totals, config, mesh
         self.balancing_coef, self.counts_E = balancing_coef, counts_E
         self._sums: dict[str, torch.Tensor] = {}
@@ -102,7 +111,7 @@ class Objective:
         if inputs.behaviour_logprobs is not None:
             for name, sums in gap_sums(inputs, weight_n).items():
                 self._add(name, sums)
-        return total(out.loss) / max(self.totals.normaliser, 1e-12)
+        return self._of_share(total(out.loss) / max(self.totals.normaliser, 1e-12))
 
     def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
         """Returns the share of this stage's sparse layers in the load-balancing loss: scalar, weighted; None without
@@ -117,7 +126,7 @@ class Objective:
         stats = [layer.stats for layer in routed]
         balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_sparse_layers)
         self._add(BALANCE, balance.detach())
-        return self.balancing_coef * balance
+        return self._of_share(self.balancing_coef * balance)
 
     def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
         """Counts the (row, layer) pairs of this stage for which the router would have chosen other experts than the
@@ -145,6 +154,9 @@ class Objective:
             means[BALANCE] = float(balance)
             means[LOSS] = means.get(LOSS, 0.0) + self.balancing_coef * means[BALANCE]
         return means
+
+    def _of_share(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.share == 1.0 else self.share * loss
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
