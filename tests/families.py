@@ -23,6 +23,14 @@ SIZES = dict(
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": dict(head_dim=16, tie_word_embeddings=True),
     "qwen3_moe": dict(head_dim=16, moe_intermediate_size=32, mlp_only_layers=[1], num_hidden_layers=3, **EXPERTS),
@@ -94,13 +102,14 @@ def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     )
     if kind not in ("olmoe", "qwen2", "qwen2_moe"):
         changes["head_dim"] = draw(st.sampled_from([8, 16]))
-    rotary = draw(st.sampled_from(["default", "linear", "yarn", "yarn-scaled"]))
+    rotary = draw(st.sampled_from(["default", "linear", "yarn", "yarn-scaled", "llama3"]))
     base = dict(rope_theta=draw(st.sampled_from([100.0, 10000.0])))
     changes["rope_parameters"] = {
         "default": base | dict(rope_type="default"),
         "linear": base | dict(rope_type="linear", factor=2.0),
         "yarn": YARN | base,
         "yarn-scaled": YARN | base | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, truncate=False),
+        "llama3": LLAMA3 | base,
     }[rotary]
     if kind in ("qwen3", "qwen3_moe", "llama", "olmoe", "glm4_moe"):
         changes["attention_bias"] = draw(st.booleans())

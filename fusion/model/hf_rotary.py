@@ -29,6 +29,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """rope_type → the fields that it reads, besides `rope_theta` and `partial_rotary_factor`."""
 
@@ -62,6 +63,8 @@ def read_rotary(
         rotary = _yarn(stated, rotary, max_positions)
     elif kind == "linear":
         rotary = Rotary(rotary.width, rotary.theta, "linear", stated.number("factor"))
+    elif kind == "llama3":
+        rotary = _llama3(stated, rotary, max_positions)
     stated.refuse_rest()
     return rotary
 
@@ -85,6 +88,21 @@ def _yarn(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
     )
 
 
+def _llama3(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
+    low, high = stated.number("low_freq_factor"), stated.number("high_freq_factor")
+    if low >= high:
+        stated.refuse("high_freq_factor", (f"a number above low_freq_factor={low}",))
+    return Rotary(
+        rotary.width,
+        rotary.theta,
+        "llama3",
+        stated.number("factor"),
+        original_max_positions=stated.size("original_max_position_embeddings", max_positions),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
 def _attention_scale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
@@ -105,6 +123,12 @@ def write_rotary(rotary: Rotary, head_dim: int, states_share: bool = False) -> d
             "beta_fast": rotary.beta_fast,
             "beta_slow": rotary.beta_slow,
             "truncate": rotary.truncate,
+        }
+    if rotary.kind == "llama3":
+        table |= {
+            "original_max_position_embeddings": rotary.original_max_positions,
+            "low_freq_factor": rotary.low_freq_factor,
+            "high_freq_factor": rotary.high_freq_factor,
         }
     former = {"rope_scaling": dict(table)} if rotary.kind != "default" else {}
     share = rotary.width / head_dim

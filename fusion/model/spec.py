@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-RotaryKind = Literal["default", "linear", "yarn"]
+RotaryKind = Literal["default", "linear", "yarn", "llama3"]
 QKNorm = Literal["none", "head", "projection"]
 Scores = Literal["softmax", "sigmoid"]
 
@@ -27,7 +27,8 @@ class Rotary:
     ``linear`` divides positions by ``factor`` (arXiv 2306.15595). ``yarn`` divides those of low frequencies, and
     multiplies cosines and sines by ``attention_factor`` (arXiv 2309.00071): ``beta_fast`` and ``beta_slow`` are the
     rotations over ``original_max_positions`` between which frequencies are blended, ``truncate`` rounds that range to
-    whole channels.
+    whole channels. ``llama3`` (arXiv 2407.21783) divides frequencies of fewer than ``low_freq_factor`` rotations over
+    ``original_max_positions``, keeps those of more than ``high_freq_factor``, and blends between them.
     """
 
     width: int
@@ -39,6 +40,8 @@ class Rotary:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
 
 @dataclass(frozen=True)
