@@ -11,6 +11,7 @@ from typing import Any
 from fusion.model.families.base import Family
 from fusion.model.families.registry import FAMILIES
 from fusion.model.hf_fields import Fields
+from fusion.model.hf_quantization import read_quantization
 from fusion.model.hf_rotary import write_rotary
 from fusion.model.spec import AttentionSpec, Dense, LayerSpec, Sparse
 
@@ -163,6 +164,7 @@ class ModelConfig:
         if config.num_experts and family.router_aux_field:
             coef = fields.non_negative(family.router_aux_field, defaults.router_aux_coef)
             config = replace(config, router_aux_coef=coef)
+        read_quantization(fields)  # of the files, not of the model: `load_weights` dequantizes
         fields.refuse_rest(family.only, family.inert)
         config._check(place)
         return config

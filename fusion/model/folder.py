@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion.model.config import ModelConfig, read_json
+from fusion.model.hf_fields import Fields
+from fusion.model.hf_quantization import BlockScales, read_quantization, scale_of
 from fusion.model.table import global_params
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = ("F64", "F32", "BF16", "F16")
 """Element types that weights may be stored in, by their names in safetensors"""
+FLOAT8, SCALE = "F8_E4M3", "F32"
+"""Element types of a quantized matrix and of its scales (`hf_quantization`)"""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CHUNK_ROWS = 4096
 
@@ -42,16 +46,18 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
     """
     folder = Path(folder)
     stored, wanted = stored_tensors(folder, key), global_params(config)
+    scales = block_scales(folder, stored, key)
     for name, shape in wanted.items():
         if name not in stored:
             raise ValueError(f"{key}: {folder} lacks the tensor {name!r}")
-        check_tensor(stored[name], name, shape, key)
+        check_tensor(stored, name, shape, scales, key)
     if config.tie_embeddings and HEAD in stored and not _equal(HEAD, EMBEDDING, stored):
         raise ValueError(
             f"{key}: {folder} holds {HEAD!r}, which differs from {EMBEDDING!r}; config.json sets "
             "tie_word_embeddings=true"
         )
     used = {*wanted, HEAD} if config.tie_embeddings else {*wanted}
+    used |= {scale_of(name) for name in wanted if stored[name].dtype == FLOAT8}
     dropped = config.family_spec.dropped
     if dropped is not None:
         prefix = dropped.format(L=config.num_layers)
@@ -63,20 +69,53 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
         )
 
 
-def check_tensor(stored: StoredTensor, name: str, shape: tuple[int, ...], key: str = "model.path") -> None:
-    """Check one tensor against the model's table.
+def block_scales(folder: Path, stored: Mapping[str, StoredTensor], key: str = "model.path") -> BlockScales | None:
+    """Return how the float8 matrices of a folder are scaled, as its `config.json` says; None: it holds none, or does
+    not say.
 
     Raises:
-        ValueError: its shape or its element type.
+        ValueError: `config.json` states another quantization.
     """
-    if stored.shape != shape:
+    if all(tensor.dtype != FLOAT8 for tensor in stored.values()):
+        return None
+    path = folder / "config.json"
+    return read_quantization(Fields(read_json(path, key), f"{key}: {path}"))
+
+
+def check_tensor(
+    stored: Mapping[str, StoredTensor],
+    name: str,
+    shape: tuple[int, ...],
+    scales: BlockScales | None = None,
+    key: str = "model.path",
+) -> None:
+    """Check one tensor of a folder against the model's table, and its scales, if it is quantized.
+
+    Raises:
+        ValueError: its shape or its element type, or scales that are missing or do not fit.
+    """
+    tensor = stored[name]
+    if tensor.shape != shape:
         raise ValueError(
-            f"{key}: {stored.file} holds {name!r} with shape {list(stored.shape)}; config.json implies {list(shape)}"
+            f"{key}: {tensor.file} holds {name!r} with shape {list(tensor.shape)}; config.json implies {list(shape)}"
         )
-    if stored.dtype not in DTYPES:
+    if tensor.dtype == FLOAT8 and scales is not None and len(shape) == 2:
+        _check_scales(stored, name, scales.shape(shape), key)
+    elif tensor.dtype not in DTYPES:
         raise ValueError(
-            f"{key}: {stored.file} holds {name!r} as {stored.dtype}; expected one of {list(DTYPES)}. Quantized "
-            "weights are not supported"
+            f"{key}: {tensor.file} holds {name!r} as {tensor.dtype}; expected one of {list(DTYPES)}, or a matrix in "
+            f"{FLOAT8} with scales of blocks, which config.json states as quantization_config"
+        )
+
+
+def _check_scales(stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], key: str) -> None:
+    scale = stored.get(scale_of(name))
+    if scale is None:
+        raise ValueError(f"{key}: {stored[name].file.parent} lacks {scale_of(name)!r}, the scales of {name!r}")
+    if (scale.dtype, scale.shape) != (SCALE, shape):
+        raise ValueError(
+            f"{key}: {scale.file} holds {scale_of(name)!r} as {scale.dtype} {list(scale.shape)}; expected {SCALE} "
+            f"{list(shape)}, one scale for each block of quantization_config.weight_block_size"
         )
 
 

@@ -23,7 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fusion.model.config import GENERATION, ModelConfig, read_json
-from fusion.model.folder import INDEX, SINGLE, check_tensor, stored_tensors
+from fusion.model.folder import FLOAT8, INDEX, SINGLE, StoredTensor, block_scales, check_tensor, stored_tensors
+from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
 from fusion.model.parallel import Parallel
 from fusion.model.table import Box, LocalParam, Part, global_params, local_params
@@ -42,26 +43,59 @@ WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "tf_model*.h5*", "flax_
 
 
 def load_weights(model: WeightHolder, folder: str | Path) -> None:
-    """Load the model's local tensors from a checkpoint folder, converted to their dtype.
+    """Load the model's local tensors from a checkpoint folder, converted to their dtype; float8 matrices are
+    dequantized box by box.
 
     Raises:
         ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json` implies.
     """
     folder = Path(folder)
     stored, shapes = stored_tensors(folder), global_params(model.config)
+    scales = block_scales(folder, stored)
     with ExitStack() as stack, torch.no_grad():
-        opened: dict[Path, Any] = {}
+        reader = BoxReader(stored, scales, stack)
         for param in model.table:
             view = model.weights.views[param.name]
             for part in param.parts:
-                found = stored.get(part.name)
-                if found is None:
+                if part.name not in stored:
                     raise ValueError(f"model.path: {folder} lacks the tensor {part.name!r}")
-                check_tensor(found, part.name, shapes[part.name])
-                if found.file not in opened:
-                    opened[found.file] = stack.enter_context(safe_open(found.file, framework="pt"))
-                tensor = opened[found.file].get_slice(part.name)
-                part.view(view).copy_(tensor[tuple(slice(start, stop) for start, stop in part.region)])
+                check_tensor(stored, part.name, shapes[part.name], scales)
+                part.view(view).copy_(reader.read(part.name, part.region))
+
+
+class BoxReader:
+    """Reads boxes of stored tensors, and nothing around them. ``stack`` closes the files."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], scales: BlockScales | None, stack: ExitStack):
+        self._stored, self._scales, self._stack = stored, scales, stack
+        self._files: dict[Path, Any] = {}
+
+    def read(self, name: str, region: Box) -> torch.Tensor:
+        """Return the box ``region`` of the tensor ``name`` as it is stored, or in float32 if it is quantized."""
+        values = self._slice(name, region)
+        if self._stored[name].dtype != FLOAT8:
+            return values
+        assert self._scales is not None
+        return dequantize(values, self._slice(scale_of(name), self._scales.scales(region)), region, self._scales)
+
+    def _slice(self, name: str, region: Box) -> torch.Tensor:
+        file = self._stored[name].file
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._files[file].get_slice(name)[tuple(slice(start, stop) for start, stop in region)]
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, region: Box, blocks: BlockScales) -> torch.Tensor:
+    """Return the box ``region`` of a float8 matrix in float32: each element times the scale of its block, one rounding.
+
+    Args:
+        values: float8 [rows, columns] of the box.
+        scales: float32, of the blocks that the box touches (`BlockScales.scales`).
+    """
+    (top, bottom), (left, right) = region
+    by_row = (torch.arange(top, bottom) // blocks.rows) - top // blocks.rows
+    by_column = (torch.arange(left, right) // blocks.columns) - left // blocks.columns
+    return values.to(torch.float32).mul_(scales[by_row][:, by_column])
 
 
 def save_folder(
