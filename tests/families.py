@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
     ),
 }
 """model_type → the fields in which its tiny model differs from `SIZES`; together they use every kind of layer."""
@@ -83,6 +85,29 @@ def family_checkpoint(folder: str | Path, kind: str, **changes: Any) -> str:
     """Writes `family_hf` to a folder and returns it."""
     family_hf(family_fields(kind, **changes)).save_pretrained(folder)
     return str(folder)
+
+
+def add_predictors(folder: str | Path, count: int = 1) -> dict[str, Any]:
+    """Adds layers that predict further tokens to a checkpoint, as DeepSeek-V3 and GLM-4.5 store them: each is a copy of
+    the last layer with other values, and what is around it. Returns the tensors of the whole checkpoint."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder, random = Path(folder), torch.Generator().manual_seed(11)
+    fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    last, hidden = fields["num_hidden_layers"] - 1, fields["hidden_size"]
+    vocabulary = (fields["vocab_size"], hidden)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for layer in range(last + 1, last + 1 + count):
+        around = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))
+        around |= {"eh_proj": (hidden, 2 * hidden), "shared_head.head": vocabulary, "embed_tokens": vocabulary}
+        new = {f"model.layers.{layer}.{name}.weight": shape for name, shape in around.items()}
+        start, renamed = f"model.layers.{last}.", f"model.layers.{layer}."
+        new |= {name.replace(start, renamed): shape for name, shape in shapes.items() if name.startswith(start)}
+        tensors |= {name: torch.randn(tuple(shape), generator=random) for name, shape in new.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": count}))
+    return tensors
 
 
 def family_config(kind: str, **changes: Any) -> ModelConfig:

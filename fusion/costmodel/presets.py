@@ -9,7 +9,7 @@ import yaml
 
 from fusion.costmodel.hardware import Hardware, hardware_named
 from fusion.costmodel.shape import Shape
-from fusion.model.config import read_json
+from fusion.model.stored import read_json
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
+from fusion.ep_switch.card_values import are_sent, copy_card_values
 from fusion.ep_switch.exchange import STAGE, Alone, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
 from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.opening import open_exchange
@@ -175,9 +176,14 @@ class Switcher:
         return self._program
 
     def _carry_out(self, exchange: Exchange, program: Program) -> None:
-        """Run the rounds and agree that they succeeded on all ranks; otherwise release the target."""
+        """Run the rounds and agree that they succeeded on all ranks; otherwise release the target. What lies apart from
+        the units follows, as a rank whose rounds failed could not join its broadcast."""
         try:
             self._attempt(exchange, lambda: self._run_rounds(exchange, program))
+            if are_sent(self.plan):
+                self._attempt(exchange, self._copy_card_values)
+            else:
+                self._copy_card_values()
         except SwitchError:
             if self._target is not None:
                 self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
@@ -206,6 +212,9 @@ class Switcher:
         except Exception:
             exchange.abandon()
             raise
+
+    def _copy_card_values(self) -> None:
+        copy_card_values(self.plan, self._source, self._target, device=self.device, group=self._group)
 
     def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
         if stage.allocate:

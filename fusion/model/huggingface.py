@@ -22,11 +22,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusion.model.config import GENERATION, ModelConfig, read_json
-from fusion.model.folder import FLOAT8, INDEX, SINGLE, StoredTensor, block_scales, check_tensor, stored_tensors
+from fusion.model.config import GENERATION, ModelConfig
+from fusion.model.folder import FLOAT8, block_scales, check_tensor
 from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
 from fusion.model.parallel import Parallel
+from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
 from fusion.model.table import Box, LocalParam, Part, global_params, local_params
 from fusion.telemetry.files import replace_folder, sync
 
@@ -137,7 +138,8 @@ def write_folder(
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write the folder of `save_folder` from whole CPU tensors of ``dtype``, of which a shard is held at a time."""
+    """Write the folder of `save_folder` from whole CPU tensors, of which a shard is held at a time. ``dtype``: of those
+    that are not kept in float32."""
     folder = Path(folder).resolve()  # a link to a folder stays one
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -201,9 +203,10 @@ def gather_tensors(
     group = group if group is not None else mesh.world_group
     for name, holders in _owners(model.config, mesh.parallel, model.max_numel).items():
         whole = None
+        dtype = torch.float32 if holders[0][1].float32 else model.weights.dtype
         if mesh.rank == 0:
             shape = [max(part.region[d][1] for _, _, part in holders) for d in range(len(holders[0][2].region))]
-            whole = torch.empty(shape, dtype=model.weights.dtype)
+            whole = torch.empty(shape, dtype=dtype)
         for rank, param, part in holders:
             if rank == mesh.rank:
                 piece = part.view(views[param.name]).cpu().contiguous()

@@ -42,8 +42,8 @@ class MoE(nn.Module):
         super().__init__()
         self.spec, self.mesh = spec, mesh
         self.router = parameter("router", weights)
-        # No gradient reaches the correction, so no optimizer step changes it.
-        self.correction = nn.Parameter(weights["correction"]) if spec.router.correction else None
+        corrected = spec.router.correction
+        self.correction = nn.Parameter(weights["correction"], requires_grad=False) if corrected else None
         num_local = spec.num_experts // mesh.parallel.ep
         local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
         weights_by_expert: dict[int, Weights] = {expert: {} for expert in local_experts}

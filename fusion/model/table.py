@@ -20,7 +20,7 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows, then up rows
     layers.i.mlp.down               [D, Fl]            dense
     layers.i.moe.router             [E, D]
-    layers.i.moe.correction         [E]
+    layers.i.moe.correction         [E]                on every rank, of all layers; in float32, on the card apart
     layers.i.moe.experts.e.gate_up  [2 Fl, D]
     layers.i.moe.experts.e.down     [D, Fl]
     layers.i.moe.shared.gate_up     [2 Fl, D]          cut by TP, as a dense MLP
@@ -29,9 +29,16 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     norm                            [D]                last stage
     lm_head                         [Vl, D]            last stage; absent where embeddings are tied
     score                           [labels, D]        last stage of a reward model, in place of lm_head
+    layers.p.…                                         layer p of those that predict further tokens: on the last stage,
+                                                       on the host, each once; as the model's last layer, and
+    layers.p.embed, .head           [Vl, D]
+    layers.p.enorm, .hnorm          [D]
+    layers.p.head_norm              [D]
+    layers.p.eh_proj                [Dl, 2 D]          rows, split over TP
 
 A matrix that is too large for a storage unit is cut along its rows into separate local tensors `name.0`, `name.1`, …,
-whose outputs are concatenated.
+whose outputs are concatenated. `LocalParam.storage` says where a local tensor lies: most are trained and lie in the
+units that a switch moves.
 
 Invariant: over the ranks of one grid the parts cover every element of every global tensor, and every element of a local
 tensor belongs to exactly one part.
@@ -41,7 +48,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
@@ -52,6 +59,10 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 """One (start, stop) per dimension."""
+
+Storage = Literal["unit", "card", "host"]
+"""Where a local tensor lies: in a ``unit`` of the weights, which is trained, released and moved; on the ``card``, apart
+from the units and resident in every phase; or on the ``host`` of the ranks that train."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +93,16 @@ class Part:
 @dataclass(frozen=True)
 class LocalParam:
     """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
-    elements."""
+    elements. ``float32``: kept in float32, whatever the weights' dtype. Only tensors in units have gradients and
+    optimizer states."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     expert: bool = False
     tp_sharded: bool = False
+    storage: Storage = "unit"
+    float32: bool = False
 
     @property
     def numel(self) -> int:
@@ -134,6 +148,12 @@ def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def float32_params(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors of a checkpoint that are kept in float32."""
+    table = local_params(config, Parallel(), 0)
+    return frozenset(part.name for param in table if param.float32 for part in param.parts)
+
+
 def local_params(
     config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None
 ) -> tuple[LocalParam, ...]:
@@ -143,8 +163,9 @@ def local_params(
     first, last = stage == 0, stage == parallel.pp - 1
     head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
     table = [rows.vocabulary("embed", "model.embed_tokens.weight")] if first else []
-    for layer in parallel.layers(config.num_layers, stage):
-        table += rows.layer(layer)
+    own_layers = parallel.layers(config.num_layers, stage)
+    for layer in range(config.num_layers):
+        table += rows.layer(layer) if layer in own_layers else rows.correction(layer)
     if last:
         table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
         if head == "score":
@@ -153,6 +174,8 @@ def local_params(
             table.append(rows.vocabulary("lm_head", "lm_head.weight"))
         elif not first:
             table.append(rows.vocabulary("embed", "model.embed_tokens.weight"))
+        for layer in config.predictors:
+            table += rows.predictor(layer)
     if max_numel is None:
         return tuple(table)
     return tuple(block for param in table for block in param.cut(max_numel))
@@ -163,6 +186,7 @@ class _TableRows:
         self.config, self.parallel = config, parallel
         self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
         self.etp_rank = parallel.coordinate("etp", rank)
+        self.dp_rank, self.edp_rank = parallel.coordinate("dp", rank), parallel.coordinate("edp", rank)
 
     def tp_range(self, size: int) -> tuple[int, int]:
         per_rank = size // self.parallel.tp
@@ -197,7 +221,7 @@ class _TableRows:
         return LocalParam(name, (offset,), tuple(parts), tp_sharded=True)
 
     def layer(self, index: int) -> list[LocalParam]:
-        spec, hidden = self.config.layers[index], self.config.hidden_size
+        spec, hidden = self.config.layer(index), self.config.hidden_size
         hf, local = f"model.layers.{index}", f"layers.{index}"
         mlp = spec.mlp
         return [
@@ -210,6 +234,38 @@ class _TableRows:
                 else self.sparse(mlp, hf=hf, local=f"{local}.moe")
             ),
         ]
+
+    def correction(self, index: int) -> list[LocalParam]:
+        """Return the correction bias of a layer of another stage, if it has one."""
+        mlp = self.config.layer(index).mlp
+        if isinstance(mlp, Dense) or not mlp.router.correction:
+            return []
+        name = self.config.family_spec.names.correction
+        row = self.whole(f"layers.{index}.moe.correction", f"model.layers.{index}.{name}", (mlp.num_experts,))
+        return [replace(row, storage="card", float32=True)]
+
+    def predictor(self, index: int) -> list[LocalParam]:
+        """Return the local tensors of a layer that predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section
+        2.2), of which only the first replica holds any."""
+        hf, local, hidden = f"model.layers.{index}", f"layers.{index}", self.config.hidden_size
+        rows = [
+            self.vocabulary(f"{local}.embed", f"{hf}.embed_tokens.weight"),
+            self.whole(f"{local}.enorm", f"{hf}.enorm.weight", (hidden,)),
+            self.whole(f"{local}.hnorm", f"{hf}.hnorm.weight", (hidden,)),
+            self.projection(f"{local}.eh_proj", f"{hf}.eh_proj.weight"),
+            *self.layer(index),
+            self.whole(f"{local}.head_norm", f"{hf}.shared_head.norm.weight", (hidden,)),
+            self.vocabulary(f"{local}.head", f"{hf}.shared_head.head.weight"),
+        ]
+        held = (row for row in rows if (self.edp_rank if row.expert else self.dp_rank) == 0)
+        return [replace(row, storage="host") for row in held]
+
+    def projection(self, name: str, hf_name: str) -> LocalParam:
+        """Return this rank's rows of a predictor's projection, as equal a share as TP allows."""
+        hidden, tp = self.config.hidden_size, self.parallel.tp
+        start, stop, width = self.tp_rank * hidden // tp, (self.tp_rank + 1) * hidden // tp, 2 * hidden
+        part = Part(hf_name, ((start, stop), (0, width)), ((0, stop - start), (0, width)))
+        return LocalParam(name, (stop - start, width), (part,), tp_sharded=True)
 
     def grouped_query(self, spec: GroupedQuery, *, hf: str, local: str) -> list[LocalParam]:
         c = spec.head_dim
@@ -242,7 +298,8 @@ class _TableRows:
         share = self.etp_rank * width, (self.etp_rank + 1) * width
         rows = [self.whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
         if spec.router.correction:
-            rows.append(self.whole(f"{local}.correction", f"{hf}.{names.correction}", (experts,)))
+            correction = self.whole(f"{local}.correction", f"{hf}.{names.correction}", (experts,))
+            rows.append(replace(correction, storage="card", float32=True))
         num_local = experts // self.parallel.ep
         for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
             hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"

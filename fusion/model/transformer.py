@@ -81,7 +81,8 @@ class Transformer(nn.Module):
         self.bucket_bytes, self.max_numel = bucket_bytes, unit_bytes(bucket_bytes) // dtype.itemsize
         self.table = local_params(config, mesh.parallel, mesh.rank, max_numel=self.max_numel)
         plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
-        self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident)
+        apart = [param for param in self.table if param.storage != "unit"]
+        self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident, apart=apart)
         views = self.weights.views
         own_layers = mesh.parallel.layers(config.num_layers, mesh.pp_rank)
         self.layers = nn.ModuleDict(

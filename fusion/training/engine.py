@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Buckets, Mesh, PackedAttention, Routed, Transformer, routing_of
+from fusion.model.weights import views_apart
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.chunks import Chunk
@@ -33,6 +34,9 @@ from fusion.training.replay import new_record, replay_of
 from fusion.training.schedule import learning_rate
 from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
+
+CARD_VALUES = "weights.card"
+"""Name of `Buckets.card` in a `state_dict`"""
 
 
 class EmbeddedTrainEngine:
@@ -221,12 +225,16 @@ class EmbeddedTrainEngine:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's weights and optimizer states (live tensors, which must be resident) and the step."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
+        if self.model.weights.card.numel():
+            weights[CARD_VALUES] = self.model.weights.card
         return {"tensors": weights | self.optimizer.tensors(), "steps": self.optimizer.steps}
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
         """Returns this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
-        tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name)."""
-        return list(self.optimizer.chunks(state["tensors"], self.weight_views(state)))
+        tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name); and what is not
+        trained as `master/NAME`, in its own dtype."""
+        views = self.weight_views(state)
+        return [*self.optimizer.chunks(state["tensors"], views), *self.optimizer.untrained_chunks(views)]
 
     def resume_at(self, steps: int) -> None:
         """Continues from the live `chunks`, which were overwritten: publishes the masters as weights on all replicas,
@@ -235,8 +243,12 @@ class EmbeddedTrainEngine:
         self.optimizer.steps = steps
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the weights in a copy of `state_dict` by local name, as views of the copy."""
-        views: dict[str, torch.Tensor] = {}
+        """Returns the weights in a copy of `state_dict` by local name, as views of the copy. Those on the host, which
+        never change, are not copied."""
+        weights = self.model.weights
+        views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
+        if weights.card.numel():
+            views |= views_apart(weights.apart, state["tensors"][CARD_VALUES])
         for index, plan in enumerate(self.model.weights.plans):
             views |= plan.views(state["tensors"][f"weights.{index}"])
         return views
@@ -245,6 +257,8 @@ class EmbeddedTrainEngine:
         # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor is freed once it is added.
         views = self.optimizer.gradients.views
         for name, param in self.model.named_parameters():
+            if name not in views:  # not trained
+                continue
 
             def add(param: torch.Tensor, gradient: torch.Tensor = views[name]) -> None:
                 if param.grad is not None:  # an expert that no token chose has none

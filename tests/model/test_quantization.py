@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, check_folder, load_weights, save_folder
-from fusion.model.folder import read_header
 from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.huggingface import BoxReader, dequantize
+from fusion.model.stored import read_header
 from fusion.npu import open_device
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks
