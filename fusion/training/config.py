@@ -51,6 +51,10 @@ class TrainingConfig:
     load_balancing_coef: float | None = None
     """Weight of the load-balancing loss of the experts; null: `router_aux_loss_coef` of the model; 0: none."""
 
+    router_bias_rate: float = 0.0
+    """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer
+    step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
+
     def validate(self) -> None:
         """Checks every value of the group.
 
@@ -58,7 +62,7 @@ class TrainingConfig:
             ValueError: a value that is not accepted, by key.
         """
         check = Checks("training", self)
-        check.number("lr", "weight_decay", "clip_grad", at_least=0)
+        check.number("lr", "weight_decay", "clip_grad", "router_bias_rate", at_least=0)
         betas = list(self.betas)
         rates = len(betas) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
         check.that("betas", rates, "two numbers in [0, 1)")

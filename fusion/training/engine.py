@@ -1,7 +1,7 @@
 """Train the policy on one rank: accumulate gradients from packed sequences, then update the weights.
 
     sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
-    optimizer_step: gradients ─ ShardedAdamW ─► weights
+    optimizer_step: gradients ─ ShardedAdamW ─► weights; rows of each expert ─ RouterBias ─► correction biases
 
 Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
 depend on the layout, on micro-batches or on packing, except for rounding. All ranks run the same number of
@@ -31,6 +31,7 @@ from fusion.training.loss import Loss
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
+from fusion.training.router_bias import RouterBias
 from fusion.training.schedule import learning_rate
 from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
@@ -79,6 +80,7 @@ class EmbeddedTrainEngine:
             clip_grad=config.clip_grad,
             states=states,
         )
+        self.router_bias = RouterBias(model, config.router_bias_rate)
         self.stage = Stage(model)
         self._accumulated = False
         self._collect_gradients()
@@ -123,6 +125,7 @@ class EmbeddedTrainEngine:
             out = self._hidden(batches[i], hidden, routed)
             of_routing = objective.of_routing(routed)
             objective.of_replay(batches[i], routed)
+            self.router_bias.count(routed)
             if not self.mesh.last_stage:
                 return out, of_routing
             of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
@@ -130,10 +133,12 @@ class EmbeddedTrainEngine:
 
         self._accumulated = True
         self.stage.train(_rows(batches), forward)
+        self.router_bias.collect()
         return objective.metrics()
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Updates the weights with the gradients accumulated since the last update. Collective over the mesh.
+        """Updates the weights with the gradients accumulated since the last update, and the routers' correction biases
+        by the load of the experts in the same batches. Collective over the mesh.
 
         Args:
             before_update: called before the optimizer's states are used; they may still be loading until then.
@@ -143,6 +148,7 @@ class EmbeddedTrainEngine:
         """
         lr = self.learning_rate(self.optimizer.steps)
         norm = self.optimizer.step(lr, before_update)
+        self.router_bias.update()
         self._accumulated = False
         return {"actor/grad_norm": norm, "actor/lr": lr}
 
