@@ -32,6 +32,17 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+LATENT = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    moe_intermediate_size=32,
+    num_experts_per_tok=2,
+)
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": dict(head_dim=16, tie_word_embeddings=True),
     "qwen3_moe": dict(head_dim=16, moe_intermediate_size=32, mlp_only_layers=[1], num_hidden_layers=3, **EXPERTS),
@@ -53,8 +64,30 @@ KINDS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.5,
         num_nextn_predict_layers=0,
     ),
+    "deepseek_v2": dict(
+        LATENT,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek_v3": dict(
+        LATENT,
+        num_hidden_layers=4,
+        n_routed_experts=16,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5),
+        num_nextn_predict_layers=0,
+    ),
 }
 """model_type → the fields in which its tiny model differs from `SIZES`; together they use every kind of layer."""
+MLA = ("deepseek_v2", "deepseek_v3")
+"""Families with latent attention"""
 
 
 def family_fields(kind: str, **changes: Any) -> dict[str, Any]:
@@ -125,7 +158,16 @@ def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         num_key_value_heads=kv_heads,
         tie_word_embeddings=draw(st.booleans()),
     )
-    if kind not in ("olmoe", "qwen2", "qwen2_moe"):
+    if kind in MLA:
+        changes |= dict(
+            num_key_value_heads=heads,
+            q_lora_rank=draw(st.sampled_from([None, 8, 24])),
+            kv_lora_rank=draw(st.sampled_from([8, 16])),
+            qk_nope_head_dim=draw(st.sampled_from([4, 12])),
+            qk_rope_head_dim=draw(st.sampled_from([4, 8])),
+            v_head_dim=draw(st.sampled_from([4, 10, 24])),
+        )
+    elif kind not in ("olmoe", "qwen2", "qwen2_moe"):
         changes["head_dim"] = draw(st.sampled_from([8, 16]))
     rotary = draw(st.sampled_from(["default", "linear", "yarn", "yarn-scaled", "llama3"]))
     base = dict(rope_theta=draw(st.sampled_from([100.0, 10000.0])))
@@ -142,20 +184,25 @@ def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         changes["qkv_bias"] = draw(st.booleans())
     if kind not in ("llama", "qwen2", "qwen3"):
         changes["num_experts_per_tok"] = draw(st.integers(1, 3))
-    if kind in ("qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe"):
+    if kind in ("qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3"):
         changes["norm_topk_prob"] = draw(st.booleans())
     if kind in ("qwen3_moe", "qwen2_moe"):
         dense = draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
         changes |= dict(mlp_only_layers=sorted(dense), decoder_sparse_step=1)
-    if kind == "glm4_moe":
+    if kind == "glm4_moe" or kind in MLA:
         groups, top_groups = draw(st.sampled_from([(1, 1), (2, 1), (4, 2)]))
         changes |= dict(
             n_group=groups,
             topk_group=top_groups,
             first_k_dense_replace=draw(st.integers(0, layers - 1)),
             n_shared_experts=draw(st.integers(1, 2)),
-            use_qk_norm=draw(st.booleans()),
             routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
         )
+    if kind == "glm4_moe":
+        changes["use_qk_norm"] = draw(st.booleans())
         changes["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
+    if kind == "deepseek_v2":
+        changes["topk_method"] = draw(st.sampled_from(["greedy", "group_limited_greedy"]))
+    if kind == "deepseek_v3":
+        changes["rope_interleave"] = draw(st.booleans())
     return family_fields(kind, **changes)

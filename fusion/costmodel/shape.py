@@ -168,9 +168,8 @@ class Shape:
         Raises:
             ValueError: a family, or layers, that this description does not cover yet.
         """
-        attention = config.attention
         same = all(layer == config.layers[0] for layer in config.layers)
-        if config.family not in GROUPED or not same or attention.qkv_bias:
+        if config.family not in GROUPED or not same or config.grouped_query.qkv_bias:
             raise ValueError(
                 f"model={name}: {config.family!r} is not supported with these layers; expected one of {list(GROUPED)} "
                 f"with layers of one kind, without biases, or one of {list(MLA)}, which can be planned for"

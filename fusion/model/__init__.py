@@ -9,7 +9,8 @@ weights       Buckets: their storage, which can be released, reallocated and sha
 holder        WeightHolder: the interface of a model that weights are loaded into, switched and exported from
 matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients
-transformer   Transformer: embedding, layers, logits; the caller passes `attend`
+attention     grouped-query and latent attention with this rank's heads; the caller passes what attends
+transformer   Transformer: embedding, layers, logits
 moe           token exchange over EP and expert-TP, grouped experts, load-balancing loss;   router   chooses the experts
 replay        record the experts of a forward pass as a column and replay them in another pass
 huggingface   load_weights, save_folder: directly into and out of any layout;   folder   check_folder: reads the index

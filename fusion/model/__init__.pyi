@@ -1,3 +1,6 @@
+from .attention import Attend as Attend
+from .attention import PackedAttention as PackedAttention
+from .attention import Up as Up
 from .bucket_plan import BucketPlan as BucketPlan
 from .bucket_plan import plan_buckets as plan_buckets
 from .bucket_plan import plan_units as plan_units
@@ -18,7 +21,5 @@ from .table import LocalParam as LocalParam
 from .table import Part as Part
 from .table import global_params as global_params
 from .table import local_params as local_params
-from .transformer import Attend as Attend
-from .transformer import PackedAttention as PackedAttention
 from .transformer import Transformer as Transformer
 from .weights import Buckets as Buckets

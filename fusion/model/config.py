@@ -12,7 +12,7 @@ from fusion.model.families.registry import FAMILIES
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_quantization import read_quantization
 from fusion.model.hf_rotary import write_rotary
-from fusion.model.spec import AttentionSpec, Dense, LayerSpec, Sparse
+from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.model.stored import read_json, tensor_names
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -74,12 +74,19 @@ class ModelConfig:
         return self.layers[0].attention
 
     @property
+    def grouped_query(self) -> GroupedQuery:
+        """The attention of every layer of a model without latent attention."""
+        assert isinstance(self.attention, GroupedQuery), f"{self.family} has latent attention"
+        return self.attention
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.attention.num_kv_heads
+        """Heads of keys and values that TP cuts; of latent attention, whose latents every TP rank holds, all heads."""
+        return self.num_heads if isinstance(self.attention, Latent) else self.attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
@@ -206,10 +213,11 @@ class ModelConfig:
         num_experts, router = self.num_experts, self.experts.router
         if self.top_k > num_experts:
             raise ValueError(f"{place}: num_experts_per_tok={self.top_k} exceeds num_experts={num_experts}")
-        if router.groups > 1 and (num_experts % router.groups or num_experts < 2 * router.groups):
+        least = 2 if router.group_scores == "sum_of_two" else 1
+        if router.groups > 1 and (num_experts % router.groups or num_experts < least * router.groups):
             raise ValueError(
                 f"{place}: n_group={router.groups} does not cut n_routed_experts={num_experts} into equal groups of "
-                "two or more"
+                f"{'two' if least == 2 else 'one'} or more"
             )
         if router.top_groups > router.groups or self.top_k > num_experts // router.groups * router.top_groups:
             raise ValueError(
@@ -219,7 +227,9 @@ class ModelConfig:
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """Return the `config.json` of this model as transformers writes it."""
-        family = self.family_spec
+        family, attention = self.family_spec, self.attention
+        # transformers sizes rotary embeddings by head_dim
+        head_dim = attention.rope_dim if isinstance(attention, Latent) else attention.head_dim
         hf: dict[str, Any] = {
             "architectures": [family.architecture + (CLASSIFIER if self.num_labels else CAUSAL)],
             "model_type": self.family,
@@ -230,11 +240,11 @@ class ModelConfig:
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            "head_dim": head_dim,
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "rms_norm_eps": self.rms_norm_eps,
-            **write_rotary(self.attention.rotary, self.head_dim),
+            **write_rotary(attention.rotary, head_dim),
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
             "initializer_range": self.initializer_range,

@@ -85,6 +85,8 @@ def _yarn(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
         beta_fast=stated.maybe("beta_fast") or 32.0,
         beta_slow=stated.maybe("beta_slow") or 1.0,
         truncate=stated.flag("truncate", True),
+        mscale=scale or 0.0,
+        mscale_all_dim=scale_all or 0.0,
     )
 
 
@@ -101,6 +103,15 @@ def _llama3(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
         low_freq_factor=low,
         high_freq_factor=high,
     )
+
+
+def softmax_scale(rotary: Rotary, head_dim: int) -> float:
+    """Return the factor of the scores of latent attention: 1 / sqrt(head_dim), times the square of the scale that
+    `mscale_all_dim` states (as in DeepSeek's modelling code)."""
+    if not rotary.mscale_all_dim:
+        return head_dim**-0.5
+    scale = _attention_scale(rotary.factor, rotary.mscale_all_dim)
+    return head_dim**-0.5 * scale * scale
 
 
 def _attention_scale(factor: float, scale: float) -> float:
@@ -124,6 +135,8 @@ def write_rotary(rotary: Rotary, head_dim: int, states_share: bool = False) -> d
             "beta_slow": rotary.beta_slow,
             "truncate": rotary.truncate,
         }
+        scales = {"mscale": rotary.mscale, "mscale_all_dim": rotary.mscale_all_dim}
+        table |= {name: scale for name, scale in scales.items() if scale}
     if rotary.kind == "llama3":
         table |= {
             "original_max_position_embeddings": rotary.original_max_positions,

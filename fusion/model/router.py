@@ -25,7 +25,8 @@ def choose(scores_nE: torch.Tensor, router: Router, correction_E: torch.Tensor |
         scores_nE = scores_nE + correction_E.detach().to(torch.float32)
     if router.groups > 1:
         by_group = scores_nE.unflatten(-1, (router.groups, -1))
-        group_nG = by_group.topk(2, dim=-1).values.sum(-1)
+        best = 2 if router.group_scores == "sum_of_two" else 1
+        group_nG = by_group.topk(best, dim=-1).values.sum(-1)
         chosen = group_nG.topk(router.top_groups, dim=-1).indices
         excluded_nG = torch.ones_like(group_nG, dtype=torch.bool).scatter_(1, chosen, False)
         scores_nE = by_group.masked_fill(excluded_nG.unsqueeze(-1), -torch.inf).flatten(1)

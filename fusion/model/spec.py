@@ -1,8 +1,10 @@
 """Specify the architecture of a model layer by layer. Plain data: no torch.
 
-    LayerSpec ─┬─ attention ─ GroupedQuery ─ Rotary                    heads, biases, norms of queries and keys
-               └─ mlp ─────┬─ Dense                                    one SwiGLU
-                           └─ Sparse ─ Router, SharedExpert            routed experts, and one that every token passes
+    LayerSpec ─┬─ attention ─┬─ GroupedQuery ─ Rotary         heads, biases, norms of queries and keys
+               │             └─ Latent ─ Rotary               low-rank queries, keys and values (MLA)
+               ├─ mlp ───────┬─ Dense                         one SwiGLU
+               │             └─ Sparse ─ Router, SharedExpert routed experts, and one that every token passes
+               └─ sandwich                                    norms also after attention and after the MLP
 
 `AttentionSpec` and `MLPSpec` are tagged unions: what depends on the kind matches on the class, so another kind of
 attention is another class in the union, and another branch in the parameter table and in the transformer. A family
@@ -18,6 +20,7 @@ from typing import Literal
 RotaryKind = Literal["default", "linear", "yarn", "llama3"]
 QKNorm = Literal["none", "head", "projection"]
 Scores = Literal["softmax", "sigmoid"]
+GroupScores = Literal["sum_of_two", "best"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,12 @@ class Rotary:
     ``linear`` divides positions by ``factor`` (arXiv 2306.15595). ``yarn`` divides those of low frequencies, and
     multiplies cosines and sines by ``attention_factor`` (arXiv 2309.00071): ``beta_fast`` and ``beta_slow`` are the
     rotations over ``original_max_positions`` between which frequencies are blended, ``truncate`` rounds that range to
-    whole channels. ``llama3`` (arXiv 2407.21783) divides frequencies of fewer than ``low_freq_factor`` rotations over
-    ``original_max_positions``, keeps those of more than ``high_freq_factor``, and blends between them.
+    whole channels. ``mscale`` and ``mscale_all_dim``: what ``attention_factor`` and the softmax scale of latent
+    attention follow from; 0: not stated. ``llama3`` (arXiv 2407.21783) divides frequencies of fewer than
+    ``low_freq_factor`` rotations over ``original_max_positions``, keeps those of more than ``high_freq_factor``, and
+    blends between them.
+
+    ``interleaved``: channels 2i and 2i + 1 are rotated together, not i and i + width / 2.
     """
 
     width: int
@@ -42,6 +49,9 @@ class Rotary:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,38 @@ class GroupedQuery:
     out_bias: bool = False
 
 
-AttentionSpec = GroupedQuery
-"""The kinds of attention; a second kind makes it a union."""
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Keys and values of all heads are products with one latent vector of ``kv_rank`` channels per token, and all heads
+    share one rotated key of ``rope_dim`` channels. A head has ``nope_dim`` channels that are not rotated, then
+    ``rope_dim`` that are, and ``value_dim`` channels of values. ``q_rank``: channels of the latent vector that queries
+    are computed from; None: they are computed from the hidden state. Both latents are normalised, with ``norm_eps``.
+    """
+
+    num_heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rotary: Rotary
+    q_rank: int | None
+    softmax_scale: float
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_width(self) -> int:
+        """Channels of a token in the KV cache of a layer: the latent and the shared rotated key."""
+        return self.kv_rank + self.rope_dim
+
+
+AttentionSpec = GroupedQuery | Latent
 
 
 @dataclass(frozen=True)
@@ -79,7 +119,8 @@ class Router:
     ``normalise``: divide the weights of the chosen experts by their sum; then ``scale`` them. ``correction``: a bias
     per expert is added to the scores by which experts are chosen, not to those they are weighed by (DeepSeek-V3, arXiv
     2412.19437, section 2.1.2). ``groups``: experts are chosen only from the ``top_groups`` groups of consecutive
-    experts whose two best scores have the largest sums.
+    experts with the largest ``group_scores``: the sum of a group's two best scores, or its best (DeepSeek-V2, arXiv
+    2405.04434, section 2.2.2).
     """
 
     top_k: int
@@ -89,6 +130,7 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    group_scores: GroupScores = "sum_of_two"
 
     @property
     def plain(self) -> bool:
@@ -120,10 +162,15 @@ MLPSpec = Dense | Sparse
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    ``sandwich``: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))) (Pangu Ultra, arXiv 2504.07866, section
+    2.1).
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec
+    sandwich: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,8 +184,14 @@ class SwiGLUNames:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a family's tensors in a checkpoint, below `model.layers.N`, where families differ."""
+    """Names of a family's tensors in a checkpoint, below `model.layers.N`, where families differ.
 
+    ``post_norm`` is applied before the MLP; ``attention_norm`` and ``mlp_norm`` after attention and after the MLP, in
+    layers with sandwich norms."""
+
+    post_norm: str = "post_attention_layernorm.weight"
+    attention_norm: str = "post_attention_layernorm.weight"
+    mlp_norm: str = "post_mlp_layernorm.weight"
     router: str = "mlp.gate.weight"
     correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"

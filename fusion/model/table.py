@@ -16,7 +16,15 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     layers.i.attention.k_norm       [C] or [Kl C]
     layers.i.attention.out          [D, Hl C]          o_proj columns
     layers.i.attention.out_bias     [D]
-    layers.i.post_norm              [D]
+    layers.i.attention.q_a          [Q, D]             latent attention with low-rank queries; else
+    layers.i.attention.q_a_norm     [Q]
+    layers.i.attention.q_b          [Hl C, Q]          layers.i.attention.q [Hl C, D]
+    layers.i.attention.kv_a         [R + P, D]         compressed keys and values, then the rotated shared key
+    layers.i.attention.kv_a_norm    [R]
+    layers.i.attention.kv_b         [Hl (C - P + V), R] of each head its unrotated keys, then its values
+    layers.i.attention_norm         [D]                sandwich norms: of the output of attention, before the sum
+    layers.i.post_norm              [D]                before the MLP
+    layers.i.mlp_norm               [D]                sandwich norms: of the output of the MLP
     layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows, then up rows
     layers.i.mlp.down               [D, Fl]            dense
     layers.i.moe.router             [E, D]
@@ -37,8 +45,8 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     layers.p.eh_proj                [Dl, 2 D]          rows, split over TP
 
 A matrix that is too large for a storage unit is cut along its rows into separate local tensors `name.0`, `name.1`, …,
-whose outputs are concatenated. `LocalParam.storage` says where a local tensor lies: most are trained and lie in the
-units that a switch moves.
+whose outputs are concatenated. `kv_b` is cut only between heads. `LocalParam.storage` says where a local tensor lies:
+most are trained and lie in the units that a switch moves.
 
 Invariant: over the ranks of one grid the parts cover every element of every global tensor, and every element of a local
 tensor belongs to exactly one part.
@@ -52,7 +60,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
-from fusion.model.spec import Dense, GroupedQuery, Sparse, SwiGLUNames
+from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
 
 if TYPE_CHECKING:
     import torch
@@ -93,14 +101,15 @@ class Part:
 @dataclass(frozen=True)
 class LocalParam:
     """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
-    elements. ``float32``: kept in float32, whatever the weights' dtype. Only tensors in units have gradients and
-    optimizer states."""
+    elements. ``row_group``: rows that `cut` keeps together. ``float32``: kept in float32, whatever the weights' dtype.
+    Only tensors in units have gradients and optimizer states."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     expert: bool = False
     tp_sharded: bool = False
+    row_group: int = 1
     storage: Storage = "unit"
     float32: bool = False
 
@@ -110,10 +119,10 @@ class LocalParam:
 
     def cut(self, max_numel: int) -> list[LocalParam]:
         """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is
-        not split."""
+        not split. A block is larger where a group of rows is."""
         if self.numel <= max_numel or len(self.shape) < 2:
             return [self]
-        rows = max(1, max_numel * self.shape[0] // self.numel)
+        rows = max(1, max_numel * self.shape[0] // self.numel // self.row_group) * self.row_group
         starts = range(0, self.shape[0], rows)
         return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
 
@@ -199,8 +208,11 @@ class _TableRows:
     def vocabulary(self, name: str, hf_name: str) -> LocalParam:
         return self.stacked_rows(name, [(hf_name, self.tp_range(self.config.vocab_size))])
 
-    def stacked_rows(self, name: str, pieces: list[tuple[str, tuple[int, int]]], expert: bool = False) -> LocalParam:
-        width, offset, parts = self.config.hidden_size, 0, []
+    def stacked_rows(
+        self, name: str, pieces: list[tuple[str, tuple[int, int]]], expert: bool = False, width: int | None = None
+    ) -> LocalParam:
+        """Stack rows of matrices of ``width`` columns; None: of the hidden size."""
+        width, offset, parts = width or self.config.hidden_size, 0, []
         for hf_name, (start, stop) in pieces:
             end = offset + stop - start
             parts.append(Part(hf_name, ((start, stop), (0, width)), ((offset, end), (0, width))))
@@ -223,17 +235,28 @@ class _TableRows:
     def layer(self, index: int) -> list[LocalParam]:
         spec, hidden = self.config.layer(index), self.config.hidden_size
         hf, local = f"model.layers.{index}", f"layers.{index}"
-        mlp = spec.mlp
-        return [
+        names, mlp = self.config.family_spec.names, spec.mlp
+        rows = [
             self.whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
-            *self.grouped_query(spec.attention, hf=f"{hf}.self_attn", local=f"{local}.attention"),
-            self.whole(f"{local}.post_norm", f"{hf}.post_attention_layernorm.weight", (hidden,)),
-            *(
-                self.dense(mlp.width, hf=f"{hf}.mlp", local=f"{local}.mlp")
-                if isinstance(mlp, Dense)
-                else self.sparse(mlp, hf=hf, local=f"{local}.moe")
-            ),
+            *self.attention(spec.attention, hf=f"{hf}.self_attn", local=f"{local}.attention"),
         ]
+        if spec.sandwich:
+            rows.append(self.whole(f"{local}.attention_norm", f"{hf}.{names.attention_norm}", (hidden,)))
+        rows.append(self.whole(f"{local}.post_norm", f"{hf}.{names.post_norm}", (hidden,)))
+        if isinstance(mlp, Dense):
+            rows += self.dense(mlp.width, hf=f"{hf}.mlp", local=f"{local}.mlp")
+        else:
+            rows += self.sparse(mlp, hf=hf, local=f"{local}.moe")
+        if spec.sandwich:
+            rows.append(self.whole(f"{local}.mlp_norm", f"{hf}.{names.mlp_norm}", (hidden,)))
+        return rows
+
+    def attention(self, spec: AttentionSpec, *, hf: str, local: str) -> list[LocalParam]:
+        match spec:
+            case GroupedQuery():
+                return self.grouped_query(spec, hf=hf, local=local)
+            case Latent():
+                return self.latent(spec, hf=hf, local=local)
 
     def correction(self, index: int) -> list[LocalParam]:
         """Return the correction bias of a layer of another stage, if it has one."""
@@ -288,6 +311,27 @@ class _TableRows:
         if spec.out_bias:
             rows.append(self.whole(f"{local}.out_bias", f"{hf}.o_proj.bias", (self.config.hidden_size,)))
         return rows
+
+    def latent(self, spec: Latent, *, hf: str, local: str) -> list[LocalParam]:
+        hidden, heads = self.config.hidden_size, spec.num_heads
+        q_rows = self.tp_range(heads * spec.head_dim)
+        if spec.q_rank is None:
+            rows = [self.stacked_rows(f"{local}.q", [(f"{hf}.q_proj.weight", q_rows)])]
+        else:
+            rows = [
+                self.whole(f"{local}.q_a", f"{hf}.q_a_proj.weight", (spec.q_rank, hidden)),
+                self.whole(f"{local}.q_a_norm", f"{hf}.q_a_layernorm.weight", (spec.q_rank,)),
+                self.stacked_rows(f"{local}.q_b", [(f"{hf}.q_b_proj.weight", q_rows)], width=spec.q_rank),
+            ]
+        channels = spec.nope_dim + spec.value_dim
+        kv_rows = [(f"{hf}.kv_b_proj.weight", self.tp_range(heads * channels))]
+        return [
+            *rows,
+            self.whole(f"{local}.kv_a", f"{hf}.kv_a_proj_with_mqa.weight", (spec.cached_width, hidden)),
+            self.whole(f"{local}.kv_a_norm", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,)),
+            replace(self.stacked_rows(f"{local}.kv_b", kv_rows, width=spec.kv_rank), row_group=channels),
+            self.columns(f"{local}.out", f"{hf}.o_proj.weight", self.tp_range(heads * spec.value_dim)),
+        ]
 
     def dense(self, width: int, *, hf: str, local: str) -> list[LocalParam]:
         return self.swiglu(hf, local, SwiGLUNames(), share=self.tp_range(width), expert=False)

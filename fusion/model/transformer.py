@@ -13,7 +13,6 @@ reads from its paged KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
-from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes, sum_over_tp
+from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
 from fusion.model.config import ModelConfig
 from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
@@ -30,25 +30,11 @@ from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
 from fusion.model.replay import Forced, Replay, Routed
 from fusion.model.rotary import inverse_frequencies
-from fusion.model.spec import Dense, GroupedQuery, LayerSpec, Sparse
+from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.model.table import local_params
 from fusion.model.weights import Buckets
 from fusion.npu import Device
-from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, norm_rope, rms_norm, varlen_causal_attention
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, counted from the first of this rank's stage, q_NHC, k_NKC, v_NKC) → out_NHC; position encoding and q/k norm
-are already applied."""
-
-
-class PackedAttention:
-    """Implements `Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen_causal_attention(q, k, v, lengths=self.lengths)
+from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, rms_norm
 
 
 class Transformer(nn.Module):
@@ -182,33 +168,43 @@ class Transformer(nn.Module):
         return reduce_scatter_rows(partial, self.mesh)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [N, 1, R] of the rotated channels; the sines of the first half with the sign of the
-        rotation."""
+        """Return cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with
+        the sign of the rotation."""
         angles = positions_N.to(torch.float32)[:, None] * self.inv_freq
         cos, sin, dtype = angles.cos(), angles.sin(), self.weights.dtype
         if self.rope_scale != 1.0:
             cos, sin = cos * self.rope_scale, sin * self.rope_scale
-        cos_NC, sin_NC = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        if self.config.attention.rotary.interleaved:
+            cos_NC, sin_NC = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
+        else:
+            cos_NC, sin_NC = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         return cos_NC.to(dtype).unsqueeze(1), sin_NC.to(dtype).unsqueeze(1)
 
 
 class Layer(nn.Module):
-    """Computes attention and the MLP or MoE. ``index`` counts from the first layer of this rank's stage."""
+    """Computes attention and the MLP or MoE, with the norms around them. ``index`` counts from the first layer of this
+    rank's stage."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, mesh: Mesh, *, index: int, weights: Weights):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.is_sparse = isinstance(spec.mlp, Sparse)
         self.input_norm = nn.Parameter(weights["input_norm"])
-        self.attention = Attention(
-            spec.attention, mesh, index=index, eps=self.eps, weights=_below("attention.", weights)
-        )
+        below = _below("attention.", weights)
+        self.attention: nn.Module
+        match spec.attention:
+            case GroupedQuery():
+                self.attention = Attention(spec.attention, mesh, index=index, eps=self.eps, weights=below)
+            case Latent():
+                self.attention = LatentAttention(spec.attention, mesh, index=index, weights=below)
+        self.attention_norm = nn.Parameter(weights["attention_norm"]) if spec.sandwich else None
         self.post_norm = nn.Parameter(weights["post_norm"])
         match spec.mlp:
             case Sparse():
                 self.moe = MoE(spec.mlp, mesh, _below("moe.", weights))
             case Dense():
                 self.mlp = MLP(mesh, _below("mlp.", weights))
+        self.mlp_norm = nn.Parameter(weights["mlp_norm"]) if spec.sandwich else None
 
     def forward(
         self,
@@ -220,60 +216,14 @@ class Layer(nn.Module):
         forced: Forced | None = None,
         record: bool = True,
     ) -> tuple[torch.Tensor, Routed | None]:
-        x = x + self.attention(
-            rms_norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple
-        )
-        normed = rms_norm(x, self.post_norm, self.eps)
+        y = self.attention(rms_norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple)
+        x = x + (y if self.attention_norm is None else rms_norm(y, self.attention_norm, self.eps))
+        normed, routed = rms_norm(x, self.post_norm, self.eps), None
         if self.is_sparse:
             y, routed = self.moe(normed, row_multiple, forced, record=record, rows=rows)
-            return x + y, routed
-        return x + self.mlp(normed, rows, row_multiple), None
-
-
-class Attention(nn.Module):
-    """Computes grouped-query attention with this rank's heads."""
-
-    def __init__(self, spec: GroupedQuery, mesh: Mesh, *, index: int, eps: float, weights: Weights):
-        super().__init__()
-        self.spec, self.mesh, self.index, self.eps = spec, mesh, index, eps
-        self.heads = spec.num_heads // mesh.parallel.tp
-        self.kv_heads = max(1, spec.num_kv_heads // mesh.parallel.tp)
-        self.head_dim = spec.head_dim
-        self.qkv = parameter("qkv", weights)
-        self.qkv_bias = nn.Parameter(weights["qkv_bias"]) if spec.qkv_bias else None
-        self.q_norm = nn.Parameter(weights["q_norm"]) if spec.qk_norm != "none" else None
-        self.k_norm = nn.Parameter(weights["k_norm"]) if spec.qk_norm != "none" else None
-        self.out = parameter("out", weights)
-        self.out_bias = nn.Parameter(weights["out_bias"]) if spec.out_bias else None
-        self._norms_projection = spec.qk_norm == "projection"
-
-    def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
-        x_ND = gather_rows(x, rows, self.mesh)
-        flat_qkv = project(x_ND, self.qkv, row_multiple)
-        if self.qkv_bias is not None:
-            flat_qkv = flat_qkv + self.qkv_bias
-        if self._norms_projection:
-            qkv = self._norm_projection(flat_qkv).unflatten(-1, (-1, self.head_dim))
-            q, k, v = norm_rope(qkv, None, None, rope, self.kv_heads, self.eps)
         else:
-            qkv = flat_qkv.unflatten(-1, (-1, self.head_dim))
-            q, k, v = norm_rope(qkv, self.q_norm, self.k_norm, rope, self.kv_heads, self.eps)
-        attended = attend(self.index, q, k, v).flatten(1)
-        y = reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
-        return y if self.out_bias is None else y + self.out_bias
-
-    def _norm_projection(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Normalise all query heads, and all key heads, of all TP ranks by their root mean squares, in float32."""
-        widths = [self.heads * self.head_dim, self.kv_heads * self.head_dim]
-        q, k, v = qkv.split([*widths, widths[1]], dim=-1)
-        tp, q32, k32 = self.mesh.parallel.tp, q.to(torch.float32), k.to(torch.float32)
-        # of equally many channels on each rank; ranks that share a key head count its squares once each
-        means = torch.stack([q32.square().mean(-1) / tp, k32.square().mean(-1) / tp], dim=-1)
-        scale_N2 = torch.rsqrt(sum_over_tp(means, self.mesh) + self.eps)
-        assert self.q_norm is not None and self.k_norm is not None
-        q = self.q_norm * (q32 * scale_N2[:, :1]).to(qkv.dtype)
-        k = self.k_norm * (k32 * scale_N2[:, 1:]).to(qkv.dtype)
-        return torch.cat([q, k, v], dim=-1)
+            y = self.mlp(normed, rows, row_multiple)
+        return x + (y if self.mlp_norm is None else rms_norm(y, self.mlp_norm, self.eps)), routed
 
 
 def _below(prefix: str, weights: Weights) -> Weights:

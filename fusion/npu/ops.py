@@ -81,6 +81,28 @@ def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -
     return rotated if passed is None else torch.cat([rotated, passed], dim=-1)
 
 
+def rotate(x_NhR: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], interleaved: bool = False) -> torch.Tensor:
+    """Rotate heads by their positions, in all their channels.
+
+    Args:
+        rope: cosines and sines [N, 1, R]; the sines of the first channel of each pair with the sign of the rotation.
+        interleaved: pairs are channels 2i and 2i + 1, not i and i + R / 2.
+    """
+    if not interleaved:
+        return _rotate(x_NhR, *rope)
+    swapped = x_NhR.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x_NhR * rope[0] + swapped * rope[1]
+
+
+def head_linear(x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `linear`."""
+    rows = x_NHC.shape[0]
+    padding = -rows % row_multiple
+    if padding:
+        x_NHC = F.pad(x_NHC, (0, 0, 0, 0, 0, padding))
+    return torch.bmm(x_NHC.transpose(0, 1), weight_HCO).transpose(0, 1)[:rows]
+
+
 def swiglu(gate_up_NI: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up [N, I] of [N, 2 * I]."""
     if (operators := operators_for(gate_up_NI)) is not None:
@@ -177,22 +199,29 @@ def grouped_linear(
 
 
 def varlen_causal_attention(
-    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int]
+    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKV: torch.Tensor, lengths: list[int], scale: float | None = None
 ) -> torch.Tensor:
     """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
+
+    ``scale``: of the scores; None: 1 / sqrt(C). Values may have other channels than keys; where they have fewer, they
+    are padded, because flash kernels take equal numbers only.
 
     Adjacent sequences of equal length share a kernel call as a view [n, length, heads, C], without padding or copying;
     sorting sequences by length when packing reduces the number of calls.
     """
     assert sum(lengths) == q_NHC.shape[0]
-    outputs, start = [], 0
+    outputs, start, width = [], 0, v_NKV.shape[-1]
+    if width < q_NHC.shape[-1]:
+        v_NKV = F.pad(v_NKV, (0, q_NHC.shape[-1] - width))
     for length, run in groupby(lengths):
         n = len(list(run))
         rows = slice(start, start + n * length)
-        q, k, v = (x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_NHC, k_NKC, v_NKC))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q_NHC.shape[1] != k_NKC.shape[1])
+        q, k, v = (x[rows].unflatten(0, (n, length)).transpose(1, 2) for x in (q_NHC, k_NKC, v_NKV))
+        grouped = q_NHC.shape[1] != k_NKC.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = rows.stop
     if not outputs:
-        return q_NHC
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return q_NHC if width == q_NHC.shape[-1] else q_NHC.new_zeros(*q_NHC.shape[:-1], width)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out if width == out.shape[-1] else out[..., :width]

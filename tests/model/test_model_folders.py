@@ -81,7 +81,7 @@ def test_absent_fields_are_what_transformers_takes_them_for(kind: str) -> None:
     assert config.max_positions == theirs.max_position_embeddings
     assert config.initializer_range == theirs.initializer_range
     assert config.attention.rotary.theta == theirs.rope_parameters["rope_theta"]
-    assert config.head_dim == (
+    assert config.to_hf()["head_dim"] == (
         getattr(theirs, "head_dim", None) or sizes["hidden_size"] // sizes["num_attention_heads"]
     )
     if hasattr(theirs, "norm_topk_prob"):

@@ -28,7 +28,7 @@ from tests.families import add_predictors, family_checkpoint, family_config, ran
 from tests.helpers import run_ranks
 from tests.model.test_layouts import logits_and_export
 
-KINDS = ["glm4_moe"]
+KINDS = ["glm4_moe", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

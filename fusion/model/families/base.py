@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_rotary import read_rotary
-from fusion.model.spec import Dense, GroupedQuery, LayerSpec, Names, QKNorm, Sparse
+from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, LayerSpec, Names, QKNorm, Sparse
 
 if TYPE_CHECKING:
     from fusion.model.config import ModelConfig
@@ -96,7 +96,7 @@ def grouped_query(
 
 
 def mixed_layers(
-    fields: Fields, attention: GroupedQuery, experts: Sparse, *, named: str, is_sparse: Callable[[int], bool]
+    fields: Fields, attention: AttentionSpec, experts: Sparse, *, named: str, is_sparse: Callable[[int], bool]
 ) -> tuple[LayerSpec, ...]:
     """Return layers of which ``is_sparse`` tells the sparse ones; the others have an MLP of `intermediate_size`.
 

@@ -46,8 +46,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     assert experts.shared is not None
     return {
         **write_rotary(config.attention.rotary, config.head_dim, states_share=True),
-        "attention_bias": config.attention.qkv_bias,
-        "use_qk_norm": config.attention.qk_norm == "head",
+        "attention_bias": config.grouped_query.qkv_bias,
+        "use_qk_norm": config.grouped_query.qk_norm == "head",
         "first_k_dense_replace": config.num_layers - config.num_sparse_layers,
         "n_routed_experts": experts.num_experts,
         "n_shared_experts": experts.shared.width // experts.width,

@@ -24,7 +24,7 @@ def _read_qwen2(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.attention.out_bias, "mlp_bias": False}
+    return {"attention_bias": config.grouped_query.out_bias, "mlp_bias": False}
 
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
-        "attention_bias": config.attention.out_bias,
+        "attention_bias": config.grouped_query.out_bias,
         "num_experts": config.experts.num_experts,
         "num_experts_per_tok": config.experts.router.top_k,
         "norm_topk_prob": config.experts.router.normalise,

@@ -32,7 +32,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts.shared is not None
     return {
-        "qkv_bias": config.attention.qkv_bias,
+        "qkv_bias": config.grouped_query.qkv_bias,
         "use_sliding_window": False,
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.router.top_k,

@@ -40,7 +40,7 @@ def _read_sparse(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _write_dense(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.attention.qkv_bias}
+    return {"attention_bias": config.grouped_query.qkv_bias}
 
 
 def _write_sparse(config: ModelConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion.model.families.base import Family
+from fusion.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from fusion.model.families.glm4_moe import GLM4_MOE
 from fusion.model.families.llama import LLAMA, QWEN2
 from fusion.model.families.mixtral import MIXTRAL
@@ -13,5 +14,6 @@ from fusion.model.families.qwen2_moe import QWEN2_MOE
 from fusion.model.families.qwen3 import QWEN3, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (QWEN3, QWEN3_MOE, LLAMA, QWEN2, MIXTRAL, OLMOE, QWEN2_MOE, GLM4_MOE)
+    family.model_type: family
+    for family in (QWEN3, QWEN3_MOE, LLAMA, QWEN2, MIXTRAL, OLMOE, QWEN2_MOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
 }

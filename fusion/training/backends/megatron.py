@@ -55,10 +55,8 @@ def check_supported(config: ModelConfig) -> None:
     Raises:
         ValueError: another family, layers of two kinds, biases, or a scaled rotary embedding.
     """
-    attention = config.attention
-    same = all(layer == config.layers[0] for layer in config.layers)
-    plain = attention.rotary.kind == "default" and not attention.qkv_bias
-    if config.family not in ("qwen3", "qwen3_moe") or not (same and plain):
+    plain = config.attention.rotary.kind == "default" and all(layer == config.layers[0] for layer in config.layers)
+    if config.family not in ("qwen3", "qwen3_moe") or not plain or config.grouped_query.qkv_bias:
         raise ValueError(
             f"the Megatron backend does not describe this {config.family} model; expected qwen3 or qwen3_moe with "
             "layers of one kind, without biases and without scaled rotary embeddings"
