@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fusion.model import ModelConfig
+from fusion.model.families.pangu import OTHER_NAMES
 
 SIZES = dict(
     vocab_size=32,
@@ -84,10 +85,28 @@ KINDS: dict[str, dict[str, Any]] = {
         rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5),
         num_nextn_predict_layers=0,
     ),
+    "pangu_ultra_moe": dict(
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        attention_q_lora_dim=24,
+        attention_kv_lora_dim=16,
+        attention_qk_dim=12,
+        attention_qk_rope_dim=8,
+        attention_v_dim=10,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+        num_routed_experts=8,
+        num_shared_experts=1,
+        num_experts_per_tok=2,
+        sandwich_norm=True,
+        rope_theta=10000.0,
+        num_mtp_layers=0,
+    ),
 }
 """model_type → the fields in which its tiny model differs from `SIZES`; together they use every kind of layer."""
-MLA = ("deepseek_v2", "deepseek_v3")
+MLA = ("deepseek_v2", "deepseek_v3", "pangu_ultra_moe")
 """Families with latent attention"""
+PANGU_NAMES = {name: other for other, name in OTHER_NAMES.items()}
 
 
 def family_fields(kind: str, **changes: Any) -> dict[str, Any]:
@@ -99,6 +118,8 @@ def family_hf(fields: dict[str, Any]) -> Any:
     """The transformers model of these fields with fixed weights, none of which is its initial 0 or 1."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests import pangu_reference  # noqa: F401, registers it
 
     fields = dict(fields)
     torch.manual_seed(7)
@@ -120,6 +141,12 @@ def family_checkpoint(folder: str | Path, kind: str, **changes: Any) -> str:
     return str(folder)
 
 
+def with_predictors(fields: dict[str, Any], count: int) -> dict[str, Any]:
+    """The fields of a config with so many layers that predict further tokens, under the family's name for it."""
+    name = "num_mtp_layers" if fields["model_type"] == "pangu_ultra_moe" else "num_nextn_predict_layers"
+    return fields | {name: count}
+
+
 def add_predictors(folder: str | Path, count: int = 1) -> dict[str, Any]:
     """Adds layers that predict further tokens to a checkpoint, as DeepSeek-V3 and GLM-4.5 store them: each is a copy of
     the last layer with other values, and what is around it. Returns the tensors of the whole checkpoint."""
@@ -139,7 +166,7 @@ def add_predictors(folder: str | Path, count: int = 1) -> dict[str, Any]:
         new |= {name.replace(start, renamed): shape for name, shape in shapes.items() if name.startswith(start)}
         tensors |= {name: torch.randn(tuple(shape), generator=random) for name, shape in new.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": count}))
+    (folder / "config.json").write_text(json.dumps(with_predictors(fields, count)))
     return tensors
 
 
@@ -178,13 +205,15 @@ def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         "yarn-scaled": YARN | base | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, truncate=False),
         "llama3": LLAMA3 | base,
     }[rotary]
+    if kind == "pangu_ultra_moe":
+        changes["rope_theta"] = changes.pop("rope_parameters")["rope_theta"]
     if kind in ("qwen3", "qwen3_moe", "llama", "olmoe", "glm4_moe"):
         changes["attention_bias"] = draw(st.booleans())
     if kind == "qwen2_moe":
         changes["qkv_bias"] = draw(st.booleans())
     if kind not in ("llama", "qwen2", "qwen3"):
         changes["num_experts_per_tok"] = draw(st.integers(1, 3))
-    if kind in ("qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3"):
+    if kind in ("qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "pangu_ultra_moe"):
         changes["norm_topk_prob"] = draw(st.booleans())
     if kind in ("qwen3_moe", "qwen2_moe"):
         dense = draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
@@ -201,6 +230,9 @@ def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     if kind == "glm4_moe":
         changes["use_qk_norm"] = draw(st.booleans())
         changes["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
+    if kind == "pangu_ultra_moe":
+        changes = {PANGU_NAMES.get(name, name): value for name, value in changes.items() if "group" not in name}
+        changes["sandwich_norm"] = draw(st.booleans())
     if kind == "deepseek_v2":
         changes["topk_method"] = draw(st.sampled_from(["greedy", "group_limited_greedy"]))
     if kind == "deepseek_v3":

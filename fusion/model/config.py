@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.model.families.base import Family
-from fusion.model.families.registry import FAMILIES
+from fusion.model.families.registry import ALIASES, FAMILIES
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_quantization import read_quantization
 from fusion.model.hf_rotary import write_rotary
@@ -167,12 +167,14 @@ class ModelConfig:
     @classmethod
     def _of_fields(cls, hf: dict[str, Any], place: str, key: str) -> ModelConfig:
         kind = hf.get("model_type")
+        kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(
-                f"{key}: model_type {kind!r} is not supported; expected one of {list(FAMILIES)} (docs/model_family.md)"
+                f"{key}: model_type {kind!r} is not supported; expected one of {[*FAMILIES, *ALIASES]} "
+                "(docs/model_family.md)"
             )
-        family, fields = FAMILIES[kind], Fields(hf, place)
-        defaults = family.defaults
+        family = FAMILIES[kind]
+        fields, defaults = Fields(hf, place, family.renamed), family.defaults
         config = cls(
             family=kind,
             vocab_size=fields.size("vocab_size"),

@@ -34,11 +34,32 @@ LARGEST = 1e300
 
 
 class Fields:
-    """The fields of one `config.json`. ``place``: the config key and the file, for messages."""
+    """The fields of one `config.json`.
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        self._values, self.place = values, place
+    Args:
+        place: the config key and the file, for messages.
+        renamed: other name of a field → the name that it is read by.
+
+    Raises:
+        ValueError: a field has two values under two names.
+    """
+
+    def __init__(self, values: Mapping[str, Any], place: str, renamed: Mapping[str, str] | None = None) -> None:
+        self._values, self.place = dict(values), place
         self._read: set[str] = set()
+        self._stated_as: dict[str, str] = {}
+        for other, name in (renamed or {}).items():
+            if other not in values:
+                continue
+            value = self._values.pop(other)
+            if self._values.setdefault(name, value) != value:
+                raise ValueError(f"{place} contradicts itself: { {other: value, name: values[name]} }")
+            if name not in values:
+                self._stated_as[name] = other
+
+    def stated_as(self, name: str) -> str:
+        """Return the name under which the file states the field."""
+        return self._stated_as.get(name, name)
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a positive integer; required if there is no default."""
@@ -124,10 +145,10 @@ class Fields:
     def refuse(self, name: str, value: Any, supported: tuple[Any, ...] = ()) -> NoReturn:
         """Raises: ValueError."""
         text = repr(value)
+        text = text if len(text) < 80 else text[:76] + " ..."
         among = f"; supported: {', '.join(map(repr, supported))}" if supported else ""
         raise ValueError(
-            f"{self.place} sets {name}={text if len(text) < 80 else text[:76] + ' ...'}, which is not supported{among} "
-            "(docs/model_family.md)"
+            f"{self.place} sets {self.stated_as(name)}={text}, which is not supported{among} (docs/model_family.md)"
         )
 
     def _get(self, name: str, default: Any) -> Any:
@@ -144,7 +165,7 @@ class Fields:
 
     def _checked(self, name: str, value: Any, wanted: str, fits: bool) -> Any:
         if not fits:
-            raise ValueError(f"{self.place}: {name}={value!r}; expected {wanted}")
+            raise ValueError(f"{self.place}: {self.stated_as(name)}={value!r}; expected {wanted}")
         return value
 
 

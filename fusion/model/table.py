@@ -235,20 +235,21 @@ class _TableRows:
     def layer(self, index: int) -> list[LocalParam]:
         spec, hidden = self.config.layer(index), self.config.hidden_size
         hf, local = f"model.layers.{index}", f"layers.{index}"
-        names, mlp = self.config.family_spec.names, spec.mlp
+        names, mlp = self.config.family_spec.names.sandwich, spec.mlp
         rows = [
             self.whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
             *self.attention(spec.attention, hf=f"{hf}.self_attn", local=f"{local}.attention"),
         ]
         if spec.sandwich:
-            rows.append(self.whole(f"{local}.attention_norm", f"{hf}.{names.attention_norm}", (hidden,)))
-        rows.append(self.whole(f"{local}.post_norm", f"{hf}.{names.post_norm}", (hidden,)))
+            rows.append(self.whole(f"{local}.attention_norm", f"{hf}.{names.attention}", (hidden,)))
+        post_norm = names.mlp_input if spec.sandwich else "post_attention_layernorm.weight"
+        rows.append(self.whole(f"{local}.post_norm", f"{hf}.{post_norm}", (hidden,)))
         if isinstance(mlp, Dense):
             rows += self.dense(mlp.width, hf=f"{hf}.mlp", local=f"{local}.mlp")
         else:
             rows += self.sparse(mlp, hf=hf, local=f"{local}.moe")
         if spec.sandwich:
-            rows.append(self.whole(f"{local}.mlp_norm", f"{hf}.{names.mlp_norm}", (hidden,)))
+            rows.append(self.whole(f"{local}.mlp_norm", f"{hf}.{names.mlp}", (hidden,)))
         return rows
 
     def attention(self, spec: AttentionSpec, *, hf: str, local: str) -> list[LocalParam]:

@@ -36,6 +36,7 @@ class RouterBias:
 
     def __init__(self, model: Transformer, rate: float):
         config, mesh = model.config, model.mesh
+        assert not rate or model.weights.card.numel(), "the model's routers have no correction bias"
         self._model, self._mesh, self.rate = model, mesh, rate
         own_layers = mesh.parallel.layers(config.num_layers, mesh.pp_rank)
         self._own_rows = slice(config.sparse(own_layers).start, config.sparse(own_layers).stop)

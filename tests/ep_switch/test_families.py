@@ -63,6 +63,8 @@ DENSE = End(Parallel(4, tp=2, pp=2)), End(Parallel(2), (0, 1))
 CASES = [
     ("glm4_moe", End(Parallel(4, tp=2, ep=2, pp=2)), End(Parallel(4, tp=4, ep=4))),
     ("qwen2_moe", End(Parallel(4, tp=2, etp=2, ep=2)), INFER),
+    ("deepseek_v3", End(Parallel(4, tp=2, ep=2, pp=2)), End(Parallel(4, tp=4, ep=4))),
+    ("pangu_ultra_moe", End(Parallel(4, tp=2, ep=2)), INFER),
 ]
 EXTENDED = [
     ("olmoe", TRAIN, End(Parallel(4, tp=4, ep=2))),
@@ -70,6 +72,7 @@ EXTENDED = [
     ("llama", *DENSE),
     ("qwen2", *DENSE),
     ("qwen3_moe", TRAIN, INFER),
+    ("deepseek_v2", TRAIN, INFER),
 ]
 
 

@@ -28,15 +28,31 @@ from fusion.model import (
     plan_units,
     save_folder,
 )
+from fusion.model.families.pangu import OTHER_NAMES
 from fusion.model.families.registry import FAMILIES
 from fusion.model.rotary import inverse_frequencies
 from fusion.npu import open_device
 from tests.ep_switch.oracle import grids
-from tests.families import KINDS, LLAMA3, family_checkpoint, family_config, family_hf, random_fields
+from tests.families import (
+    KINDS,
+    LLAMA3,
+    YARN,
+    family_checkpoint,
+    family_config,
+    family_fields,
+    family_hf,
+    random_fields,
+)
 from tests.helpers import run_ranks
 from tests.model.test_layouts import LENGTHS, logits_and_export, packed
 
-WORLDS = [Parallel(2, tp=2), Parallel(2, ep=2), Parallel(8, tp=2, ep=2, pp=2), Parallel(4, tp=4, ep=2)]
+WORLDS = [
+    Parallel(2, tp=2),
+    Parallel(2, ep=2),
+    Parallel(8, tp=2, ep=2, pp=2),
+    Parallel(4, tp=4, ep=2),
+    Parallel(4, ep=4),
+]
 
 
 def expected_logits(model: Any) -> torch.Tensor:
@@ -136,7 +152,19 @@ def fits(kind: str, parallel: Parallel) -> bool:
     return True
 
 
-DEFAULT = {("olmoe", 0), ("qwen2_moe", 0), ("glm4_moe", 0), ("olmoe", 3), ("mixtral", 1), ("llama", 0), ("glm4_moe", 2)}
+DEFAULT = {
+    ("olmoe", 0),
+    ("qwen2_moe", 0),
+    ("glm4_moe", 0),
+    ("olmoe", 3),
+    ("mixtral", 1),
+    ("llama", 0),
+    ("glm4_moe", 2),
+    ("deepseek_v2", 0),  # queries without a latent
+    ("deepseek_v3", 2),
+    ("deepseek_v3", 3),
+    ("pangu_ultra_moe", 0),
+}
 """The cases of the default run: each kind of layer in the layouts that cut it."""
 
 
@@ -231,9 +259,42 @@ def test_an_appended_predictor_is_dropped_as_transformers_does(tmp_path: Path) -
         ("glm4_moe", {"partial_rotary_factor": 0.2}, "rotate 3 channels; expected an even number"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types="),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc', .* supported: 'greedy', 'group_limited"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v2", {"n_group": 3}, "n_group=3 does not cut n_routed_experts=8 into equal groups of one or more"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_attention_heads=4 and num_key_value_heads=2 differ"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
+        ("deepseek_v3", {"head_dim": 20}, "head_dim=20, which is not supported; supported: 8"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, "first_k_dense_replace=4 leaves no sparse layer"),
+        ("pangu_ultra_moe", {"num_dense_layers": 4}, "num_dense_layers=4 leaves no sparse layer"),
+        ("pangu_ultra_moe", {"attention_qk_rope_dim": 7}, "attention_qk_rope_dim=7; expected an even number"),
+        ("pangu_ultra_moe", {"attention_v_dim": 0}, "attention_v_dim=0; expected a whole number above 0"),
+        ("pangu_ultra_moe", {"v_head_dim": 12}, "contradicts itself: {'attention_v_dim': 10, 'v_head_dim': 12}"),
+        ("pangu_ultra_moe", {"rope_scaling": YARN}, "no 'yarn' rotary embedding"),
+        ("pangu_ultra_moe", {"param_sink_number": 128}, "param_sink_number=128"),
+        ("pangu_ultra_moe", {"use_mhc": True}, "use_mhc=True"),
     ],
     ids=str,
 )
 def test_what_a_family_does_not_support_is_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         family_config(kind, **change)
+
+
+def test_both_generations_of_names_of_a_pangu_config_are_read_and_written() -> None:
+    fields = family_fields("pangu_ultra_moe")
+    later = {OTHER_NAMES.get(name, name): value for name, value in fields.items()}
+    config = ModelConfig.from_hf(fields)
+    assert ModelConfig.from_hf(later) == ModelConfig.from_hf(fields | later) == config
+    written = config.to_hf()
+    assert all(written[name] == written[other] == later[name] for other, name in OTHER_NAMES.items())
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    fields = family_fields("deepseek_v3")
+    published = fields | {"model_type": "kimi_k2", "topk_method": "noaux_tc", "auto_map": {"AutoModel": "m.M"}}
+    config = ModelConfig.from_hf(published)
+    assert config == ModelConfig.from_hf(fields)
+    assert config.to_hf()["model_type"] == "deepseek_v3"

@@ -24,11 +24,11 @@ from fusion.model import (
 )
 from fusion.npu import open_device
 from tests.ep_switch.oracle import grids
-from tests.families import add_predictors, family_checkpoint, family_config, random_fields
+from tests.families import add_predictors, family_checkpoint, family_config, random_fields, with_predictors
 from tests.helpers import run_ranks
 from tests.model.test_layouts import logits_and_export
 
-KINDS = ["glm4_moe", "deepseek_v3"]
+KINDS = ["glm4_moe", "deepseek_v3", "pangu_ultra_moe"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -91,8 +91,7 @@ def test_they_take_no_memory_of_a_card_and_none_of_an_engine(checkpoint: Path) -
 
 @given(kind=st.sampled_from(KINDS), data=st.data(), count=st.integers(1, 2), max_numel=st.sampled_from([None, 100]))
 def test_each_is_held_once_by_the_last_stage(kind: str, data: st.DataObject, count: int, max_numel: int | None) -> None:
-    fields = data.draw(random_fields(kind)) | {"num_nextn_predict_layers": count}
-    config = ModelConfig.from_hf(fields)
+    config = ModelConfig.from_hf(with_predictors(data.draw(random_fields(kind)), count))
     parallel = data.draw(st.sampled_from(grids(config, 8)))
     shapes = global_params(config)
     covered = {name: np.zeros(shape, int) for name, shape in shapes.items()}

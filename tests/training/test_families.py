@@ -20,6 +20,8 @@ LAYOUTS = [
     ("glm4_moe", Parallel(3, pp=3)),  # the first stage has no sparse layer
     ("qwen2_moe", Parallel(4, tp=2, ep=2)),
     ("olmoe", Parallel(4, tp=4, ep=2)),  # two ranks share a key/value head
+    ("deepseek_v3", Parallel(4, tp=2, ep=2)),
+    ("pangu_ultra_moe", Parallel(4, tp=2, pp=2)),
 ]
 EXTENDED = [
     ("glm4_moe", Parallel(8, tp=2, ep=2, pp=2)),
@@ -28,6 +30,11 @@ EXTENDED = [
     ("qwen2", Parallel(2, tp=2)),
     ("mixtral", Parallel(4, ep=4)),
     ("qwen3_moe", Parallel(3, pp=3)),
+    ("deepseek_v2", Parallel(2, tp=2)),  # queries without a latent
+    ("deepseek_v2", Parallel(4, ep=4)),
+    ("deepseek_v3", Parallel(8, tp=2, ep=2, pp=2)),
+    ("deepseek_v3", Parallel(4, tp=2, ep=2, etp=2)),
+    ("pangu_ultra_moe", Parallel(4, tp=4, ep=2)),
 ]
 
 

@@ -37,6 +37,7 @@ class Family:
     Attributes:
         architecture: the stem of its class names in transformers.
         read, write: layers from fields; and the fields that not every family has, from a config.
+        renamed: other name of a field → its name here.
         router_aux_field: the coefficient of the load-balancing loss; None: the family has no such loss.
         classifier: whether its `ForSequenceClassification` can be used as a reward model.
         predictors_field: the number of layers after the last that predict further tokens, which transformers ignores;
@@ -51,6 +52,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     names: Names = field(default_factory=Names)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     router_aux_field: str | None = None
     classifier: bool = False
     predictors_field: str | None = None

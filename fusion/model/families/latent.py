@@ -42,7 +42,7 @@ def read_latent(
         )
     nope, rope = fields.size("qk_nope_head_dim", 128), fields.size("qk_rope_head_dim", 64)
     if rope % 2:
-        raise ValueError(f"{fields.place}: qk_rope_head_dim={rope}; expected an even number")
+        raise ValueError(f"{fields.place}: {fields.stated_as('qk_rope_head_dim')}={rope}; expected an even number")
     for name, derived in (("head_dim", rope), ("qk_head_dim", nope + rope)):
         stated = fields.optional_size(name)
         if stated is not None and stated != derived:
@@ -74,7 +74,7 @@ def read_layers(
     experts = Sparse(
         fields.size("n_routed_experts"), width, router, SharedExpert(width * fields.size("n_shared_experts", shared))
     )
-    named = f"first_k_dense_replace={num_dense}"
+    named = f"{fields.stated_as('first_k_dense_replace')}={num_dense}"
     layers = mixed_layers(fields, attention, experts, named=named, is_sparse=lambda layer: layer >= num_dense)
     return tuple(replace(layer, sandwich=sandwich) for layer in layers)
 
