@@ -13,6 +13,7 @@ attention     grouped-query and latent attention with this rank's heads; the cal
 transformer   Transformer: embedding, layers, logits
 moe           token exchange over EP and expert-TP, grouped experts, load-balancing loss;   router   chooses the experts
 replay        record the experts of a forward pass as a column and replay them in another pass
+stored        which tensors the files of a folder hold, from their headers;   hf_quantization   scales of float8 blocks
 huggingface   load_weights, save_folder: directly into and out of any layout;   folder   check_folder: reads the index
 """
 
