@@ -129,9 +129,8 @@ class MoE(nn.Module):
         return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
 
     def _logits(self, x_nD: torch.Tensor, row_multiple: int) -> torch.Tensor:
-        if self.spec.router.scores == "softmax" or x_nD.dtype == torch.float32:
+        if not self.spec.router.float32 or x_nD.dtype == torch.float32:
             return project(x_nD, self.router, row_multiple)
-        # transformers computes the logits of sigmoid routers in float32
         x32, blocks = x_nD.to(torch.float32), blocks_of(self.router)
         return torch.cat([linear(x32, block.to(torch.float32), row_multiple) for block in blocks], dim=-1)
 

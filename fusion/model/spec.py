@@ -120,7 +120,7 @@ class Router:
     per expert is added to the scores by which experts are chosen, not to those they are weighed by (DeepSeek-V3, arXiv
     2412.19437, section 2.1.2). ``groups``: experts are chosen only from the ``top_groups`` groups of consecutive
     experts with the largest ``group_scores``: the sum of a group's two best scores, or its best (DeepSeek-V2, arXiv
-    2405.04434, section 2.2.2).
+    2405.04434, section 2.2.2). ``float32``: the logits are computed in float32, whatever the weights' dtype.
     """
 
     top_k: int
@@ -131,6 +131,7 @@ class Router:
     top_groups: int = 1
     scale: float = 1.0
     group_scores: GroupScores = "sum_of_two"
+    float32: bool = False
 
     @property
     def plain(self) -> bool:

@@ -222,6 +222,6 @@ def varlen_causal_attention(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = rows.stop
     if not outputs:
-        return q_NHC if width == q_NHC.shape[-1] else q_NHC.new_zeros(*q_NHC.shape[:-1], width)
+        return q_NHC if width == q_NHC.shape[-1] else F.pad(q_NHC, (0, width - q_NHC.shape[-1]))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if width == out.shape[-1] else out[..., :width]

@@ -25,17 +25,20 @@ from fusion.model import (
     global_params,
     load_weights,
     local_params,
+    moe,
     plan_units,
     save_folder,
 )
 from fusion.model.families.pangu import OTHER_NAMES
 from fusion.model.families.registry import FAMILIES
 from fusion.model.rotary import inverse_frequencies
+from fusion.model.router import score
 from fusion.npu import open_device
 from tests.ep_switch.oracle import grids
 from tests.families import (
     KINDS,
     LLAMA3,
+    MLA,
     YARN,
     family_checkpoint,
     family_config,
@@ -271,7 +274,7 @@ def test_an_appended_predictor_is_dropped_as_transformers_does(tmp_path: Path) -
         ("pangu_ultra_moe", {"num_dense_layers": 4}, "num_dense_layers=4 leaves no sparse layer"),
         ("pangu_ultra_moe", {"attention_qk_rope_dim": 7}, "attention_qk_rope_dim=7; expected an even number"),
         ("pangu_ultra_moe", {"attention_v_dim": 0}, "attention_v_dim=0; expected a whole number above 0"),
-        ("pangu_ultra_moe", {"v_head_dim": 12}, "contradicts itself: {'attention_v_dim': 10, 'v_head_dim': 12}"),
+        ("pangu_ultra_moe", {"v_head_dim": 13}, "contradicts itself: {'attention_v_dim': 12, 'v_head_dim': 13}"),
         ("pangu_ultra_moe", {"rope_scaling": YARN}, "no 'yarn' rotary embedding"),
         ("pangu_ultra_moe", {"param_sink_number": 128}, "param_sink_number=128"),
         ("pangu_ultra_moe", {"use_mhc": True}, "use_mhc=True"),
@@ -298,3 +301,14 @@ def test_kimi_k2_is_read_as_deepseek_v3() -> None:
     config = ModelConfig.from_hf(published)
     assert config == ModelConfig.from_hf(fields)
     assert config.to_hf()["model_type"] == "deepseek_v3"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in MLA or kind == "glm4_moe"])
+def test_routers_of_bfloat16_models_have_float32_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' have: nearly tied experts would be swapped otherwise."""
+    model = Transformer(family_config(kind), Mesh.single(), open_device("emulated"), torch.bfloat16)
+    seen = []
+    monkeypatch.setattr(moe, "score", lambda logits, router: seen.append(logits.dtype) or score(logits, router))
+    ids, positions = (tensor.to(model.device.torch_device) for tensor in packed())
+    model(ids, positions, PackedAttention(LENGTHS))
+    assert {*seen} == {torch.float32}

@@ -82,3 +82,23 @@ def replay(rank: int, device: Any, case: Case) -> dict[str, float]:
 def test_own_routing_is_replayed_without_a_mismatch_where_layers_or_stages_are_dense(layout: Parallel) -> None:
     for metrics in run_ranks(replay, layout.world, Case(checkpoint("glm4_moe"), layout)):
         assert metrics["training/routing_mismatch"] == 0.0
+
+
+def gradients(rank: int, device: Any, case: Case) -> dict[str, Any]:
+    engine = make_engine(case, device)
+    metrics = engine.forward_backward(my_share(sample_batch(case.samples, case.seed), engine), cross_entropy)
+    views = engine.optimizer.gradients.views
+    return {"metrics": metrics} | {name: view.cpu() for name, view in views.items()}
+
+
+@pytest.mark.parametrize(
+    "layout", [Parallel(2, tp=2), pytest.param(Parallel(4, tp=2, ep=2), marks=pytest.mark.extended)], ids=str
+)
+def test_latents_recomputed_in_the_backward_pass_give_the_same_gradients(layout: Parallel) -> None:
+    case = Case(checkpoint("pangu_ultra_moe"), layout)
+    plain = run_ranks(gradients, layout.world, case)
+    again = run_ranks(gradients, layout.world, case._replace(training={"recompute": True}))
+    for one, other in zip(plain, again, strict=True):
+        assert one.pop("metrics") == other.pop("metrics")
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        assert any("q_a_norm" in name for name in one)

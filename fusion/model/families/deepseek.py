@@ -29,6 +29,7 @@ def _read_v2(fields: Fields) -> tuple[LayerSpec, ...]:
         top_groups=top_groups if method == GROUP_LIMITED else 1,
         scale=fields.positive("routed_scaling_factor", 1.0),
         group_scores="best",
+        float32=True,
     )
     return read_layers(fields, read_latent(fields, max_positions=POSITIONS_V2), router, shared=2, dense=0)
 
@@ -48,6 +49,7 @@ def _read_v3(fields: Fields) -> tuple[LayerSpec, ...]:
     router = Router(
         fields.size("num_experts_per_tok", 8),
         scores="sigmoid",
+        float32=True,
         normalise=fields.flag("norm_topk_prob", True),
         correction=True,
         groups=fields.size("n_group", 8),

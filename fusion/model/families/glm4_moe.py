@@ -27,6 +27,7 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
     router = Router(
         fields.size("num_experts_per_tok"),
         scores="sigmoid",
+        float32=True,
         normalise=fields.flag("norm_topk_prob", True),
         correction=True,
         groups=fields.size("n_group", 1),

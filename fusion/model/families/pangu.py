@@ -42,6 +42,7 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
     router = Router(
         top_k,
         scores="sigmoid",
+        float32=True,
         normalise=normalise and top_k > 1,
         correction=fields.flag("router_enable_expert_bias", False),
         scale=fields.positive("routed_scaling_factor", 2.5),
