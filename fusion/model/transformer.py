@@ -90,6 +90,12 @@ class Transformer(nn.Module):
         self.inv_freq = inverse_frequencies(rotary).to(device.torch_device)
         self.rope_scale = rotary.attention_factor
 
+    def keep_probabilities(self) -> None:
+        """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.keep_probabilities = True
+
     def forward(
         self,
         ids_N: torch.Tensor,

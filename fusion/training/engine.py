@@ -73,6 +73,9 @@ class EmbeddedTrainEngine:
         self.balancing_coef = model.config.router_aux_coef if coef is None else coef
         if not model.config.num_experts:
             self.balancing_coef = 0.0
+        self._balances_sequences = self.balancing_coef > 0 and config.load_balancing == "sequence"
+        if self._balances_sequences:
+            model.keep_probabilities()
         self.optimizer = ShardedAdamW(
             model,
             betas=(config.betas[0], config.betas[1]),
@@ -104,12 +107,13 @@ class EmbeddedTrainEngine:
         loss; a column may be None on a stage that does not read it. With `Sequences.routing` tokens are sent to those
         experts, weighted by this router. The metrics are the same on every rank: means over the trained tokens of the
         global batch, and `actor/loss`, the minimised loss; `training/routing_mismatch` is the share of (token, layer)
-        pairs that this router would have sent to other experts. The load-balancing loss needs the routing of the whole
-        batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass without
-        gradients computes it.
+        pairs that this router would have sent to other experts. The load-balancing loss of a batch needs the routing of
+        the whole batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass
+        without gradients computes it. That of sequences needs none.
         """
         batches, _, totals = self._micro_batches(sequences)
-        needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
+        of_batch = self.balancing_coef and not self._balances_sequences
+        needs_counts = of_batch and len(batches) * self.mesh.parallel.pp > 1
         counts_E = self._routing_counts(batches) if needs_counts else None
         objective = Objective(
             loss,
@@ -117,13 +121,14 @@ class EmbeddedTrainEngine:
             config=self.model.config,
             mesh=self.mesh,
             balancing_coef=self.balancing_coef,
+            balances_sequences=self._balances_sequences,
             counts_E=counts_E,
         )
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             routed: list[Routed] = []
             out = self._hidden(batches[i], hidden, routed)
-            of_routing = objective.of_routing(routed)
+            of_routing = objective.of_routing(batches[i], routed)
             objective.of_replay(batches[i], routed)
             self.router_bias.count(routed)
             if not self.mesh.last_stage:
@@ -278,13 +283,16 @@ class EmbeddedTrainEngine:
         ``sequences`` in each that is not padding, and the totals. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
         places = [sequences.rows_of(indices) for indices in plan]
-        local = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
+        counts = sequences.rows, sum(length > 0 for length in sequences.lengths), len(plan)
+        local = torch.tensor([[*sequences.loss_totals(), *counts]], dtype=torch.float64)
         by_rank = local
         if self.mesh.dp_group is not None:
-            by_rank = local.new_empty(self.mesh.parallel.dp, 4)
+            by_rank = local.new_empty(self.mesh.parallel.dp, 5)
             dist.all_gather_into_tensor(by_rank, local, group=self.mesh.dp_group)
-        weight, normaliser, rows, _ = by_rank.sum(0).tolist()
-        totals = Totals(weight, normaliser, rows=int(rows), micro_batches=int(by_rank[:, 3].max()))
+        weight, normaliser, rows, num_sequences, _ = by_rank.sum(0).tolist()
+        totals = Totals(
+            weight, normaliser, rows=int(rows), sequences=int(num_sequences), micro_batches=int(by_rank[:, 4].max())
+        )
         batches = [sequences.select(indices, rows) for indices, rows in zip(plan, places, strict=True)]
         batches += [sequences.select([])] * (totals.micro_batches - len(plan))
         return batches, places, totals
