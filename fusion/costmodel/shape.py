@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, Literal
 
 from fusion.model import ModelConfig, Parallel
-from fusion.model.table import Box
+from fusion.model.local_param import Box
 
 Cut = Literal["whole", "tp", "kv", "expert"]
 MLA = ("deepseek_v3", "pangu_ultra_moe")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model.holder import WeightHolder
-from fusion.model.table import Box
+from fusion.model.local_param import Box
 from fusion.npu.all_or_none import all_or_none, gather_json
 
 _CHUNK = 1 << 18

@@ -14,8 +14,9 @@ import torch
 
 from fusion.model.bucket_plan import BucketPlan, plan_units, unit_bytes
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import Box, LocalParam, Part
 from fusion.model.parallel import Parallel
-from fusion.model.table import Box, LocalParam, Part, local_params
+from fusion.model.table import local_params
 
 
 class Place(NamedTuple):

@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
-from fusion.model.table import LocalParam
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam
 from fusion.model.mesh import Mesh
-from fusion.model.table import LocalParam
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 

@@ -26,9 +26,10 @@ from fusion.model.config import GENERATION, ModelConfig
 from fusion.model.folder import FLOAT8, block_scales, check_tensor
 from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
+from fusion.model.local_param import Box, LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
-from fusion.model.table import Box, LocalParam, Part, global_params, local_params
+from fusion.model.table import global_params, local_params
 from fusion.telemetry.files import replace_folder, sync
 
 TOKENIZER_FILES = (

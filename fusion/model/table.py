@@ -54,89 +54,12 @@ tensor belongs to exactly one part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
-
-if TYPE_CHECKING:
-    import torch
-
-Box = tuple[tuple[int, int], ...]
-"""One (start, stop) per dimension."""
-
-Storage = Literal["unit", "card", "host"]
-"""Where a local tensor lies: in a ``unit`` of the weights, which is trained, released and moved; on the ``card``, apart
-from the units and resident in every phase; or on the ``host`` of the ranks that train."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Maps a box of the global tensor ``name`` to its place in a local tensor.
-
-    ``local`` has one range for each dimension of the local tensor, which may have more leading dimensions of size one
-    than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped.
-    """
-
-    name: str
-    region: Box
-    local: Box
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.region)
-
-    def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part's elements as a view in the global orientation, shape `Part.shape`."""
-        view = local_tensor[tuple(slice(start, stop) for start, stop in self.local)]
-        for _ in range(view.dim() - len(self.region)):
-            view = view.squeeze(0)
-        return view.transpose(-1, -2) if self.transposed else view
-
-
-@dataclass(frozen=True)
-class LocalParam:
-    """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
-    elements. ``row_group``: rows that `cut` keeps together. ``float32``: kept in float32, whatever the weights' dtype.
-    Only tensors in units have gradients and optimizer states."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    expert: bool = False
-    tp_sharded: bool = False
-    row_group: int = 1
-    storage: Storage = "unit"
-    float32: bool = False
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def cut(self, max_numel: int) -> list[LocalParam]:
-        """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is
-        not split. A block is larger where a group of rows is."""
-        if self.numel <= max_numel or len(self.shape) < 2:
-            return [self]
-        rows = max(1, max_numel * self.shape[0] // self.numel // self.row_group) * self.row_group
-        starts = range(0, self.shape[0], rows)
-        return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
-
-    def _rows(self, name: str, start: int, stop: int) -> LocalParam:
-        parts = []
-        for part in self.parts:
-            assert not part.transposed
-            first, last = part.local[0]
-            a, b = max(first, start), min(last, stop)
-            if a < b:
-                base = part.region[0][0] - first
-                region = ((a + base, b + base), *part.region[1:])
-                parts.append(Part(part.name, region, ((a - start, b - start), *part.local[1:])))
-        return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
 
 
 def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
@@ -174,7 +97,7 @@ def local_params(
     table = [rows.vocabulary("embed", "model.embed_tokens.weight")] if first else []
     own_layers = parallel.layers(config.num_layers, stage)
     for layer in range(config.num_layers):
-        table += rows.layer(layer) if layer in own_layers else rows.correction(layer)
+        table += rows.layer(layer) if layer in own_layers else rows.on_every_rank(layer)
     if last:
         table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
         if head == "score":
@@ -259,14 +182,12 @@ class _TableRows:
             case Latent():
                 return self.latent(spec, hf=hf, local=local)
 
-    def correction(self, index: int) -> list[LocalParam]:
-        """Return the correction bias of a layer of another stage, if it has one."""
+    def on_every_rank(self, index: int) -> list[LocalParam]:
+        """Return what ranks of other stages hold of a layer: its correction bias, if it has one."""
         mlp = self.config.layer(index).mlp
         if isinstance(mlp, Dense) or not mlp.router.correction:
             return []
-        name = self.config.family_spec.names.correction
-        row = self.whole(f"layers.{index}.moe.correction", f"model.layers.{index}.{name}", (mlp.num_experts,))
-        return [replace(row, storage="card", float32=True)]
+        return [self.correction(mlp, hf=f"model.layers.{index}", local=f"layers.{index}.moe")]
 
     def predictor(self, index: int) -> list[LocalParam]:
         """Return the local tensors of a layer that predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section
@@ -343,8 +264,7 @@ class _TableRows:
         share = self.etp_rank * width, (self.etp_rank + 1) * width
         rows = [self.whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
         if spec.router.correction:
-            correction = self.whole(f"{local}.correction", f"{hf}.{names.correction}", (experts,))
-            rows.append(replace(correction, storage="card", float32=True))
+            rows.append(self.correction(spec, hf=hf, local=local))
         num_local = experts // self.parallel.ep
         for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
             hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
@@ -354,6 +274,11 @@ class _TableRows:
             if spec.shared.gated:
                 rows.append(self.whole(f"{local}.shared_gate", f"{hf}.{names.shared_gate}", (1, hidden)))
         return rows
+
+    def correction(self, spec: Sparse, *, hf: str, local: str) -> LocalParam:
+        name = self.config.family_spec.names.correction
+        row = self.whole(f"{local}.correction", f"{hf}.{name}", (spec.num_experts,))
+        return replace(row, storage="card", float32=True)
 
     def swiglu(
         self, hf: str, local: str, names: SwiGLUNames, *, share: tuple[int, int], expert: bool

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fusion.model.bucket_plan import BucketPlan
-from fusion.model.table import LocalParam
+from fusion.model.local_param import LocalParam
 from fusion.npu import Device
 
 

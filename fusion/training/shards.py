@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 
 from fusion.model import BucketPlan, LocalParam, ModelConfig, Parallel, plan_buckets
-from fusion.model.table import Box, Part
+from fusion.model.local_param import Box, Part
 
 _Slice = tuple[str, Box]
 """Name of a global tensor and a box of it."""

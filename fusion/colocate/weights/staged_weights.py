@@ -22,7 +22,7 @@ from fusion.colocate.weights.policy import PolicyWeights, WeightsDiffer
 from fusion.colocate.weights.route import Route
 from fusion.ep_switch import SwitchReport, weights_checksum
 from fusion.model.bucket_plan import BucketPlan
-from fusion.model.table import LocalParam
+from fusion.model.local_param import LocalParam
 from fusion.model.weights import Buckets, views_apart
 from fusion.npu import Device
 from fusion.offload import HostPool
