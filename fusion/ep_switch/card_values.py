@@ -19,18 +19,26 @@ def are_sent(plan: Plan) -> bool:
     return plan.source.card_numel > 0 and not {*plan.target.ranks} <= {*plan.source.ranks}
 
 
-def copy_card_values(
-    plan: Plan, source: Buckets | None, target: Buckets | None, *, device: Device, group: dist.ProcessGroup | None
+def values_of(plan: Plan, source: Buckets | None, device: Device) -> torch.Tensor | None:
+    """Return the source's values, or memory that receives them in the broadcast; None: this rank has no part in it."""
+    if source is not None:
+        return source.card
+    if not are_sent(plan):
+        return None
+    with device.owner("buckets"):
+        return torch.empty(plan.source.card_numel, dtype=torch.float32, device=device.torch_device)
+
+
+def copy_values(
+    plan: Plan, values: torch.Tensor | None, target: Buckets | None, group: dist.ProcessGroup | None
 ) -> None:
-    """Copy the values of the source to the target. Collective over the group where they are sent (`are_sent`).
+    """Copy ``values`` (`values_of`) to the target. Collective over the group where they are sent (`are_sent`).
 
     Raises:
         RuntimeError: the group is broken.
     """
-    values = source.card if source is not None else None
     if are_sent(plan):
-        if values is None:
-            values = torch.empty(plan.source.card_numel, dtype=torch.float32, device=device.torch_device)
+        assert values is not None
         dist.broadcast(values, src=plan.source.ranks[0], group=group)
     if target is not None and values is not None and target.card is not values:
         target.card.copy_(values)
