@@ -95,9 +95,11 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, region: Box, blocks: 
         scales: float32, of the blocks that the box touches (`BlockScales.scales`).
     """
     (top, bottom), (left, right) = region
-    by_row = (torch.arange(top, bottom) // blocks.rows) - top // blocks.rows
-    by_column = (torch.arange(left, right) // blocks.columns) - left // blocks.columns
-    return values.to(torch.float32).mul_(scales[by_row][:, by_column])
+    matrix = values.to(torch.float32)
+    by_column = torch.arange(left, right) // blocks.columns - left // blocks.columns
+    for scales_C, start in zip(scales[:, by_column], range(top - top % blocks.rows, bottom, blocks.rows), strict=True):
+        matrix[max(start - top, 0) : start - top + blocks.rows].mul_(scales_C)
+    return matrix
 
 
 def save_folder(

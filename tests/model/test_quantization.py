@@ -58,6 +58,12 @@ def quantize_folder(source: str, folder: Path, **changes: Any) -> dict[str, torc
     return tensors
 
 
+def test_every_float8_value_is_converted_exactly() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
+    found = dequantize(values, torch.ones(1, 1), ((0, 16), (0, 16)), BlockScales(16, 16))
+    assert torch.equal(found.nan_to_num(7.5), values.to(torch.float32).nan_to_num(7.5))
+
+
 @given(data=st.data(), rows=st.integers(1, 40), columns=st.integers(1, 40))
 def test_every_box_is_read_as_the_whole_matrix_bitwise(data: st.DataObject, rows: int, columns: int) -> None:
     block = BlockScales(data.draw(st.integers(1, 16)), data.draw(st.integers(1, 16)))
