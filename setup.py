@@ -2,6 +2,8 @@
 
 from setuptools import find_packages, setup
 
+LOGGERS = ["wandb", "mlflow", "swanlab", "trackio"]
+
 setup(
     name="rlfusion",
     version="0.1.0",
@@ -15,6 +17,7 @@ setup(
         "fusion.npu.fused": ["*.cpp", "*.h"],
         "fusion.rollout.drafts": ["*.cpp"],
         "fusion.costmodel.hardware": ["*.yaml"],
+        "fusion.telemetry.page": ["assets/*.js", "assets/*.css", "assets/uplot/*"],
     },
     install_requires=[
         "torch>=2.9,<2.14",
@@ -32,5 +35,10 @@ setup(
         "pyyaml",
         "lazy_loader>=0.6",
     ],
-    extras_require={"test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"]},
+    extras_require={
+        "test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "browser": ["playwright"],
+        "loggers": LOGGERS,
+        **{name: [name] for name in LOGGERS},
+    },
 )

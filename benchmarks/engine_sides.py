@@ -15,16 +15,14 @@ import torch
 from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.model.spec import GroupedQuery, Latent
 
-SHAPE = dict(
+SIZES = dict(
     vocab_size=64,
     hidden_size=128,
     intermediate_size=256,
     num_hidden_layers=4,
     num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    num_experts=8,
     num_experts_per_tok=2,
     moe_intermediate_size=128,
     norm_topk_prob=True,
@@ -34,6 +32,21 @@ SHAPE = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
+SHAPE = SIZES | dict(num_key_value_heads=2, head_dim=32, num_experts=8)
+LATENT_SHAPE = SIZES | dict(
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    n_routed_experts=8,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
+SHAPES = {"qwen3_moe": SHAPE, "deepseek_v3": LATENT_SHAPE}
+"""Family → the fields of its model"""
 PROMPT_TOKENS = 16
 
 
@@ -58,23 +71,24 @@ class PlainCpu:
         return "plain CPU"
 
 
-def build(device: Any, batch_invariant: bool) -> tuple[Any, EmbeddedEngine]:
+def build(device: Any, batch_invariant: bool, family: str = "qwen3_moe") -> tuple[Any, EmbeddedEngine]:
     """Load transformers' model and the engine from one checkpoint folder."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE)).save_pretrained(folder)
+        config = AutoConfig.for_model(family, **SHAPES[family])
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
         if device.torch_device.type not in ("cpu", "cuda"):
             hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
         mesh = Mesh.single()
         model = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=batch_invariant)
         load_weights(model, folder)
-    config = RolloutConfig(
+    rollout = RolloutConfig(
         max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
     )
-    engine = EmbeddedEngine(model, mesh, device, config=config)
+    engine = EmbeddedEngine(model, mesh, device, config=rollout)
     engine.allocate_kv()
     return hf, engine
 
@@ -162,22 +176,43 @@ def run_hf(
 
 def run_products(model: Transformer, rows: list[int]) -> None:
     """Compute the products with weight matrices of steps with these numbers of rows."""
-    config, like = model.config, model.embed
+    config = model.config
     with torch.inference_mode():
         for n in rows:
-            x = like.new_ones(n, config.hidden_size)
-            heads = like.new_ones(n, config.num_heads * config.head_dim)
             share = -(-n * config.top_k // config.num_experts)
-            routed = like.new_ones(share, config.hidden_size)
-            inner = like.new_ones(share, config.moe_intermediate_size)
             for layer in model.layers.values():
-                torch.mm(x, layer.attention.qkv.t())
-                torch.mm(heads, layer.attention.out.t())
-                torch.mm(x, layer.moe.router.t())
-                for expert in layer.moe.experts.values():
-                    torch.mm(routed, expert.gate_up.t())
-                    torch.mm(inner, expert.down.t())
-            torch.mm(x, model.lm_head.t())
+                _run_attention_products(layer.attention, n)
+                if layer.is_sparse:
+                    _multiply(layer.moe.router, n)
+                    for expert in layer.moe.experts.values():
+                        _multiply(expert.gate_up, share)
+                        _multiply(expert.down, share)
+                    mlp = layer.moe.shared
+                else:
+                    mlp = layer.mlp
+                if mlp is not None:
+                    _multiply(mlp.gate_up, n)
+                    _multiply(mlp.down, n)
+            _multiply(model.lm_head, n)
+
+
+def _run_attention_products(attention: Any, rows: int) -> None:
+    """Compute those of grouped-query attention, or of latent attention with absorbed projections."""
+    if isinstance(attention.spec, GroupedQuery):
+        _multiply(attention.qkv, rows)
+    else:
+        spec: Latent = attention.spec
+        for matrix in (attention.q_a, attention.q_b, attention.kv_a):
+            _multiply(matrix, rows)
+        by_head = attention.kv_b.unflatten(0, (spec.num_heads, -1))
+        keys, values = by_head.split([spec.nope_dim, spec.value_dim], dim=1)
+        torch.bmm(by_head.new_ones(spec.num_heads, rows, spec.nope_dim), keys)
+        torch.bmm(by_head.new_ones(spec.num_heads, rows, spec.kv_rank), values.transpose(1, 2))
+    _multiply(attention.out, rows)
+
+
+def _multiply(weight_OD: torch.Tensor, rows: int) -> None:
+    torch.mm(weight_OD.new_ones(rows, weight_OD.shape[1]), weight_OD.t())
 
 
 def timed(device: Any, work: Callable[[], None]) -> float:

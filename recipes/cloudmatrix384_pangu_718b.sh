@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Launches the training of Pangu 718B on one CloudMatrix 384 supernode: starts Ray on its hosts, starts the job in the
-# layouts that scripts/plan.py recommends, and stops Ray (recipes/several_hosts.sh). The trainer supports Qwen3 and
-# Qwen3-MoE, not Pangu yet: today use --dry-run; without it the job reports the architecture as unsupported and ends.
+# layouts that scripts/plan.py recommends, and stops Ray (recipes/several_hosts.sh). Plan and trainer read the same
+# description of the model, but the job has never run: no Ascend card was available during development.
 #   bash recipes/cloudmatrix384_pangu_718b.sh [--dry-run] (--hosts FILE | HOST...) -- model.path=FOLDER [overrides]
 #   bash recipes/cloudmatrix384_pangu_718b.sh --dry-run
 # FILE has one host per line; the first host is the head. train=LAYOUT and infer=LAYOUT before the -- choose other

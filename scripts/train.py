@@ -5,21 +5,20 @@ python scripts/train.py --cfg job …       prints the composed config and stops
 python scripts/train.py --help            lists the groups and every key with its default and meaning
 """
 
-from stalesync.stopping import describe_stop, exit_status, ignore_stops, leave_at_stops
+from stalesync.stopping import ignore_stops, leave_at_stops
 
 if __name__ == "__main__":
     leave_at_stops()  # before anything else is imported, which takes seconds
 
 import sys  # noqa: E402
-import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import NoReturn  # noqa: E402
 
 CONF = Path(__file__).resolve().parent.parent / "recipes" / "conf"
 USAGE = "usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]"
 
 
 def main() -> None:
+    from stalesync.command_line import refuse
     from stalesync.overrides import check_overrides, help_text
 
     choices = {
@@ -31,7 +30,7 @@ def main() -> None:
     try:
         check_overrides(sys.argv[1:], choices)
     except ValueError as error:
-        refuse(error)
+        refuse(USAGE, error)
     compose_and_run()
 
 
@@ -39,6 +38,7 @@ def compose_and_run() -> None:
     import hydra
     from omegaconf import OmegaConf
 
+    from stalesync.command_line import refuse, run_job
     from stalesync.config import Config
     from stalesync.overrides import register
 
@@ -51,37 +51,10 @@ def compose_and_run() -> None:
         try:
             config.validate()  # before torch and ray are loaded, so that a wrong value is refused at once
         except ValueError as error:
-            refuse(error)
-        from stalesync.ray_cluster import set_environment
-
-        set_environment(config.cluster.address)
-        from stalesync.failures import RunFailed
-        from stalesync.launch import launch
-
-        try:
-            launch(config)
-        except (ValueError, RunFailed) as error:
-            fail(f"error: {error}", error)
-        except KeyboardInterrupt as stop:
-            print(describe_stop(stop), file=sys.stderr)
-            sys.exit(exit_status(stop))
-        except Exception as error:
-            fail("".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip(), error)
+            refuse(USAGE, error)
+        run_job(config)
 
     run()
-
-
-def fail(text: str, error: Exception) -> NoReturn:
-    """Ends the process: the text on stderr, and in its last line where the run's log is; exit code 1."""
-    notes = [note for note in getattr(error, "__notes__", ()) if note not in text]
-    print(text, *notes, sep="\n", file=sys.stderr)
-    sys.exit(1)
-
-
-def refuse(error: ValueError) -> None:
-    """Ends the process as for any wrong argument: usage and error on stderr, exit code 2."""
-    print(USAGE, f"error: {error}", sep="\n", file=sys.stderr)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ simulator/   executes the same commands in virtual time, for clusters of any siz
 controller   the loop, which executes the commands, at any staleness, in any deployment; `training_run`: a whole run
 generation   controls the engines
 groups       tracks the groups in progress: trained, filtered, failed
-step_metrics accumulates one step's metrics; `sample_metrics` of its samples; `evaluation` of held-out prompts
+step_metrics accumulates one step's metrics; `sample_metrics` of its samples
+evaluation/  evaluates prompts that are not trained: when, estimates, the best checkpoint; also without a run
 samples      a sample in the controller: no tokens
-scoring      scores finished samples with one of `reward_sources`: a rule, or the reward model
+scoring      scores finished samples with one of `reward_sources`: a rule, or the reward model; `reward_terms`: what is
+             added to it
 update       runs an optimizer step on scored groups: advantages, reference, minibatches
 savepoint    files of a checkpoint other than weights and optimizer; which one to resume from, which to remove
 saving       writes a checkpoint while the run continues; `save_interval`: decides when, pure
@@ -22,7 +24,8 @@ card         one worker as a Ray actor; `card_actors`: starts them; `cards`: cal
              `placing`: assigns their ranks; `patience`: when a late one is reported and given up, pure
 engine_watch notices engines that have died; `engine_deaths`: which are replaced, pure; `engine_restarts`: replaces them
 failures     reports the root cause of a failed run; `run_log`, `process_log`: records it and every process's log
-launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal
+launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal; `command_line`:
+             for scripts
 ray_cluster  starts Ray on loopback with a token, or joins a cluster; `ray_processes`, `ray_guard`: watch and end them;
              `end_order`, `exit_status`: what ended first, and how; `ray_end`: ends a run that waits in Ray
 base_model   creates a small base model by supervised training with the same trainer

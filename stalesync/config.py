@@ -19,8 +19,10 @@ from fusion.model import ModelConfig, Parallel, check_folder
 from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
+from fusion.telemetry.loggers import check_loggers
 from fusion.telemetry.validation import Checks
 from fusion.training.config import AlgorithmConfig, TrainingConfig
+from stalesync.evaluation.config import EvalConfig
 from stalesync.prompts.config import DataConfig
 from stalesync.save_interval import SaveInterval
 
@@ -110,16 +112,19 @@ class RunConfig:
     seed: int = 0
     """Seeds the order of prompts and every sampled token; any whole number."""
     eval_prompts: int = 64
-    """Number of held-out prompts answered before the first and after the last step (`val/rewards/before` and
-    `val/rewards/after`); 0: none."""
+    """Number of held-out prompts of `data.source`, which every evaluation answers: as `held_out` besides `eval.files`;
+    0: none."""
     save_every: str = "30min"
     """Interval between checkpoints: a number of steps (10) or a time (90s, 30min, 2h), counted at the end of a step; 0:
     only after the last step. The last step is always saved."""
     keep: int = 2
-    """Number of checkpoints to keep, the newest ones; 0: all."""
+    """Number of checkpoints to keep, the newest ones, besides the best one (`eval.best`); 0: all."""
     max_engine_restarts: int = 3
     """Number of times that an engine whose process has died is replaced (cards that only generate, in the deployments
     `separate` and `hybrid`); the next death ends the run. 0: every death does."""
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Loggers of the metrics, beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio` (`pip
+    install` the library), or your own class as `module:Class` (docs/telemetry.md). []: none."""
     resume: bool = False
     """Resume from the newest checkpoint of the run with this name."""
 
@@ -138,6 +143,7 @@ class RunConfig:
             SaveInterval.parse(self.save_every)
         except ValueError as error:
             check.that("save_every", False, str(error))
+        check_loggers(self.loggers)
         check.boolean("resume")
 
 
@@ -154,6 +160,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     stalesync: StaleSyncConfig = field(default_factory=StaleSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -234,6 +241,7 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
+        self._check_evaluation()
         only_generate = {*self.deployment.generate} - {*self.deployment.train}
         if self.fusion.double_buffer and not (only_generate and self.stalesync.max_staleness):
             raise ValueError(
@@ -279,6 +287,16 @@ class Config:
                 f"reward.model: {path} has {head}; expected a Qwen3ForSequenceClassification folder with num_labels=1"
             )
         self.score_layout(model, self.deployment.reward_model)
+
+    def _check_evaluation(self) -> None:
+        held_out = self.run.eval_prompts > 0
+        self.eval.check_best(held_out)
+        temperature = self.rollout.temperature if self.eval.temperature is None else self.eval.temperature
+        if self.eval.samples > 1 and temperature == 0:
+            raise ValueError(
+                f"eval.samples={self.eval.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
+                "would be equal; eval.temperature sets another one"
+            )
 
     def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:
         world, npus = len(cards), self.cluster.npus

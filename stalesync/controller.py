@@ -307,4 +307,5 @@ def _only_starts(command: Command) -> bool:
 
 
 def _describe(sample: Sample) -> dict[str, Any]:
-    return {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
+    row = {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
+    return row | ({"terms": sample.outcome.terms} if sample.outcome.terms else {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from uuid import uuid4
 
@@ -220,19 +220,40 @@ class Generation:
             raise CardFailed(message, failure=late_rank(hanging[0], "generate", message) if hanging else None)
         log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
 
-    def answer(self, prompts: Sequence[Prompt], engines: Sequence[int]) -> dict[str, EvalAnswer]:
-        """Answers each prompt once; returns the answers by the prompt's id. For a reward model, their tokens are stored
-        in the queue, in rows that no task receives. Called while no engine runs."""
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        engines: Sequence[int],
+        *,
+        temperature: float | None = None,
+        for_model: bool = False,
+    ) -> dict[str, EvalAnswer]:
+        """Answers each prompt once; returns the answers by the prompt's id. Prompts whose ids are equal up to a slash
+        are equal, and share their KV. Called while no engine runs.
+
+        Args:
+            temperature: of sampling; None: that of the rollouts.
+            for_model: the reward model scores the answers: their tokens are stored in the queue, in rows that no task
+                receives.
+        """
         assert not self._running, "engines must be suspended before they answer"
-        load_by_prompt = {prompt.id: len(prompt.ids) for prompt in prompts}
-        requests = {prompt.id: Request(prompt.id, prompt.ids, self._sampling, group=prompt.id) for prompt in prompts}
-        rows = f"eval/{uuid4().hex}/" if self._spec.reward_model else ""
+        by_group: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_group.setdefault(prompt.id.partition("/")[0], []).append(prompt)
+        load_by_group = {group: sum(len(prompt.ids) for prompt in asked) for group, asked in by_group.items()}
+        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
+        requests = {
+            group: [Request(prompt.id, prompt.ids, sampling, group=group) for prompt in asked]
+            for group, asked in by_group.items()
+        }
+        rows = f"eval/{uuid4().hex}/" if for_model else ""
         calls: dict[int, StageCall[StageReport]] = {}
-        for engine, ids in zip(engines, assign_groups(load_by_prompt, [0] * len(engines)), strict=True):
+        for engine, groups in zip(engines, assign_groups(load_by_group, [0] * len(engines)), strict=True):
             first, *others = self._spec.engines[engine]
-            calls[first] = stage_call(Worker.answer, [requests[id] for id in ids], rows)
+            calls[first] = stage_call(Worker.answer, [one for group in groups for one in requests[group]], rows)
             calls |= {rank: stage_call(Worker.answer, [], rows) for rank in others}
         reports = self._cards.call_each(calls)
+        self._take_reports(reports)
         return {answer.id: answer for report in reports for answer in report.answers}
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:

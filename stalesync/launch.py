@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -21,14 +21,17 @@ from fusion.model import ModelConfig
 from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
 from fusion.rollout.kv_pool.pool import KVPoolSpec
-from fusion.telemetry import LiveView, RunFolder, RunReport
+from fusion.telemetry import LiveView, RunFolder, report_run
+from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
+from stalesync.evaluation.files import EvalFile, open_files, with_rewards
 from stalesync.process_log import logging_to
 from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
+from stalesync.reward_terms import Term, check_term_fields, start_terms
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
@@ -38,14 +41,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IMPORTED_LATE = """ray distqueue.client stalesync.cards stalesync.host_check stalesync.reward_sources stalesync.scoring
-stalesync.text_server stalesync.training_run""".split()
+IMPORTED_LATE = """ray distqueue.client stalesync.cards stalesync.evaluation.evaluation stalesync.host_check
+stalesync.reward_sources stalesync.scoring stalesync.text_server stalesync.training_run""".split()
 """What a run needs. Imported before it has a folder, when a signal can still end the process at once: an exception that
 a signal raises in an import may be lost, or leave half of a module"""
 
 
-def launch(config: Config) -> Path:
+def launch(config: Config, *, trains: bool = True) -> Path:
     """Runs a job to its end; returns its folder.
+
+    Args:
+        trains: whether it runs its steps; else only an evaluation of the model.
 
     Raises:
         ValueError: the config is wrong, another run has the folder, or none of its checkpoints is whole; no worker was
@@ -61,11 +67,13 @@ def launch(config: Config) -> Path:
     config = config.resolved()
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
+    opened = open_files(config, tokenizer)
     spec = worker_spec(config, model, tokenizer)
     warn_if_endless(config, spec)
     check_token(config.cluster.address)
     for name in IMPORTED_LATE:
         import_module(name)
+    loggers = find_loggers(config.run.loggers)
     with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed"}
         with holding():  # a run that has a folder reports how it ended
@@ -74,13 +82,25 @@ def launch(config: Config) -> Path:
             )
             folder.write_config(asdict(config))
             print(folder.choice)
-            stack.callback(lambda: RunReport.from_folder(folder.path, **report).show())
+            stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
             stack.enter_context(logging_to(logs.controller))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
+        folder.open_loggers(loggers, asdict(config))
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
         if rule is not None:
             check_required_fields(config.reward, rule.required_fields, source.fields)
+        terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
+        check_term_fields(config.reward, terms, source.fields)
+        num_held_out = config.run.eval_prompts
+        files = with_rewards(
+            config,
+            opened,
+            held_out=source.evaluation(num_held_out) if num_held_out else [],
+            rule=rule,
+            terms=terms,
+            start=lambda reward: stack.enter_context(RewardPool(reward)),
+        )
         _run(
             config=config,
             spec=spec,
@@ -90,6 +110,9 @@ def launch(config: Config) -> Path:
             logs=logs,
             progress=progress,
             report=report,
+            files=files,
+            terms=terms,
+            trains=trains,
         )
     return folder.path
 
@@ -104,13 +127,17 @@ def _run(
     logs: RunLog,
     progress: Progress,
     report: dict[str, Any],
+    files: Sequence[EvalFile] = (),
+    terms: Sequence[Term] = (),
+    trains: bool = True,
 ) -> None:
     from distqueue import DistQueue
     from distqueue.payload.sweep import memory
     from stalesync.cards import Cards
+    from stalesync.evaluation import Evaluation
     from stalesync.host_check import check_hosts
     from stalesync.kv_servers import kv_servers
-    from stalesync.reward_sources import ModelReward, RuleReward
+    from stalesync.reward_sources import ModelReward, RewardSource, RuleReward, WeightedReward
     from stalesync.scoring import Scorer
     from stalesync.text_server import text_server
     from stalesync.training_run import TASKS, TrainingRun
@@ -131,7 +158,7 @@ def _run(
 
         def show_report(outcome: str) -> None:
             view.__exit__(None, None, None)
-            RunReport.from_folder(folder.path, outcome=outcome).show()
+            report_run(folder.path, outcome=outcome)
             sys.stdout.flush()
 
         check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, show_report))
@@ -153,7 +180,9 @@ def _run(
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
-        reward_source = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        if terms:
+            reward_source = WeightedReward(reward_source, config.reward.title, terms)
         scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share))
         run = TrainingRun(
             config=config,
@@ -164,6 +193,12 @@ def _run(
             scorer=scorer,
             folder=folder,
             view=view,
+            evaluation=Evaluation(
+                config.eval,
+                files,
+                held_out=config.run.eval_prompts > 0,
+                max_failed_share=config.reward.max_failed_share,
+            ),
         )
         progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
         _resume(run, checkpoint, spec)
@@ -171,15 +206,16 @@ def _run(
         # Also here, because nothing below can be relied on to end when Ray has failed.
         stack.enter_context(logs.recording(progress, report, world=spec.world))
         with naming_queue(check_ray):
-            report["answers"] = run.run()
-        report["notes"] = damaged + run.notes()
-        report["next_steps"] = next_steps(config, folder)
+            report["answers"] = run.run() if trains else run.run_evaluation()
+        report["notes"] = damaged + run.notes() + folder.notes
+        report["next_steps"] = next_steps(config, folder) if trains else []
 
 
 def _resume(run: TrainingRun, checkpoint: Path | None, spec: WorkerSpec) -> None:
     """Restores the run from a checkpoint; None: empties what its folder has of an earlier start."""
     if checkpoint is None:
         run.folder.rewind(0)
+        run.folder.write_best(None)
         return
     run.restore(checkpoint)
     run.view.note(f"resuming from {checkpoint}, step {run.step}")
@@ -281,7 +317,7 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
 def next_steps(config: Config, folder: RunFolder) -> list[str]:
     return [
         f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
-        f"watch the curves: tensorboard --logdir {folder.path / 'tensorboard'}",
+        f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN",
         "long answers with every step written out: bash recipes/long_answers.sh",
         "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER",
         "your own reward: reward.path=FILE.py:FUNCTION",

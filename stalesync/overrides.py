@@ -39,6 +39,47 @@ def load(path: Path) -> Config:
     return config
 
 
+def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) -> Config:
+    """Composes a config from overrides, as `scripts/train.py` does.
+
+    Args:
+        conf: folder of the config groups.
+        overrides: `KEY=VALUE` and `GROUP=CHOICE`, which `check_overrides` accepts.
+        saved: the config that they change; None: that of `config.yaml` in ``conf``.
+
+    Raises:
+        ValueError: an override that is no value of its key, or a choice that the group does not have.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        if saved is None:
+            register()
+            with initialize_config_dir(str(conf), version_base="1.3"):
+                config: Any = compose("config", overrides=list(overrides))
+        else:
+            config = OmegaConf.structured(saved)
+            for one in OverridesParser.create().parse_overrides(list(overrides)):
+                key, value = one.key_or_group, one.value()
+                if (conf / key).is_dir():
+                    choice = conf / key / f"{value}.yaml"
+                    if not choice.is_file():
+                        has = ", ".join(sorted(path.stem for path in (conf / key).glob("*.yaml")))
+                        raise ValueError(f"{key}={value}: expected one of {has}")
+                    OmegaConf.update(config, key, OmegaConf.load(choice))
+                else:
+                    OmegaConf.update(config, key, value, merge=False)
+        composed_config = OmegaConf.to_object(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error)) from None
+    assert isinstance(composed_config, Config)
+    return composed_config
+
+
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:
     """Lists every key with its full path."""
     return list(documented_keys(node, prefix))

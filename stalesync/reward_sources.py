@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
-from fusion.rewards import RewardOutcome, RewardPool, RewardSample
+from fusion.rewards import RewardOutcome, RewardPool, combine
 from fusion.training import split_over_ranks
 from stalesync.cards import Cards
+from stalesync.reward_terms import Term, score_text
 from stalesync.samples import Sample
 from stalesync.stage_calls import calls_of_replicas, stage_call
 
@@ -34,12 +35,7 @@ class RuleReward:
         self._pool = pool
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        return self._pool.score(
-            [
-                RewardSample(sample.prompt.text, sample.response, sample.prompt.answer, sample.prompt.fields)
-                for sample in samples
-            ]
-        )
+        return score_text(self._pool, samples)
 
     def take_reports(self) -> list[StageReport]:
         return []
@@ -67,3 +63,18 @@ class ModelReward:
     def take_reports(self) -> list[StageReport]:
         reports, self._reports = self._reports, []
         return reports
+
+
+class WeightedReward:
+    """Adds ``terms`` to the reward of ``base``, which has the weight 1; ``title``: its name among them."""
+
+    def __init__(self, base: RewardSource, title: str, terms: Sequence[Term]):
+        self.concurrent = base.concurrent
+        self._base, self._title, self._terms = base, title, terms
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        parts = {self._title: (1.0, self._base(samples))}
+        return combine(parts | {term.spec.name: (term.spec.weight, term.outcomes(samples)) for term in self._terms})
+
+    def take_reports(self) -> list[StageReport]:
+        return self._base.take_reports()

@@ -148,9 +148,9 @@ class RunLog:
             report["outcome"] = "failed"
             failure = describe_failure(error, stage=progress.stage, step=progress.step, hosts=progress.hosts)
             try:
-                _add_note(error, f"every rank's log and the traceback: {self.write_failure(failure, world)}")
+                add_note(error, f"every rank's log and the traceback: {self.write_failure(failure, world)}")
             except OSError as full:
-                _add_note(error, f"{RUN_LOG} could not be written: {full}")
+                add_note(error, f"{RUN_LOG} could not be written: {full}")
             raise
 
     def write_failure(self, failure: Mapping[str, Any], world: int) -> Path:
@@ -206,7 +206,7 @@ def end_of(path: Path, max_bytes: int) -> str:
     return data.decode(errors="replace").rstrip() or "(empty)"
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    """As `BaseException.add_note`, which Python 3.10 lacks."""
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an error, once, as `BaseException.add_note`, which Python 3.10 lacks."""
     notes = getattr(error, "__notes__", ())
     error.__notes__ = [*notes, *([] if note in notes else [note])]  # type: ignore[attr-defined]

@@ -14,12 +14,20 @@ def add_sample_metrics(metrics: Metrics, samples: SampleColumns, max_response_le
     """Adds rewards and lengths of samples that were trained, filtered or failed. A response of
     ``max_response_length`` tokens counts as clipped."""
     metrics.update(reward_metrics(samples.rewards, samples.errors))
+    _add_terms(metrics, samples)
     if not samples:
         return
     metrics.spread("response_length", samples.response_tokens)
     metrics.spread("prompt_length", samples.prompt_tokens)
     clipped = sum([tokens >= max_response_length for tokens in samples.response_tokens])
     metrics.add("response_length/clip_ratio", clipped / len(samples))
+
+
+def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:
+    """Adds `critic/rewards/<name>/mean` of the parts of a reward that has several, over the scored samples."""
+    terms = [sample.outcome.terms for sample in samples.samples if sample.outcome.terms]
+    for name in terms[0] if terms else ():
+        metrics.add(f"critic/rewards/{name}/mean", sum(parts[name] for parts in terms) / len(terms), len(terms))
 
 
 def add_staleness_metrics(metrics: Metrics, samples: SampleColumns, *, version: int, max_staleness: int) -> None:

@@ -33,7 +33,10 @@ class Sample:
     def state_dict(self) -> dict[str, Any]:
         """Returns a scored sample as plain JSON, with the id of its group in place of the prompt."""
         fields = {name: getattr(self, name) for name in SAVED}
-        return fields | {"outcome": asdict(self.outcome), "group": self.prompt.id}
+        outcome = asdict(self.outcome)
+        if self.outcome.terms is None:
+            del outcome["terms"]
+        return fields | {"outcome": outcome, "group": self.prompt.id}
 
     @classmethod
     def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> Sample:

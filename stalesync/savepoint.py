@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +122,16 @@ def _set_aside(path: Path, damage: str, resumed: Path) -> str:
     return line
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Removes complete checkpoints except the last ``keep`` (0: removes none), and incomplete ones older than those. Of
-    each checkpoint, the file that marks it as complete is removed first."""
+def prune(checkpoints: Path, keep: int, spared: Container[int] = ()) -> None:
+    """Removes complete checkpoints except the last ``keep`` (0: removes none) and those of the steps ``spared``, and
+    incomplete ones older than those. Of each checkpoint, the file that marks it as complete is removed first."""
     complete = [*complete_checkpoints(checkpoints.parent)]
     if not keep or len(complete) < keep:
         return
     for path in checkpoints.glob("step-*"):
         step = step_of(path.name)
-        if step is not None and step < complete[-keep] and path.is_dir() and not path.is_symlink():
+        if step is None or step >= complete[-keep] or step in spared:
+            continue
+        if path.is_dir() and not path.is_symlink():
             (path / MARK).unlink(missing_ok=True)
             shutil.rmtree(path)

@@ -241,10 +241,14 @@ class Scorer:
         return self._source.take_reports()
 
     def score_answers(
-        self, prompts: Sequence[Prompt], answers: Mapping[str, EvalAnswer]
+        self, prompts: Sequence[Prompt], answers: Mapping[str, EvalAnswer], source: RewardSource | None = None
     ) -> list[tuple[str, RewardOutcome]]:
         """Scores one answer per prompt (by its id), in the TRAIN phase; returns text and outcome of each. Drops the
-        rows of the answers' tokens from the queue."""
+        rows of the answers' tokens from the queue.
+
+        Args:
+            source: a reward of these prompts' own, whose failures are not counted here; None: the run's.
+        """
         samples = [
             Sample(
                 id=answers[prompt.id].row or prompt.id,
@@ -255,9 +259,10 @@ class Scorer:
             )
             for prompt in prompts
         ]
-        outcomes = self._source(samples)
-        with self._changed:
-            _refuse(self._failed.observe(outcomes))
+        outcomes = (source or self._source)(samples)
+        if source is None:
+            with self._changed:
+                _refuse(self._failed.observe(outcomes))
         if rows := [answers[prompt.id].row for prompt in prompts if answers[prompt.id].row]:
             self._queue.drop(rows, EVALUATED)
         return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]

@@ -1,7 +1,7 @@
 """Run the training loop: create its components, run the steps, evaluate, save checkpoints, and report at the end.
 
-held-out answers ─► step ─► step ─┬─► step ─► … ─► held-out answers ─► notes
-                                  └─► cut ─► checkpoint, written while the next steps run
+evaluation ─► step ─► step ─┬─► step ─► evaluation ─► … ─► evaluation ─► notes
+                            └─► cut ─► checkpoint, written while the next steps run
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.telemetry import Answer, LiveView, RunFolder
+from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
 from stalesync import savepoint
 from stalesync.admission import Admission
@@ -28,7 +29,7 @@ from stalesync.control import ControlDesk
 from stalesync.controller import Controller
 from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
-from stalesync.failures import logging_errors
+from stalesync.failures import RunFailed, logging_errors
 from stalesync.garbage import collecting_seldom
 from stalesync.generation import Generation
 from stalesync.groups import Groups
@@ -36,6 +37,7 @@ from stalesync.hosts import number_hosts
 from stalesync.pacing import PaceTally
 from stalesync.prompts import PromptSource
 from stalesync.reward_history import RewardHistory
+from stalesync.run_log import add_note
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
 from stalesync.scoring import Scorer
@@ -63,9 +65,10 @@ class TrainingRun:
         scorer: Scorer,
         folder: RunFolder,
         view: LiveView,
+        evaluation: Evaluation,
     ) -> None:
         self.config, self.cards, self.queue, self.source, self.scorer = config, cards, queue, source, scorer
-        self.folder, self.view = folder, view
+        self.folder, self.view, self.evaluation = folder, view, evaluation
         self.step = 0
         self._closing = self._closed = self._logged = 0
         """Number of steps that are closed, the last one perhaps not wholly; wholly; whose metrics are logged"""
@@ -75,7 +78,7 @@ class TrainingRun:
         """Metrics of evaluations, for the next row of the log"""
         self._text_server_note = ""
         """In which step engines have lost the server through which they exchange text"""
-        stalesync, num_held_out = config.stalesync, config.run.eval_prompts
+        stalesync = config.stalesync
         ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
         self.max_samples = (stalesync.max_staleness + 1) * ledger.groups_per_step * config.algorithm.group_size
         """Maximum number of samples in progress"""
@@ -147,23 +150,27 @@ class TrainingRun:
         self.drafters, self._drafting_ranks = cards.on(spec.drafting_ranks), spec.drafting_ranks
         self._draft_starts: dict[int, int] = {}
         """Number of processes that each card that drafts had had at the last cut"""
-        self.evaluation = Evaluation(source.evaluation(num_held_out) if num_held_out else [])
         self.pace = PaceTally(spec.pace)
         self.saver = Saver()
         cards.health_checks.append(self.saver.check)
 
     def run(self) -> list[Answer]:
-        """Runs all remaining steps; returns answers to held-out prompts before and after. The cards are in the training
+        """Runs all remaining steps; returns answers of the first and the last evaluation. The cards are in the training
         phase at the start and at the end."""
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
-        self._figures, saved_at = self.evaluate("before"), time.monotonic()
+        if self.evaluation.due(self.step, last):
+            self.evaluate()
+            self._figures = self.evaluation.short_metrics("before")
+        saved_at = time.monotonic()
         with collecting_seldom(self.max_samples), self.logging_after_failure():
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:
                 self.loop.train_step(self.step + 1, close_last=self.begin_close, log_last=self.log_step)
                 self.step += 1
-                if self.step == last or interval.due(self.step, time.monotonic() - saved_at, self.saver.writing):
+                is_best = self.evaluation.due(self.step, last) and self.close_and_evaluate()
+                elapsed_s = time.monotonic() - saved_at
+                if self.step == last or is_best or interval.due(self.step, elapsed_s, self.saver.writing):
                     state, saved_at = self.close_and_cut(), time.monotonic()
                     self.save(state)
         self.saver.finish()
@@ -171,8 +178,23 @@ class TrainingRun:
             live = [ranks for engine, ranks in enumerate(self.cards.engines) if not self.cards.is_down(engine)]
             for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in live]:
                 self.cards.wait(stage)
-        self.scorer.check_failed()
+        self.check_rewards()
         return self.evaluation.answers()
+
+    def run_evaluation(self) -> list[Answer]:
+        """Evaluates the weights that the run begins with, and runs no step."""
+        self.evaluate()
+        self.check_rewards()
+        return []
+
+    def check_rewards(self) -> None:
+        """Judges the rewards at the end of the run.
+
+        Raises:
+            RewardsFailed: too many failed.
+        """
+        self.scorer.check_failed()
+        self.evaluation.check_failed()
 
     def begin_close(self) -> None:
         """Begins to close the last step, unless that is done: to acknowledge its samples."""
@@ -193,12 +215,21 @@ class TrainingRun:
             self.close_step()
             self.log(self._metrics)
 
+    def close_and_evaluate(self) -> bool:
+        """Closes the last step, with an evaluation after it; returns whether it is the best so far."""
+        self.close_step()
+        start = time.perf_counter()
+        is_best, metrics = self.evaluate()
+        if metrics:
+            self._figures |= metrics | {"timing_s/testing": time.perf_counter() - start}
+        if self.step == self.config.run.steps:
+            self._figures |= self.evaluation.short_metrics("after")
+        return is_best
+
     def close_and_cut(self) -> dict[str, Any]:
-        """Closes the last step, with a cut; after the last one of the run, with an evaluation before it."""
+        """Closes the last step, with a cut."""
         self.close_step()
         with self.logging_after_failure():
-            if self.step == self.config.run.steps:
-                self._figures |= self.evaluate("after")
             state = self.cut()
         self.log_step()
         return state
@@ -227,22 +258,43 @@ class TrainingRun:
         self.folder.log(self.step, {**metrics, **figures, **self.saver.metrics()})
         self.view.update(self.step, metrics)
 
-    def evaluate(self, when: str) -> dict[str, float]:
-        """Answers the held-out prompts once with the current weights; returns `val/rewards/<when>`.
+    def evaluate(self) -> tuple[bool, dict[str, float]]:
+        """Evaluates the current weights and records the results; returns whether they are the best so far, and metrics.
 
-        Noise is keyed by the prompt, so two evaluations differ only by the weights. The answers are never trained: no
-        task of the queue receives them.
+        Noise is keyed by the prompt and the answer's number, so two evaluations differ only by the weights. The answers
+        are never trained: no task of the queue receives them. Unfinished samples are suspended, as for a cut, and
+        every file is answered by itself, so that its batches do not depend on other files.
         """
-        if not self.evaluation.prompts:
-            return {}
+        if not self.evaluation.files:
+            return False, {}
+        self.loop.settle()
+        config, asked = self.evaluation.config, {}
         with self.step_metrics.excluded():
-            self.loop.stop()
             self.loop.execute(Publish(self.admission.ledger.version))
-            answers = self.generation.answer(self.evaluation.prompts, self.desk.share.engines)
+            self.view.phase("evaluate")
+            for file in self.evaluation.files:
+                for_model = file.pool is None and self.config.reward.kind == "model"
+                try:
+                    asked[file.name] = self.generation.answer(
+                        file.asked(config.samples),
+                        self.desk.share.engines,
+                        temperature=config.temperature,
+                        for_model=for_model,
+                    )
+                except RunFailed as error:
+                    add_note(error, f"evaluation of {file.describe()} after step {self.step}")
+                    raise
             self.loop.execute(SwitchToTrain())
-            self.evaluation.score(self.scorer, answers, when)
+            results = [
+                self.evaluation.score(file, self.scorer, asked[file.name], self.step) for file in self.evaluation.files
+            ]
             self.step_metrics.take(self.scorer.take_reports())
-        return self.evaluation.metrics(when)
+        is_best = self.evaluation.history.add(results)
+        metrics = {name: value for result in results for name, value in result.metrics().items()}
+        self.folder.log_evaluation(self.step, [result.row() for result in results], metrics)
+        when = f"after step {self.step}" if self.step else "before the first step"
+        self.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")
+        return is_best, metrics
 
     def cut(self) -> dict[str, Any]:
         """Pauses the run for a consistent snapshot of weights, queue and controller, for `save`. The cards' state is
@@ -263,7 +315,7 @@ class TrainingRun:
         """Writes a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
         steps run. The cards hash what they write; the manifest of all files is written last."""
         target, export, as_json = self.checkpoint, str(self.folder.hf), json.dumps(state)
-        starts = self._draft_starts
+        starts, best, chosen = self._draft_starts, self.evaluation.best(), self.evaluation.history.best
 
         def write() -> None:
             self.trainers.call(Worker.save, str(target / savepoint.TRAINER), export)
@@ -271,7 +323,9 @@ class TrainingRun:
                 if ranks := self._unchanged(starts):
                     self.cards.on(ranks).call(Worker.save_drafts, str(target / savepoint.DRAFTS))
             savepoint.finish(target, as_json)
-            savepoint.prune(target.parent, self.config.run.keep)
+            if best is not None:
+                self.folder.write_best(best)
+            savepoint.prune(target.parent, self.config.run.keep, spared=chosen[:1] if chosen else ())
 
         self.saver.begin(write)
 
@@ -287,6 +341,9 @@ class TrainingRun:
         """Resumes from a checkpoint. The queue must have been created from the checkpoint's queue."""
         self.load_state_dict(savepoint.read(checkpoint))
         self.folder.rewind(self.step)
+        saved = complete_checkpoints(self.folder.path)
+        self.evaluation.history.restore(self.folder.evaluations(), self.evaluation.digests, saved)
+        self.folder.write_best(self.evaluation.best())
         self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER))
         if self.config.rollout.drafts_history:
             self.generators.call(Worker.restore_drafts, str(checkpoint / savepoint.DRAFTS))

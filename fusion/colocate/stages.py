@@ -102,7 +102,8 @@ class StageLog:
 
     def record_memory(self, phase: str) -> None:
         """Records the memory by owner now, and the stage's peak, as those of ``phase``."""
-        self._ledger.record(phase, self.device.memory_by_owner(), self.device.memory().peak_allocated)
+        memory = self.device.memory()
+        self._ledger.record(phase, self.device.memory_by_owner(), memory.peak_allocated, capacity=memory.capacity)
 
     def report(
         self,

@@ -6,14 +6,13 @@ from .search import Estimate as Estimate
 from .search import Ranking as Ranking
 from .search import estimate as estimate
 from .search import rank as rank
+from .segments import Side as Side
 from .setup import Setup as Setup
 from .setup import Workload as Workload
 from .shape import Shape as Shape
-from .shape import boxes as boxes
 from .switch_time import Switch as Switch
 from .switch_time import published as published
 from .switch_time import to_infer as to_infer
 from .switch_time import to_train as to_train
-from .traffic import Side as Side
 from .traffic import Traffic as Traffic
 from .traffic import switch_traffic as switch_traffic

@@ -12,12 +12,12 @@ layouts. Each phase is that of a die of the pipeline stage where the phase is la
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from fusion.costmodel.setup import Setup
-from fusion.costmodel.shape import Layer, Shape
+from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
+from fusion.model.spec import Dense, LayerSpec, Sparse
 from fusion.npu.memory import OWNERS
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
@@ -66,16 +66,14 @@ class Memory:
 def stage_weights(shape: Shape, parallel: Parallel, stage: int) -> StageWeights:
     """Counts the elements of the weights on a die of a pipeline stage."""
     dense = expert = 0
-    here = [shape.layers[i] for i in parallel.layers(len(shape.layers), stage)]
-    times = Counter(map(id, here))  # layers of a kind are one object
-    for layer in {id(layer): layer for layer in here}.values():
-        dense += times[id(layer)] * _dense_elements(layer, shape, parallel)
-        expert += times[id(layer)] * (layer.numel["expert"] // (parallel.ep * parallel.etp))
+    for kind, layers in shape.kinds_of_stage(parallel, stage).items():
+        dense += layers * shape.held(kind, parallel.tp)
+        expert += layers * (shape.routed_of(kind) // (parallel.ep * parallel.etp))
     last = stage == parallel.pp - 1
     if stage == 0 or (last and shape.tied):
-        dense += shape.embed.numel // parallel.tp
+        dense += shape.held("embed", parallel.tp)
     if last:
-        dense += sum(t.numel // (parallel.tp if t.cut == "tp" else 1) for t in shape.head)
+        dense += shape.held("head", parallel.tp)
     return StageWeights(dense, expert)
 
 
@@ -84,17 +82,14 @@ def largest_weight_bytes(shape: Shape, parallel: Parallel) -> int:
     return WEIGHT_BYTES * max(stage_weights(shape, parallel, stage).numel for stage in range(parallel.pp))
 
 
-def _dense_elements(layer: Layer, shape: Shape, parallel: Parallel) -> int:
-    kv = layer.numel["kv"] // min(parallel.tp, shape.kv_heads) if shape.kv_heads else 0
-    return layer.numel["whole"] + layer.numel["tp"] // parallel.tp + kv
-
-
 def estimate_memory(setup: Setup) -> Memory:
     """Estimates the HBM of every phase, and the capacity of the KV cache."""
     shape, train, infer = setup.shape, setup.train, setup.infer
-    stages = [_train_stage(setup, stage) for stage in range(train.pp)]
+    stages = [training_bytes(setup, stage) for stage in range(train.pp)]
     training = max(stages, key=lambda owners: sum(owners.values()))
-    generating = max([_infer_stage(setup, stage) for stage in range(infer.pp)], key=lambda owners: sum(owners.values()))
+    generating = max(
+        [generation_bytes(setup, stage) for stage in range(infer.pp)], key=lambda owners: sum(owners.values())
+    )
     states = max(stage_weights(shape, train, stage).states_bytes(train) for stage in range(train.pp))
     weights = [largest_weight_bytes(shape, side) for side in (train, infer)]
     stays = states if setup.shared and setup.fusion.offload == "none" else 0
@@ -120,7 +115,8 @@ def estimate_memory(setup: Setup) -> Memory:
     )
 
 
-def _train_stage(setup: Setup, stage: int) -> dict[str, float]:
+def training_bytes(setup: Setup, stage: int) -> dict[str, float]:
+    """Estimates the bytes by owner of a die of a pipeline stage while it trains."""
     shape, train = setup.shape, setup.train
     weights = stage_weights(shape, train, stage)
     states = weights.states_bytes(train)
@@ -132,11 +128,12 @@ def _train_stage(setup: Setup, stage: int) -> dict[str, float]:
     }
 
 
-def _infer_stage(setup: Setup, stage: int) -> dict[str, float]:
+def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
+    """Estimates the bytes by owner of a die of a pipeline stage while it generates, without KV cache."""
     shape, infer, rollout = setup.shape, setup.infer, setup.rollout
-    layers = [shape.layers[i] for i in infer.layers(len(shape.layers), stage)]
-    working = max(layer_bytes(shape, layer, infer, tokens=rollout.max_batch_tokens) for layer in layers)
-    logits = rollout.max_seqs * shape.vocab_size // infer.tp * 8 if stage == infer.pp - 1 else 0
+    kinds = [shape.kinds[kind] for kind in shape.kinds_of_stage(infer, stage)]
+    working = max(layer_bytes(shape, kind, infer, tokens=rollout.max_batch_tokens) for kind in kinds)
+    logits = rollout.max_seqs * shape.config.vocab_size // infer.tp * 8 if stage == infer.pp - 1 else 0
     return {"weights": WEIGHT_BYTES * stage_weights(shape, infer, stage).numel, "activations": working + logits}
 
 
@@ -144,21 +141,22 @@ def _training_activations(setup: Setup, stage: int) -> float:
     """Bytes of activations: 1F1B keeps one micro-batch per stage from this one on; with recomputation only the inputs
     of layers."""
     shape, train, tokens = setup.shape, setup.train, setup.training.token_budget
-    layers = [shape.layers[i] for i in train.layers(len(shape.layers), stage)]
-    working = [layer_bytes(shape, layer, train, tokens=tokens) for layer in layers]
+    kinds = shape.kinds_of_stage(train, stage)
+    working = [layer_bytes(shape, shape.kinds[kind], train, tokens=tokens) for kind in kinds.elements()]
     in_flight = train.pp - stage
-    inputs = 2 * tokens // train.tp * shape.hidden_size * len(layers)
+    inputs = 2 * tokens // train.tp * shape.config.hidden_size * len(working)
     kept = inputs + max(working) / in_flight if setup.training.recompute else inputs + sum(working)
-    logits = tokens * shape.vocab_size // train.tp * LOGIT_BYTES if stage == train.pp - 1 else 0
+    logits = tokens * shape.config.vocab_size // train.tp * LOGIT_BYTES if stage == train.pp - 1 else 0
     return in_flight * kept + max(working) + logits
 
 
-def layer_bytes(shape: Shape, layer: Layer, parallel: Parallel, tokens: int) -> float:
+def layer_bytes(shape: Shape, layer: LayerSpec, parallel: Parallel, tokens: int) -> float:
     """Bytes of the bf16 tensors that one layer keeps for ``tokens`` tokens of a data-parallel rank, on one die."""
-    d, rows = shape.hidden_size, tokens / parallel.tp
-    attention = rows * (4 * d + 2 * shape.qkv_width)
-    if layer.experts:
-        mlp = rows * shape.top_k * (2 * d + 3 * shape.expert_width / parallel.etp)
-    else:
-        mlp = rows * 3 * shape.mlp_width
+    d, rows = shape.config.hidden_size, tokens / parallel.tp
+    attention = rows * (4 * d + 2 * shape.attention.width)
+    match layer.mlp:
+        case Sparse(width=width, router=router):
+            mlp = rows * router.top_k * (2 * d + 3 * width / parallel.etp)
+        case Dense(width=width):
+            mlp = rows * 3 * width
     return 2 * (attention + mlp)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
-from fusion.costmodel.layouts import misfit
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import Line, Roofline, Work, attention_pairs
@@ -89,7 +88,7 @@ class Pace:
         Raises:
             ValueError: it cannot, with both numbers.
         """
-        if wrong := misfit(parallel, self.shape):
+        if wrong := parallel.misfit(self.shape.config):
             raise ValueError(f"device.pace={self.shape.name} does not fit {key}: {wrong}")
 
     def run_seconds(self, modelled_s: float) -> float:
@@ -149,15 +148,18 @@ class EngineCost:
         kv = (sum(load.decode_contexts) + sum(load.first_token_contexts) * (scale - 1) / scale) * scale
         (drafted, drafted_pairs), (tokens, attended) = (
             (sum(count for count, _ in chunks), sum(attention_pairs(*chunk) for chunk in chunks) * scale)
-            for chunks in (load.drafts, load.drafts + load.prefill_chunks)
+            for chunks in (load.drafts, load.prefill_chunks)
         )
         decode, ideal = Work(0.0), 0.0
         if batch:
             decode = roofline.decode_step(batch, kv) * scale
             if drafted:
-                decode = roofline.engine_step(batch, kv, prefill_tokens=drafted, attended=drafted_pairs) * scale
+                decode = roofline.engine_step(batch, kv, prefill_tokens=drafted, drafted_pairs=drafted_pairs) * scale
             ideal = roofline.ideal_decode_s(batch, kv, self.full_batch) * scale
-            both = roofline.engine_step(batch, kv, prefill_tokens=tokens, attended=attended) * scale
+            both = roofline.engine_step(
+                batch, kv, prefill_tokens=drafted + tokens, attended=attended, drafted_pairs=drafted_pairs
+            )
+            both *= scale
             prefill = both.seconds - decode.seconds
         else:
             prefill = roofline.prefill(tokens * scale, attended * scale).seconds
@@ -183,8 +185,8 @@ class EngineCost:
         pairs = batch * attention_pairs(drafted) * scale
         return [
             (
-                self.pace.run_seconds((line.fixed + line.per_pair * pairs) * scale),
-                self.pace.run_seconds((line.per_pair * (1 + drafted) + line.per_kv) * scale * scale),
+                self.pace.run_seconds((line.fixed + line.per_decoded * pairs) * scale),
+                self.pace.run_seconds((line.per_decoded * (1 + drafted) + line.per_kv) * scale * scale),
             )
             for line in self.lines(batch * (1 + drafted))
         ]

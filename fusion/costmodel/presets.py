@@ -9,7 +9,7 @@ import yaml
 
 from fusion.costmodel.hardware import Hardware, hardware_named
 from fusion.costmodel.shape import Shape
-from fusion.model.stored import read_json
+from fusion.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
         raise ValueError(f"{key} is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
     if name in known:
         preset = yaml.safe_load((folder / f"{name}.yaml").read_text())
-        shape = Shape.from_hf(name, preset["config"], key)
-        return Preset(shape, (f"source: {preset['source'].strip()}", f"inferred: {preset['inferred'].strip()}"))
+        config = ModelConfig.from_hf(preset["config"], key=f"{key}={name}").without_predictors
+        notes = f"source: {preset['source'].strip()}", f"inferred: {preset['inferred'].strip()}"
+        return Preset(Shape(name, config), notes)
     if (Path(name) / "config.json").is_file():
-        return Preset(Shape.from_hf(Path(name).name, read_json(Path(name) / "config.json"), key))
+        return Preset(Shape(Path(name).name, ModelConfig.from_hf(name, key=f"{key}={name}").without_predictors))
     raise ValueError(f"{key}={name!r}: expected one of {', '.join(known)}, or a Hugging Face folder")
 
 

@@ -59,15 +59,16 @@ class Work:
 
 
 class Line(NamedTuple):
-    """A bound of an engine step's seconds: ``fixed`` + ``per_pair`` x (KV tokens + attended pairs of prefill) +
-    ``per_kv`` x KV tokens."""
+    """A bound of an engine step's seconds: ``fixed`` + ``per_attended`` x pairs of prefill + ``per_decoded`` x pairs of
+    decoding, of which there is one for each KV token, + ``per_kv`` x KV tokens."""
 
     fixed: float
-    per_pair: float
+    per_attended: float
+    per_decoded: float
     per_kv: float
 
     def __call__(self, kv_tokens: float, attended: float = 0.0) -> float:
-        return self.fixed + self.per_pair * (kv_tokens + attended) + self.per_kv * kv_tokens
+        return self.fixed + self.per_attended * attended + (self.per_decoded + self.per_kv) * kv_tokens
 
 
 def attention_pairs(count: float, before: float = 0.0) -> float:
@@ -95,10 +96,9 @@ class Roofline:
         self._stages = [self._stage(stage) for stage in range(parallel.pp)]
         here = max((stage_weights(shape, parallel, stage) for stage in range(parallel.pp)), key=lambda w: w.numel)
         self._held, self._states = here.numel, here.states_bytes(parallel)
-        self._kv_bytes = shape.kv_elements_of_rank(parallel.tp) * WEIGHT_BYTES
-        # Operations per pair: 4 per query channel; for MLA 2 x (192 + 128), where `qkv_width` counts 2 x 192 + 128.
-        width = 4 * (shape.qkv_width - shape.kv_elements) if shape.kv_heads else 1.25 * shape.qkv_width
-        self._pair_flops = width / parallel.tp
+        self._kv_bytes = shape.attention.kv_elements_of_rank(parallel.tp) * WEIGHT_BYTES
+        self._pair_flops = shape.attention.pair_flops / parallel.tp
+        self._decode_pair_flops = shape.attention.decode_pair_flops / parallel.tp
 
     def decode_step(self, sequences: float, kv_tokens: float) -> Work:
         """Costs one token for each sequence; ``kv_tokens``: tokens in the cache, summed over the sequences."""
@@ -110,13 +110,24 @@ class Roofline:
         return self.engine_step(0, 0, tokens / chunks, attended=attended / chunks) * chunks if chunks else Work(0.0)
 
     def engine_step(
-        self, sequences: float, kv_tokens: float, prefill_tokens: float = 0.0, attended: float = 0.0
+        self,
+        sequences: float,
+        kv_tokens: float,
+        prefill_tokens: float = 0.0,
+        attended: float = 0.0,
+        drafted_pairs: float = 0.0,
     ) -> Work:
-        """Costs a step that decodes and prefills: the weights are read once for both."""
-        tokens = sequences + prefill_tokens
+        """Costs a step that decodes and prefills: the weights are read once for both.
+
+        Args:
+            prefill_tokens: of prompts, and of drafts to verify.
+            attended: `attention_pairs` of the tokens of prompts.
+            drafted_pairs: those of drafts, which attend as decoded tokens do.
+        """
+        tokens, decoded = sequences + prefill_tokens, kv_tokens + drafted_pairs
         total = Work(self.exchanges * self.hardware.collective_s.value + self._launches)
         for stage in self._stages:
-            flops = self._flops(stage, tokens, kv_tokens + attended)
+            flops = self._flops(stage, tokens, attended, decoded_pairs=decoded)
             read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
             read += (kv_tokens + tokens) * self._kv_bytes * stage.layers
             total += self._bound(flops, read, self.hardware.forward_reached.value)
@@ -131,14 +142,15 @@ class Roofline:
         memory = 1 / hardware.hbm_bytes_per_s.value
         fixed = self.exchanges * hardware.collective_s.value + self._launches
         fixed += sum(self._links(stage, tokens, passes=1).seconds for stage in self._stages)
-        lines = [Line(fixed, 0.0, 0.0)]
+        lines = [Line(fixed, 0.0, 0.0, 0.0)]
         for stage, count in Counter(self._stages).items():
             flops = count * compute * self._flops(stage, tokens, 0.0)
             read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
             read = count * memory * (read + tokens * self._kv_bytes * stage.layers)
+            pairs_s = count * compute * stage.layers
             bounds = (
-                Line(flops, count * compute * self._pair_flops * stage.layers, 0.0),
-                Line(read, 0.0, count * memory * self._kv_bytes * stage.layers),
+                Line(flops, pairs_s * self._pair_flops, pairs_s * self._decode_pair_flops, 0.0),
+                Line(read, 0.0, 0.0, count * memory * self._kv_bytes * stage.layers),
             )
             lines = [Line(*map(sum, zip(line, bound, strict=True))) for line in lines for bound in bounds]
         return tuple(lines)
@@ -173,21 +185,22 @@ class Roofline:
     def experts_read(self, tokens: float) -> float:
         """Estimates the share of a die's experts that any token of its group is routed to:
         1 - (1 - k/E)^(tokens of the group)."""
-        if not self.shape.experts:
+        config = self.shape.config
+        if not config.num_experts:
             return 0.0
-        return 1 - (1 - self.shape.top_k / self.shape.experts) ** (tokens * self._expert_tokens_per_token)
+        return 1 - (1 - config.top_k / config.num_experts) ** (tokens * self._expert_tokens_per_token)
 
     @property
     def exchanges(self) -> float:
         """Number of exchanges in one pass of all stages, in latencies of one between all dies."""
-        sparse, layers = sum(stage.sparse for stage in self._stages), len(self.shape.layers)
+        sparse, layers = sum(stage.sparse for stage in self._stages), self.shape.config.num_layers
         parallel = self.parallel
         expert = 2.0 * sparse if parallel.ep * parallel.etp > 1 else 0.0
         return expert + (2 * layers * TP_LATENCY if parallel.tp > 1 else 0.0) + (parallel.pp - 1) * TP_LATENCY
 
     @property
     def _launches(self) -> float:
-        return len(self.shape.layers) * self.hardware.layer_s.value
+        return self.shape.config.num_layers * self.hardware.layer_s.value
 
     @property
     def _expert_tokens_per_token(self) -> float:
@@ -215,11 +228,14 @@ class Roofline:
             link_bytes=longest.link_bytes,
         )
 
-    def _flops(self, stage: _Stage, tokens: float, attended: float, expert_load: float = 1.0) -> float:
-        routed = 0.0
-        if self.shape.experts:
-            routed = stage.experts * self._expert_tokens_per_token * self.shape.top_k / self.shape.experts * expert_load
-        return 2 * tokens * (stage.dense + routed) + attended * self._pair_flops * stage.layers
+    def _flops(
+        self, stage: _Stage, tokens: float, attended: float, expert_load: float = 1.0, decoded_pairs: float = 0.0
+    ) -> float:
+        routed, config = 0.0, self.shape.config
+        if config.num_experts:
+            routed = stage.experts * self._expert_tokens_per_token * config.top_k / config.num_experts * expert_load
+        pairs = attended * self._pair_flops + decoded_pairs * self._decode_pair_flops
+        return 2 * tokens * (stage.dense + routed) + pairs * stage.layers
 
     def _bound(self, flops: float, read: float, reached: float) -> Work:
         hardware = self.hardware
@@ -227,11 +243,11 @@ class Roofline:
         return Work(seconds, flops, read)
 
     def _links(self, stage: _Stage, tokens: float, passes: int, expert_load: float = 1.0) -> Work:
-        parallel, shape = self.parallel, self.shape
+        parallel, config = self.parallel, self.shape.config
         experts = parallel.ep * parallel.etp
-        row = tokens * shape.hidden_size * WEIGHT_BYTES * passes
+        row = tokens * config.hidden_size * WEIGHT_BYTES * passes
         tp = 4 * stage.layers * row * (parallel.tp - 1) / parallel.tp
-        ep = 2 * stage.sparse * shape.top_k * expert_load * row / parallel.tp * (1 - 1 / experts)
+        ep = 2 * stage.sparse * config.top_k * expert_load * row / parallel.tp * (1 - 1 / experts)
         pp = row / parallel.tp if parallel.pp > 1 else 0.0
         speed = (
             group_bytes_per_s(self.hardware, parallel.tp),
@@ -242,8 +258,8 @@ class Roofline:
 
     def _stage(self, number: int) -> _Stage:
         shape, parallel = self.shape, self.parallel
-        layers = [shape.layers[i] for i in parallel.layers(len(shape.layers), number)]
+        layers = parallel.layers(shape.config.num_layers, number)
         here = stage_weights(shape, parallel, number)
         looked_up = number == 0 and (parallel.pp > 1 or not shape.tied)
-        dense = here.dense - (shape.embed.numel // parallel.tp if looked_up else 0)
-        return _Stage(len(layers), sum(layer.experts > 0 for layer in layers), dense, experts=here.expert)
+        dense = here.dense - (shape.held("embed", parallel.tp) if looked_up else 0)
+        return _Stage(len(layers), len(shape.config.sparse(layers)), dense, experts=here.expert)

@@ -13,7 +13,6 @@ from itertools import product
 from math import gcd, lcm
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.layouts import misfit
 from fusion.costmodel.memory import WEIGHT_BYTES, Memory, estimate_memory, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.step_time import generate_s, reference_s, train_s
@@ -216,7 +215,7 @@ def _outermost(hardware: Hardware, dies: int) -> int:
 
 def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel]:
     """Lists the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation."""
-    shape, node = setup.shape, setup.hardware.topology.ranks_per_node
+    config, node = setup.shape.config, setup.hardware.topology.ranks_per_node
     tps = [n for n in (1, 2, 4, 8, 16) if n <= node and world % n == 0]
     pps = [n for n in range(1, 17) if world % n == 0] if training else [1]
     eps = [n for n in (1, 2, 4, 8, 16, 32, 64, 96, 128, 256) if world % n == 0]
@@ -224,6 +223,6 @@ def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel
     for tp, pp, ep in product(tps, pps, eps):
         if world // pp % tp == 0 and world // pp % ep == 0:
             parallel = Parallel(world, tp=tp, ep=ep, pp=pp)
-            if misfit(parallel, shape) is None:
+            if parallel.misfit(config) is None:
                 layouts.append(parallel)
     return layouts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.segments import Side
 from fusion.costmodel.shape import Shape
-from fusion.costmodel.traffic import Side
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 

@@ -33,25 +33,26 @@ def train_s(setup: Setup) -> float:
     tokens, passes = setup.workload.tokens, 4 if setup.training.recompute else 3
     spread = train.ep * train.etp
     load = expert_load_factor(shape, train)
-    routed = shape.routed * shape.top_k / max(1, shape.experts)
+    config = shape.config
+    routed = shape.routed * config.top_k / max(1, config.num_experts)
     parameters = shape.active + routed * (load - 1)
     compute = 2 * passes * parameters * tokens / (train.world * hardware.flops.value * hardware.train_reached.value)
-    count = len(shape.layers)
+    count = config.num_layers
     longest = len(train.layers(count, 0)) * train.pp / count
     micro_batches = max(1.0, tokens / train.dp / setup.training.token_budget)
     bubble = 1 + (train.pp - 1) / micro_batches
-    per_die = tokens / train.dp * len(train.layers(count, 0)) * shape.hidden_size * WEIGHT_BYTES * passes
+    per_die = tokens / train.dp * len(train.layers(count, 0)) * config.hidden_size * WEIGHT_BYTES * passes
     tp = 4 * per_die * (train.tp - 1) / train.tp / group_bytes_per_s(hardware, train.tp)
-    sparse = sum(layer.experts > 0 for layer in shape.layers) / count
-    ep = 2 * shape.top_k * sparse * load * per_die / train.tp * (1 - 1 / spread) / group_bytes_per_s(hardware, spread)
+    sparse = config.num_sparse_layers / count
+    ep = 2 * config.top_k * sparse * load * per_die / train.tp * (1 - 1 / spread) / group_bytes_per_s(hardware, spread)
     return (compute * longest + tp + ep) * bubble
 
 
 def expert_load_factor(shape: Shape, parallel: Parallel) -> float:
     """Estimates the load of the die whose experts get the most tokens, relative to the mean."""
-    if not shape.experts or parallel.ep == 1:
+    if not shape.config.num_experts or parallel.ep == 1:
         return 1.0
-    return 1 + EXPERT_SPREAD * sqrt(2 * log(parallel.ep) * parallel.ep / shape.experts)
+    return 1 + EXPERT_SPREAD * sqrt(2 * log(parallel.ep) * parallel.ep / shape.config.num_experts)
 
 
 def generate_s(setup: Setup, kv_tokens: int) -> float:
@@ -69,10 +70,10 @@ def generate_s(setup: Setup, kv_tokens: int) -> float:
     waves = max(1.0, sequences / room)
     weights = largest_weight_bytes(shape, infer)
     cached = min(sequences, room) * (work.prompt + work.response / 2) * shape.kv_bytes(infer.tp, infer.pp)
-    sparse = sum(layer.experts > 0 for layer in shape.layers) if infer.ep > 1 else 0
+    layers, sparse = shape.config.num_layers, shape.config.num_sparse_layers if infer.ep > 1 else 0
     read = (weights + cached) * infer.pp / hardware.hbm_bytes_per_s.value
-    exchanges = 2 * sparse + (2 * len(shape.layers) if infer.tp > 1 else 0) / 8
-    launches = len(shape.layers) * hardware.layer_s.value
+    exchanges = 2 * sparse + (2 * layers if infer.tp > 1 else 0) / 8
+    launches = layers * hardware.layer_s.value
     return waves * work.longest * (read + exchanges * hardware.collective_s.value + launches)
 
 

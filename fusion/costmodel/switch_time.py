@@ -146,9 +146,9 @@ def published(setup: Setup) -> dict[str, float]:
     shape, train, hardware = setup.shape, setup.train, setup.hardware
     slowest = hardware.link_bytes_per_s(LEVELS.index("supernode"))
     here = largest_weight_bytes(shape, train)
-    tensors = sum(len(layer.tensors) for layer in shape.layers)
+    tensors = sum(shape.num_tensors(kind) for kind in shape.kind_of)
     reshard = _gathered_bytes(shape, train) / slowest + 2 * tensors * hardware.collective_s.value
-    experts = max(layer.numel["expert"] for layer in shape.layers) * WEIGHT_BYTES
+    experts = max(shape.routed_of(kind) for kind in shape.kind_of) * WEIGHT_BYTES
     out = here * (1 / hardware.out_bytes_per_s.value + 2 / hardware.host_copy_bytes_per_s.value)
     back = here / hardware.back_bytes_per_s.value
     return {"reshard": reshard, "offload": out + back + (here + experts) / hardware.unmap_bytes_per_s.value}

@@ -1,8 +1,7 @@
 """Computes the bytes that every die sends and receives in a switch: exact, vectorised over hundreds of dies.
 
-Layers in the same pair of pipeline stages move alike, and so do all tensors with the same cut: their bytes are summed
-first. This leaves a few segments (ranges of a cut dimension that neither layout divides), each with two rows over the
-dies: who holds it before, who needs it after. Bytes are linear in the segments, so the sums approximate nothing.
+The model is divided into segments (`fusion.costmodel.segments`). Bytes are linear in them, so their sums approximate
+nothing.
 
 The rules are those of the switch plan (`fusion.ep_switch.plan`):
 1. bytes that a die holds already are not sent; every other byte arrives once on every die that needs it;
@@ -16,31 +15,15 @@ The rules are those of the switch plan (`fusion.ep_switch.plan`):
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
 
 import numpy as np
 
-from fusion.costmodel.shape import Cut, Shape, share
+from fusion.costmodel.segments import Array, Side, groups, segments
+from fusion.costmodel.shape import Shape
 from fusion.ep_switch.topology import LEVELS, Topology
-from fusion.model import Parallel
 
-Array = np.ndarray
 BALANCE_ROUNDS = 12
-
-
-@dataclass(frozen=True)
-class Side:
-    """One end of a switch: a layout on the dies ``first``, ``first`` + 1, …"""
-
-    parallel: Parallel
-    first: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.first + self.parallel.world
 
 
 @dataclass(frozen=True)
@@ -58,100 +41,14 @@ class Traffic:
         return float(self.received.sum())
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Tensors with the same cut, in the same stages of both layouts."""
-
-    cut: Cut
-    nbytes: int
-    source_stages: tuple[int, ...]
-    target_stages: tuple[int, ...]
-
-
 def switch_traffic(shape: Shape, source: Side, target: Side, topology: Topology, itemsize: int = 2) -> Traffic:
     """Computes the bytes of a switch from one layout to another; ``itemsize``: bytes of an element on the wire."""
     dies = max(source.end, target.end)
     ledger = _Ledger(dies, topology)
-    for group in _groups(shape, source.parallel, target.parallel, itemsize=itemsize):
-        width, hold, need = _segments(shape, group, source, target=target, dies=dies)
-        same_storage = _same_storage(group.cut, source.parallel, target.parallel)
-        ledger.add(group.nbytes * width, hold, need, same_storage=same_storage)
+    for group, numel in groups(shape, source.parallel, target.parallel).items():
+        width, hold, need = segments(group, source, target=target, dies=dies)
+        ledger.add(numel * itemsize * width, hold, need, same_storage=group.tensors.same_storage)
     return ledger.close()
-
-
-def _groups(shape: Shape, source: Parallel, target: Parallel, itemsize: int) -> Iterator[_Group]:
-    count = len(shape.layers)
-    stage_of = [
-        {layer: stage for stage in range(side.pp) for layer in side.layers(count, stage)} for side in (source, target)
-    ]
-    nbytes: Counter[tuple[int, int, Cut]] = Counter()
-    for index, layer in enumerate(shape.layers):
-        for cut, numel in layer.numel.items():
-            nbytes[stage_of[0][index], stage_of[1][index], cut] += numel * itemsize
-    for (s, t, cut), size in nbytes.items():
-        if size:
-            yield _Group(cut, size, (s,), target_stages=(t,))
-    last = source.pp - 1, target.pp - 1
-    ends = [(0, last[i]) if shape.tied else (0,) for i in range(2)]
-    yield _Group(shape.embed.cut, shape.embed.numel * itemsize, *(tuple(sorted(set(end))) for end in ends))
-    for tensor in shape.head:
-        yield _Group(tensor.cut, tensor.numel * itemsize, (last[0],), target_stages=(last[1],))
-
-
-def _segments(shape: Shape, group: _Group, source: Side, target: Side, dies: int) -> tuple[Array, Array, Array]:
-    """(share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
-    grids = (source.parallel, target.parallel)
-    pieces = [_Axis(*_slicing(shape, group.cut, axis, grids=grids)) for axis in _axes(group.cut)]
-    width = np.ones(1)
-    for piece in pieces:
-        width = np.outer(width, piece.width).ravel()
-    rows = []
-    for i, (side, stages) in enumerate(((source, group.source_stages), (target, group.target_stages))):
-        row = np.zeros((len(width), dies), dtype=bool)
-        place = np.arange(side.parallel.world)
-        here = np.isin(_coordinates(side.parallel, "pp", place), stages)
-        held = np.ones((1, len(place)), dtype=bool)
-        for piece, axis in zip(pieces, _axes(group.cut), strict=True):
-            along_axis = piece.held[i][:, _coordinates(side.parallel, axis, place)]
-            held = (held[:, None, :] & along_axis[None, :, :]).reshape(-1, len(place))
-        row[:, side.first : side.end] = held & here
-        rows.append(row)
-    return width, rows[0], rows[1]
-
-
-def _coordinates(parallel: Parallel, axis: str, place: Array) -> Array:
-    """`Parallel.coordinate` of many ranks at once, as it is arithmetic only."""
-    return parallel.coordinate(axis, place)  # type: ignore[arg-type, return-value]
-
-
-def _axes(cut: Cut) -> tuple[str, ...]:
-    return {"whole": (), "tp": ("tp",), "kv": ("tp",), "expert": ("ep", "etp")}[cut]
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """The segments of a cut dimension: share of the dimension [G]; per side, who holds which [G, ranks]."""
-
-    width: Array
-    held: tuple[Array, Array]
-
-
-def _slicing(shape: Shape, cut: Cut, axis: str, grids: tuple[Parallel, Parallel]) -> tuple[Array, tuple[Array, Array]]:
-    units = shape.kv_heads if cut == "kv" else 0
-    shares = [[share(i, getattr(g, axis), units) for i in range(getattr(g, axis))] for g in grids]
-    of = lcm(*(part[2] for side in shares for part in side))
-    spans = [np.array([(a * of // n, b * of // n) for a, b, n in side]) for side in shares]
-    edges = np.unique(np.concatenate([span.ravel() for span in spans]))
-    start, stop = edges[:-1], edges[1:]
-    held = [(span[:, 0] <= start[:, None]) & (stop[:, None] <= span[:, 1]) for span in spans]
-    return (stop - start) / of, (held[0], held[1])
-
-
-def _same_storage(cut: Cut, source: Parallel, target: Parallel) -> bool:
-    """Whether a segment that a die keeps stays in its storage unit, so that nothing is copied."""
-    if cut == "whole":
-        return True
-    return source.etp == target.etp if cut == "expert" else source.tp == target.tp
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@
     waiting     the order in which waiting requests are admitted                             (pure)
     scheduler   selects the tokens of the next step; assigns requests to attention ranks     (pure)
     blocks      manages KV blocks; the prefix cache, keyed by policy version                 (pure)
-    kv_cache    memory of keys and values, allocated last, released before training
+    kv_layout   what a token keeps in the KV cache: keys and values of each head, or a latent (pure)
+    kv_cache    memory of keys and values or latents, allocated last, released before training
     parked      KV of suspended requests on the host, until they are resumed
     routing     the experts that the tokens in the KV cache were routed to
     batch       one step as tensors: ids, positions, slots, (row, block) pairs

@@ -1,5 +1,10 @@
 """Compute attention over the paged KV cache; the engine passes it to the model as `attend`.
 
+Of layers with latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) the cache holds latents. Paged rows absorb
+the projections of keys and values: their queries are projected instead, and all heads attend to the latents as to one
+key head, whose values are its first channels. Packed prompts expand the latents to keys and values of each head, and
+long chunks do what takes less arithmetic (`KVLayout.absorbs`).
+
 Paged rows, where there is a fused operator: one call for all of them (`PagedRows`). Else (`attend_rows`) every (row,
 block) pair is one small matrix product, so sequences of different lengths need no padding except in their last block.
 The softmax is combined from blocks as in FlashAttention (Dao et al., 2022): first the row's maximum over all blocks,
@@ -17,7 +22,9 @@ import torch.nn.functional as F
 
 from fusion.inference.batch import Batch, LongChunk
 from fusion.inference.kv_cache import KVCache, score_dtype
+from fusion.inference.kv_layout import KVLayout
 from fusion.inference.paged_rows import PagedRows, RowSlice
+from fusion.model.attention import Up
 from fusion.npu.fused import operators_for
 from fusion.npu.ops import varlen_causal_attention
 
@@ -31,52 +38,79 @@ class PagedAttention:
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
         _store(pool, batch, k_NKC, v_NKC)
-        out = [
-            _attend_paged(q_NHC[part.start : part.stop], pool, part)
-            if isinstance(part, PagedRows)
-            else attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=self.cache.workspace)
-            for part in batch.rows
-        ]
+        out = self._attend_rows(q_NHC, pool, scale=self.cache.layout.width**-0.5)
         start, stop, lengths = batch.packed
         if lengths:
             out.append(
                 varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths=lengths)
             )
         out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], pool, chunk) for chunk in batch.long]
-        if not out:
-            return q_NHC
-        return out[0] if len(out) == 1 else torch.cat(out)
+        return _join(out) if out else q_NHC
+
+    def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
+        pool, batch, layout = self.cache.pools[layer], self.batch, self.cache.layout
+        _store(pool, batch, latent_NL.unsqueeze(1), None)
+        out: list[torch.Tensor] = []
+        start, stop, lengths = batch.packed
+        if batch.rows:
+            attended = self._attend_rows(up.absorb(q_NHC[:start]), pool, scale=up.softmax_scale)
+            out.append(up.values(_join(attended)))
+        if lengths:
+            k, v = up.expand(latent_NL[start:stop])
+            out.append(varlen_causal_attention(q_NHC[start:stop], k, v, lengths=lengths, scale=up.softmax_scale))
+        out += [_attend_latents(q_NHC[chunk.start : chunk.stop], pool, chunk, up, layout) for chunk in batch.long]
+        return _join(out) if out else up.values(up.absorb(q_NHC)[..., : layout.value_width])
+
+    def _attend_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> list[torch.Tensor]:
+        """Return the attention of the batch's paged rows, in order."""
+        cache = self.cache
+        return [
+            _attend_paged(q_NHC[part.start : part.stop], pool, part, cache.layout, scale)
+            if isinstance(part, PagedRows)
+            else attend_rows(
+                q_NHC[part.start : part.stop], pool, part, workspace=cache.workspace, layout=cache.layout, scale=scale
+            )
+            for part in self.batch.rows
+        ]
 
 
-def _store(pool: torch.Tensor, batch: Batch, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> None:
-    """Write keys and values to the batch's slots of the pool."""
+def _store(pool: torch.Tensor, batch: Batch, k_NKC: torch.Tensor, v_NKC: torch.Tensor | None) -> None:
+    """Write keys and values, or latents without ``v``, to the batch's slots of the pool."""
     if (operators := operators_for(pool)) is not None:
         operators.store_kv(pool, batch.slots, k_NKC, v_NKC, batch.repeated)
         return
-    written = [k_NKC, v_NKC]
+    written = [k_NKC] if v_NKC is None else [k_NKC, v_NKC]
     if batch.repeated is not None:
-        written = [k_NKC, k_NKC.index_select(0, batch.repeated), v_NKC, v_NKC.index_select(0, batch.repeated)]
+        written = [rows for part in written for rows in (part, part.index_select(0, batch.repeated))]
     channels = k_NKC.shape[-1]
     pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat(written).view(-1, channels))
 
 
-def _attend_paged(q_RHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+def _attend_paged(
+    q_RHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, layout: KVLayout, scale: float
+) -> torch.Tensor:
     operators = operators_for(q_RHC)
     assert operators is not None, "only a fused operator reads blocks by a table"
+    if layout.is_latent:
+        return operators.paged_latent_attention(
+            q_RHC, pool, rows.table, rows.first, rows.lengths, layout.value_width, scale
+        )
     return operators.paged_attention(q_RHC, pool, rows.table, rows.first, rows.lengths)
 
 
-def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor) -> torch.Tensor:
-    """Compute the attention of each row over its blocks of the pool. Returns [R, H, C]."""
+def attend_rows(
+    q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, *, workspace: torch.Tensor, layout: KVLayout, scale: float
+) -> torch.Tensor:
+    """Compute the attention of each row over its blocks of the pool. Returns [R, H, value_width]."""
     rows, heads, channels = q_RHC.shape
     block_size, pairs = pool.shape[2], part.owner.shape[0]
     dtype = score_dtype(q_RHC.dtype)
     in_order = part.stretch == (0, 0)
     single = in_order and pairs == rows  # each row has one block
-    q = (q_RHC.to(dtype) * channels**-0.5).view(rows, -1)
+    q = (q_RHC.to(dtype) * scale).view(rows, -1)
     if not single:
         q = q.index_select(0, part.owner)
-    keys, values = _read_blocks(pool, part, workspace=workspace, dtype=dtype)
+    keys, values = _read_blocks(pool, part, workspace=workspace, layout=layout, dtype=dtype)
 
     scores = _products(q.view(pairs * pool.shape[1], -1, channels), [k.transpose(1, 2) for k in keys])
     scores = scores.view(pairs, heads, block_size)
@@ -89,26 +123,26 @@ def attend_rows(q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, workspa
         top = top.view(rows, part.width, heads).amax(1).index_select(0, part.owner)
     weights = scores.sub_(top.unsqueeze(-1)).exp_()
     total = weights.sum(-1)
-    out = _products(weights.view(pairs * pool.shape[1], -1, block_size), values).view(pairs, heads * channels)
+    out = _products(weights.view(pairs * pool.shape[1], -1, block_size), values).view(pairs, heads * layout.value_width)
     if not single:
         total = total.new_zeros(rows, heads).index_add_(0, part.owner, total)
-        out = out.new_zeros(rows, heads * channels).index_add_(0, part.owner, out)
-    return (out.view(rows, heads, channels) / total.unsqueeze(-1)).to(q_RHC.dtype)
+        out = out.new_zeros(rows, heads * layout.value_width).index_add_(0, part.owner, out)
+    return (out.view(rows, heads, layout.value_width) / total.unsqueeze(-1)).to(q_RHC.dtype)
 
 
 def _read_blocks(
-    pool: torch.Tensor, part: RowSlice, workspace: torch.Tensor, dtype: torch.dtype
+    pool: torch.Tensor, part: RowSlice, *, workspace: torch.Tensor, layout: KVLayout, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return keys and values [n * K, block_size, C] of the stretch (not copied) and of the gathered blocks, as far as
-    there are any."""
-    pieces_of_kv = []
+    """Return keys [n * K, block_size, width] and values [n * K, block_size, value_width] of the stretch (not copied)
+    and of the gathered blocks, as far as there are any."""
+    parts, pieces_of_kv = (layout.parts, -1), []
     if part.stretch != (0, 0):
-        pieces_of_kv.append(pool.unflatten(0, (2, -1))[:, slice(*part.stretch)])
+        pieces_of_kv.append(pool.unflatten(0, parts)[:, slice(*part.stretch)])
     count = part.pieces.shape[0]
     if count:
-        pieces_of_kv.append(torch.index_select(pool, 0, part.pieces, out=workspace[:count]).unflatten(0, (2, -1)))
-    keys, values = zip(*(kv.to(dtype).flatten(1, 2) for kv in pieces_of_kv), strict=True)
-    return list(keys), list(values)
+        pieces_of_kv.append(torch.index_select(pool, 0, part.pieces, out=workspace[:count]).unflatten(0, parts))
+    pieces_of_kv = [kv.to(dtype).flatten(1, 2) for kv in pieces_of_kv]
+    return [kv[0] for kv in pieces_of_kv], [kv[-1][..., : layout.value_width] for kv in pieces_of_kv]
 
 
 def _products(x: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -132,3 +166,35 @@ def _attend_chunk(q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk) -> 
         enable_gqa=q_THC.shape[1] != pool.shape[1],
     )
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_latents(
+    q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk, up: Up, layout: KVLayout
+) -> torch.Tensor:
+    """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
+    latent_SL = pool.index_select(0, chunk.pieces).flatten(0, 2)[: chunk.length]
+    if layout.absorbs(q_THC.shape[0], chunk.length, head_dim=q_THC.shape[2]):
+        return up.values(_attend_shared(up.absorb(q_THC), latent_SL, chunk.mask, layout.value_width, up.softmax_scale))
+    k_SHC, v_SHV = up.expand(latent_SL)
+    width = v_SHV.shape[-1]
+    if width < q_THC.shape[-1]:  # flash kernels take values as wide as keys only
+        v_SHV = F.pad(v_SHV, (0, q_THC.shape[-1] - width))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_SHC, v_SHV))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=chunk.mask, scale=up.softmax_scale)
+    return out.squeeze(0).transpose(0, 1)[..., :width]
+
+
+def _attend_shared(
+    q_THL: torch.Tensor, latent_SL: torch.Tensor, mask_TS: torch.Tensor, value_width: int, scale: float
+) -> torch.Tensor:
+    """Compute attention of all heads to one head of keys, whose first ``value_width`` channels are their values."""
+    q_HTL, bias = q_THL.transpose(0, 1), mask_TS.new_zeros(mask_TS.shape, dtype=q_THL.dtype)
+    bias.masked_fill_(~mask_TS, -torch.inf)
+    heads = q_HTL.shape[0]
+    scores = torch.mm((q_HTL * scale).flatten(0, 1), latent_SL.t()).unflatten(0, (heads, -1)).add_(bias)
+    weights = scores.softmax(-1, dtype=score_dtype(q_THL.dtype)).to(q_THL.dtype)
+    return torch.mm(weights.flatten(0, 1), latent_SL[:, :value_width]).unflatten(0, (heads, -1)).transpose(0, 1)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

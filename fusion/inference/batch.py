@@ -60,7 +60,8 @@ class LongChunk:
 class Batch:
     """Inputs of one forward pass of N tokens.
 
-    ``slots`` [2 * (N + M) * K]: where each token's key of each head, then each value, goes in a pool seen as rows of C.
+    ``slots`` [P * (N + M) * K]: where each of the P parts of what a token keeps (`KVLayout`: its key of each head, then
+    each value; or one latent) goes in a pool seen as rows of ``width``.
     ``repeated`` [M]: rows that are written a second time, to other paths of their draft or for a twin; None: there are
     none.
     ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
@@ -82,7 +83,7 @@ class Batch:
 
 def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     """Builds the tensors of a step."""
-    block_size, kv_heads = cache.block_size, cache.kv_heads
+    block_size, heads = cache.block_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
     paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
     paged_paths = invariant or reads_by_table(cache)
@@ -106,8 +107,8 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     written = np.concatenate([np.arange(len(positions)), repeated])
     block, offset = np.divmod(positions[written], block_size)
     block = table[np.concatenate([first, first_of_piece[holders]]) + block]
-    keys = (block * (kv_heads * block_size) + offset)[:, None] + np.arange(kv_heads) * block_size
-    slots = np.stack([keys, keys + cache.blocks * kv_heads * block_size])
+    keys = (block * (heads * block_size) + offset)[:, None] + np.arange(heads) * block_size
+    slots = np.stack([keys + part * cache.blocks * heads * block_size for part in range(cache.layout.parts)])
 
     row_count = len(step.decodes) + sum(count for _, count in before + short)
     packed_stop = row_count + sum(count for _, count in whole)
@@ -116,12 +117,12 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
     arrays += [] if only_decodes else [_sampled_rows(step, end_of, first_row=first_row)]
     tensors = _to_card(arrays, cache.device)
-    ids_N, positions_N, slots_2NK, repeated_M = (next(tensors) for _ in range(4))
+    ids_N, positions_N, slots_PNK, repeated_M = (next(tensors) for _ in range(4))
     rows = paged.take(tensors)
     return Batch(
         ids=ids_N,
         positions=positions_N,
-        slots=slots_2NK,
+        slots=slots_PNK,
         repeated=repeated_M if len(repeated) else None,
         blocks=block,
         offsets=offset,

@@ -24,6 +24,7 @@ from fusion.inference.control import ControlChannel, Counters, Orders
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache, count_blocks
+from fusion.inference.kv_layout import KVLayout
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
 from fusion.inference.placement import place
 from fusion.inference.pooled import KVStore, PooledKV
@@ -71,12 +72,10 @@ class EmbeddedEngine:
             raise ValueError("rollout.batch_invariant=true: the model must be built with batch_invariant=True")
         self.model, self.mesh, self.device, self.config = model, mesh, device, config
         shape = model.config
-        kv_heads = max(1, shape.num_kv_heads // mesh.parallel.tp)
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
         self.cache = KVCache(
+            KVLayout.of(shape.attention, mesh.parallel.tp),
             layers=layers,
-            kv_heads=kv_heads,
-            head_dim=shape.head_dim,
             block_size=config.block_size,
             device=device,
             dtype=model.weights.dtype,

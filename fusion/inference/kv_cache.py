@@ -1,10 +1,10 @@
-"""Hold keys and values: for every layer a pool of blocks, allocated last and released before training.
+"""Hold keys and values, or latents: for every layer a pool of blocks, allocated last and released before training.
 
-    pool of a layer   [2 · blocks, K, block_size, C]      a head's block is one contiguous matrix
+    pool of a layer   [parts · blocks, heads, block_size, width]      a head's block is one contiguous matrix
 
-Block b's keys are row b of the pool and its values row b + blocks: one operation writes or gathers both, and the keys
-of neighbouring blocks are adjacent. Token t of a sequence is in its block ``t // block_size`` at offset ``t %
-block_size``.
+What a token keeps is described by a `KVLayout`. Block b's keys are row b of the pool and its values row b + blocks: one
+operation writes or gathers both, and the keys of neighbouring blocks are adjacent. A latent is both, in row b. Token t
+of a sequence is in its block ``t // block_size`` at offset ``t % block_size``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion.inference.config import RolloutConfig
+from fusion.inference.kv_layout import KVLayout
 from fusion.npu import Device
 
 WORKSPACE_TOKENS = 8192
@@ -33,10 +34,8 @@ class KVCache:
     The workspace is kept allocated, because the pages of a large temporary tensor would be mapped again in every layer.
     """
 
-    def __init__(
-        self, *, layers: int, kv_heads: int, head_dim: int, block_size: int, device: Device, dtype: torch.dtype
-    ):
-        self.layers, self.kv_heads, self.head_dim, self.block_size = layers, kv_heads, head_dim, block_size
+    def __init__(self, layout: KVLayout, *, layers: int, block_size: int, device: Device, dtype: torch.dtype):
+        self.layout, self.layers, self.block_size = layout, layers, block_size
         self.device, self.dtype = device, dtype
         self.pools: list[torch.Tensor] = []
         self.blocks = 0
@@ -45,8 +44,8 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        """Bytes of one block over all layers."""
+        return self.layers * self.block_size * self.layout.elements * self.dtype.itemsize
 
     def workspace_bytes(self, blocks: int) -> int:
         return blocks * self.block_bytes // self.layers
@@ -62,7 +61,7 @@ class KVCache:
         self._clean = 0
 
     def _empty(self, blocks: int) -> torch.Tensor:
-        shape = (2 * blocks, self.kv_heads, self.block_size, self.head_dim)
+        shape = self.layout.pool_shape(blocks, self.block_size)
         return torch.empty(shape, dtype=self.dtype, device=self.device.torch_device)
 
     def _make_masks(self) -> torch.Tensor:
@@ -77,9 +76,9 @@ class KVCache:
         self.pools = []
 
     def host_shape(self, blocks: int) -> tuple[int, ...]:
-        """Return the shape of ``blocks`` blocks of a sequence on the host: [layers, 2 · blocks, K, block_size, C], with
-        all of this rank's layers and heads."""
-        return self.layers, 2 * blocks, self.kv_heads, self.block_size, self.head_dim
+        """Return the shape of ``blocks`` blocks of a sequence on the host: [layers, parts · blocks, heads, block_size,
+        width], with all of this rank's layers and heads."""
+        return self.layers, *self.layout.pool_shape(blocks, self.block_size)
 
     def copy_out(self, blocks: Sequence[int], host: torch.Tensor) -> None:
         """Queues the copy of a sequence's blocks to ``host``, of `host_shape`: the blocks of a layer are gathered, then
@@ -94,7 +93,7 @@ class KVCache:
         """Queues the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``."""
         rows, count = self._rows(blocks), len(blocks)
         room = self.workspace[: len(rows)]
-        for pool, layer in zip(self.pools, host.unflatten(1, (2, -1)), strict=True):
+        for pool, layer in zip(self.pools, host.unflatten(1, (self.layout.parts, -1)), strict=True):
             for part, kv in zip(room.split(count), layer[:, first : first + count], strict=True):
                 part.copy_(kv, non_blocking=True)
             pool.index_copy_(0, rows, room)
@@ -108,8 +107,8 @@ class KVCache:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
-        both = [*blocks, *(block + self.blocks for block in blocks)]
-        return torch.tensor(both, device=self.device.torch_device)
+        rows = [part * self.blocks + block for part in range(self.layout.parts) for block in blocks]
+        return torch.tensor(rows, device=self.device.torch_device)
 
     def invalidate(self) -> None:
         """Marks the content of the pools as undefined: `clean` zeroes each block before it is used again, as a NaN left
@@ -125,7 +124,7 @@ class KVCache:
         if block >= self._clean:
             end = min(self.blocks, max(block + 1, 2 * self._clean))
             for pool in self.pools:
-                pool.unflatten(0, (2, self.blocks))[:, self._clean : end].zero_()
+                pool.unflatten(0, (self.layout.parts, self.blocks))[:, self._clean : end].zero_()
             self._clean = end
 
 

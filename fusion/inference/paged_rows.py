@@ -29,9 +29,9 @@ class RowSlice:
     blocks.
 
     ``stretch``: first block and end; its unneeded blocks are assigned to row 0 with nothing to read. ``pieces``: the
-    gathered blocks' rows of a pool, all keys before all values; without a stretch row after row. ``owner`` [P]: the row
-    in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of the longest
-    row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for unneeded blocks.
+    gathered blocks' rows of a pool, all keys before all values, or latents; without a stretch row after row. ``owner``
+    [P]: the row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of
+    the longest row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for unneeded blocks.
     """
 
     start: int
@@ -151,7 +151,7 @@ def _slice_rows(
     index = np.arange(len(owner)) - (ends - counts)[owner]
     valid = np.minimum(positions[owner] + 1 - index * cache.block_size, cache.block_size)
     pairs = _Pairs(table[first[owner] + index], owner, index, valid=valid)
-    limit = cache.workspace.shape[0] // 2
+    limit = cache.workspace.shape[0] // cache.layout.parts
     if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.block_size:
         low, high, order = _stretch(pairs.blocks)
         wanted = int(np.count_nonzero(order[: high - low] >= 0))
@@ -201,5 +201,5 @@ def _plan_slice(
 
 
 def pieces_of(blocks: np.ndarray, cache: KVCache) -> np.ndarray:
-    """Return the rows of a pool that hold these blocks: all keys before all values."""
-    return np.concatenate([blocks, blocks + cache.blocks])
+    """Return the rows of a pool that hold these blocks: all keys before all values, or latents."""
+    return np.concatenate([blocks + part * cache.blocks for part in range(cache.layout.parts)])

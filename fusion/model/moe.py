@@ -27,7 +27,7 @@ from fusion.model.replay import Forced, Routed
 from fusion.model.router import choose, probabilities, score, weigh
 from fusion.model.spec import Sparse
 from fusion.npu.fused import Operators, operators_for
-from fusion.npu.ops import grouped_kernel, grouped_linear, linear, swiglu
+from fusion.npu.ops import grouped_kernel, grouped_linear, linear, sigmoid, swiglu
 
 
 class Expert(nn.Module):
@@ -101,7 +101,7 @@ class MoE(nn.Module):
             y = self._experts(operators.dispatch(x_nD, order, self._top_k), counts_E, row_multiple, on_card=True)
             return operators.combine(y, order, weight_nk), Routed(stats, expert_nk) if record else None
         router = self.spec.router
-        scores_nE = score(logits_nE, router)
+        scores_nE = score(logits_nE, router, row_multiple)
         if self._is_plain:
             weight_nk, expert_nk = scores_nE.topk(self._top_k, dim=-1)
         else:
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         y = self.shared(x_nD, rows, row_multiple)
         if self.shared_gate is None:
             return y
-        return project(x_nD, self.shared_gate, row_multiple).sigmoid() * y
+        return sigmoid(project(x_nD, self.shared_gate, row_multiple), row_multiple) * y
 
     def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int, on_card: bool) -> torch.Tensor:
         """Run the experts on rows sorted by expert; return their outputs in the same order. ``on_card``: their products

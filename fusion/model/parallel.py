@@ -110,6 +110,11 @@ class Parallel:
         Raises:
             ValueError: the layout does not divide a dimension of the model (with both numbers).
         """
+        if problem := self.misfit(config):
+            raise ValueError(f"{key}.{problem}")
+
+    def misfit(self, config: ModelConfig) -> str | None:
+        """Return the axis that does not divide a dimension of the model, with both numbers; None if all do."""
         divisible_sizes = [
             ("num_attention_heads", config.num_heads),
             ("vocab_size", config.vocab_size),
@@ -117,25 +122,22 @@ class Parallel:
         ]
         for name, size in divisible_sizes:
             if size % self.tp:
-                raise ValueError(f"{key}.tp={self.tp} does not divide the model's {name}={size}")
+                return f"tp={self.tp} does not divide the model's {name}={size}"
         if config.num_kv_heads % self.tp and self.tp % config.num_kv_heads:
-            raise ValueError(
-                f"{key}.tp={self.tp} neither divides nor is a multiple of the model's "
+            return (
+                f"tp={self.tp} neither divides nor is a multiple of the model's "
                 f"num_key_value_heads={config.num_kv_heads}"
             )
         for axis in ("ep", "etp"):
             if config.num_experts == 0 and getattr(self, axis) > 1:
-                raise ValueError(
-                    f"{key}.{axis}={getattr(self, axis)} needs experts, but the model is dense; set it to 1"
-                )
+                return f"{axis}={getattr(self, axis)} needs experts, but the model is dense; set it to 1"
         if config.num_experts % self.ep:
-            raise ValueError(f"{key}.ep={self.ep} does not divide the model's num_experts={config.num_experts}")
+            return f"ep={self.ep} does not divide the model's num_experts={config.num_experts}"
         if config.num_experts and config.moe_intermediate_size % self.etp:
-            raise ValueError(
-                f"{key}.etp={self.etp} does not divide the model's moe_intermediate_size={config.moe_intermediate_size}"
-            )
+            return f"etp={self.etp} does not divide the model's moe_intermediate_size={config.moe_intermediate_size}"
         if config.num_layers < self.pp:
-            raise ValueError(f"{key}.pp={self.pp} exceeds the model's num_hidden_layers={config.num_layers}")
+            return f"pp={self.pp} exceeds the model's num_hidden_layers={config.num_layers}"
+        return None
 
     def __str__(self) -> str:
         optional = "".join(f"{axis.upper()}{size}" for axis, size in (("pp", self.pp), ("etp", self.etp)) if size > 1)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from fusion.model.spec import Router
+from fusion.npu.ops import sigmoid
 
 
-def score(logits_nE: torch.Tensor, router: Router) -> torch.Tensor:
-    """Return the experts' scores, float32 [n, E]."""
+def score(logits_nE: torch.Tensor, router: Router, row_multiple: int = 1) -> torch.Tensor:
+    """Return the experts' scores, float32 [n, E]. ``row_multiple``: as of `fusion.npu.ops.sigmoid`."""
     if router.scores == "softmax":
         return logits_nE.softmax(-1, dtype=torch.float32)
-    return logits_nE.to(torch.float32).sigmoid()
+    return sigmoid(logits_nE.to(torch.float32), row_multiple)
 
 
 def choose(scores_nE: torch.Tensor, router: Router, correction_E: torch.Tensor | None) -> torch.Tensor:

@@ -21,8 +21,6 @@ from fusion.npu.device import Device
 from fusion.npu.memory import OWNERS, Memory, check_owner
 from fusion.npu.owners import storages_of
 
-CPU = torch.device("cpu")
-
 
 class Ledger:
     """Counts the bytes of live storages by owner; raises torch.OutOfMemoryError at capacity."""
@@ -89,18 +87,18 @@ class Ledger:
 
 
 class LedgerMode(TorchDispatchMode):
-    """Adds every new storage that an operation returns to the ledger."""
+    """Adds every new storage on ``device`` that an operation returns to the ledger."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self.device = ledger, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = storages_of(result, CPU)
+        outputs = storages_of(result, self.device)
         if outputs:
-            inputs = storages_of((args, kwargs), CPU)
+            inputs = storages_of((args, kwargs), self.device)
             for key, storage in outputs.items():
                 if key not in inputs:
                     self.ledger.add(storage)
@@ -149,13 +147,13 @@ class LedgerDevice(Device):
     """Implements `Device` with CPU tensors that a ledger counts from its creation until `close()`."""
 
     kind = "ledger"
-    torch_device = CPU
+    torch_device = torch.device("cpu")
     process_group_backend = "gloo"
 
     def __init__(self, index: int, capacity_bytes: int | None) -> None:
         self.index = index
         self.ledger = Ledger(capacity_bytes or DEFAULT_CAPACITY_BYTES)
-        self._mode = LedgerMode(self.ledger)
+        self._mode = LedgerMode(self.ledger, self.torch_device)
         self._mode.__enter__()
 
     def close(self) -> None:

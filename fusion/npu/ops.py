@@ -30,6 +30,15 @@ def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -
     return F.linear(F.pad(x_ND, (0, 0, 0, padding)), weight_OD)[:rows]
 
 
+def sigmoid(x: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    """Compute the sigmoid of each element. With ``row_multiple`` > 1 its bits do not depend on the element's place:
+    PyTorch's vector loop over a tensor rounds differently from the scalar one over what is left. No gradient then."""
+    if row_multiple == 1:
+        return x.sigmoid()
+    x32 = x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
+    return (1 / (1 + (-x32).exp())).to(x.dtype)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension by its root mean square, in float32 for any dtype of x, as transformers does."""
     if (operators := operators_for(x)) is not None:

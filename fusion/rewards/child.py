@@ -46,10 +46,9 @@ def main(options_json: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=options["trace_fd"], all_threads=False)
     connection = socket.socket(fileno=options["socket_fd"])
     limit_memory(options["memory_mib"])
-    pid, reward, error = os.getpid(), None, ""
-    where = f"reward.path={options['path']!r}" if options["path"] else f"reward.name={options['kind']!r}"
+    pid, reward, error, where = os.getpid(), None, "", options["label"]
     try:
-        reward = load(options["kind"], options["path"])
+        reward = load(options["kind"], options["target"])
     except ValueError as invalid:
         error = str(invalid)[:DETAIL_CHARS]
     except MemoryError:
@@ -97,8 +96,8 @@ def end_if_forked(pid: int) -> None:
         os._exit(0)
 
 
-def load(kind: str, path: str | None) -> LoadedReward:
-    """Load the reward function.
+def load(kind: str, target: str | None) -> LoadedReward:
+    """Load the reward function of a `RewardSpec`.
 
     Raises:
         ValueError: the user's function or a required package cannot be loaded (names the config key).
@@ -106,8 +105,13 @@ def load(kind: str, path: str | None) -> LoadedReward:
     if kind == "custom":
         from fusion.rewards.user import load_user_function
 
-        assert path is not None
-        return LoadedReward(*load_user_function(path))
+        assert target is not None
+        return LoadedReward(*load_user_function(target))
+    if kind == "format":
+        from fusion.rewards.format import format_rule
+
+        assert target is not None
+        return LoadedReward(without_fields(format_rule(target)))
     if kind == "math":
         try:
             import math_verify  # noqa: F401  (imported now, so that the time does not count against a sample's limit)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from fusion.rewards.terms import TermSpec
 from fusion.telemetry.validation import Checks
 
 BUILT_IN = ("arithmetic", "math")
 NAMES = (*BUILT_IN, "custom")
 MIN_MEMORY_MIB = 128
 """An interpreter with the packages of a simple reward needs about as much."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """What the processes of a pool compute. ``kind``: `arithmetic`, `math`, `custom` or `format`; ``target``: of
+    `custom` the `file.py:function`, of `format` the pattern; ``label``: in messages."""
+
+    kind: str
+    target: str | None
+    label: str
 
 
 @dataclass
@@ -39,6 +51,12 @@ class RewardConfig:
     """Maximum private memory in MiB of a process that scores, and of each process that it starts; a sample that exceeds
     it counts as failed. null: no limit."""
 
+    terms: list[Any] = field(default_factory=list)
+    """Further terms of the reward, each added with its weight and logged as `critic/rewards/<name>/mean`, as is the
+    reward itself: `{reward: REWARD, name: NAME, weight: 1.0}` with `arithmetic`, `math`, `file.py:function`; `{reward:
+    format, pattern: REGEX}`: 1 if it matches the whole response, else 0; `{reward: length, free_tokens: N, max_tokens:
+    M}`: 0 up to N tokens, falling to -1 at M. The name defaults to that of the reward or of its function."""
+
     max_failed_share: float = 0.5
     """The run ends if more than this share of the last 256 samples could not be scored (from the 64th on; at the end of
     the run any number is judged). 1: never."""
@@ -47,6 +65,45 @@ class RewardConfig:
     def kind(self) -> str:
         """The effective reward: `model` or `custom` where `reward.model` or `reward.path` is set, else `name`."""
         return "model" if self.model else "custom" if self.path else self.name
+
+    @property
+    def title(self) -> str:
+        """Name of the reward among its terms."""
+        return self.path.rpartition(":")[2] if self.kind == "custom" and self.path else self.kind
+
+    @property
+    def spec(self) -> RewardSpec:
+        """What processes compute for the reward itself, without its terms."""
+        path = self.path if self.kind == "custom" else None
+        return RewardSpec(self.kind, path, f"reward.path={path!r}" if path else f"reward.name={self.name!r}")
+
+    def of(self, reward: str) -> RewardConfig:
+        """Returns the config of another reward, a rule or `file.py:function`, with the same limits and no terms."""
+        built_in = reward in BUILT_IN
+        name, path = (reward, None) if built_in else ("custom", reward)
+        return replace(self, name=name, path=path, model=None, terms=[])
+
+    def term_specs(self) -> list[TermSpec]:
+        """Returns the terms, checked.
+
+        Raises:
+            ValueError: an entry of `reward.terms` is not accepted, by key.
+        """
+        if not isinstance(self.terms, list):
+            raise ValueError(f"reward.terms={self.terms!r}: expected a list")
+        keys = [f"reward.terms[{index}]" for index in range(len(self.terms))]
+        specs = [TermSpec.parse(entry, key, BUILT_IN) for entry, key in zip(self.terms, keys, strict=True)]
+        names = [self.title]
+        for spec, key in zip(specs, keys, strict=True):
+            if spec.name in names:
+                raise ValueError(f"{key}.name={spec.name!r}: expected another name than those of {', '.join(names)}")
+            if ":" in spec.reward:
+                try:
+                    split_path(spec.reward)
+                except ValueError as error:
+                    raise ValueError(f"{key}.reward={spec.reward!r}: {error}") from None
+            names.append(spec.name)
+        return specs
 
     def validate(self) -> None:
         """Check every value of the group.
@@ -60,6 +117,7 @@ class RewardConfig:
             raise ValueError(f"reward.model={self.model!r} and reward.path={self.path!r}: expected only one of them")
         if self.kind == "custom":
             split_path(self.path)
+        self.term_specs()
         check.number("time_limit_s", above=0)
         check.integer("workers", at_least=1)
         check.integer("memory_mib", at_least=MIN_MEMORY_MIB, null=True)

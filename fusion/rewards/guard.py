@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from fusion.rewards.config import RewardConfig
+from fusion.rewards.config import RewardConfig, RewardSpec
 from fusion.rewards.outcome import RewardOutcome, RewardSample
 from fusion.rewards.process import END_S, Child, start_child
 from fusion.rewards.wire import Result, Started
@@ -35,15 +35,18 @@ CHUNK = 64
 class RewardPool:
     """Scores samples in `config.workers` children. Concurrent calls of `score` run one after another.
 
+    Args:
+        spec: what the children compute; None: the reward of the config, without its terms.
+
     The constructor starts the children, which are kept alive, and returns when they are ready.
 
     Raises:
         ValueError: the config is invalid, or the user's function cannot be loaded (names `reward.path`).
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, spec: RewardSpec | None = None) -> None:
         config.validate()
-        self._config = config
+        self._config, self._spec = config, spec or config.spec
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
@@ -228,13 +231,12 @@ class RewardPool:
             raise RuntimeError("the reward pool is closed")
 
     def _source(self) -> str:
-        config = self._config
-        return f"reward.path={config.path!r}" if config.kind == "custom" else f"reward.name={config.name!r}"
+        return self._spec.label
 
     def _fill(self) -> None:
         """Start children until there are `config.workers`; none if the pool is closed."""
         while not self._closed and len(self._children) < self._config.workers:
-            child = start_child(self._config)
+            child = start_child(self._config, self._spec)
             child.deadline = time.monotonic() + START_LIMIT_S
             self._children.append(child)
             self._selector.register(child, selectors.EVENT_READ, child)

@@ -29,12 +29,14 @@ class RewardSample:
 @dataclass(slots=True)
 class RewardOutcome:
     """Holds the result of one sample: a finite `reward`, or None with `error` one of `ERRORS` and `detail` its
-    traceback or message; `seconds` of wall time were spent on it."""
+    traceback or message; `seconds` of wall time were spent on it. `terms`: the parts of the reward by name, without
+    their weights, where it has several (`reward.terms`)."""
 
     reward: float | None
     error: str | None = None
     detail: str = ""
     seconds: float = 0.0
+    terms: dict[str, float] | None = None
 
 
 def reward_metrics(rewards: Sequence[float | None], errors: Sequence[str | None]) -> dict[str, float]:

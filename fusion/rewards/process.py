@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import IO, Any
 
-from fusion.rewards.config import RewardConfig
+from fusion.rewards.config import RewardConfig, RewardSpec
 from fusion.rewards.wire import Result, Started, pack_samples, take_replies
 
 RECEIVE_BYTES = 1 << 16
@@ -145,7 +145,7 @@ class Child:
             self.process.wait()
 
 
-def start_child(config: RewardConfig) -> Child:
+def start_child(config: RewardConfig, spec: RewardSpec) -> Child:
     """Start a new interpreter (never a fork of this one, which may hold a device and threads) without waiting for
     it."""
     parent_end, child_end = socket.socketpair()
@@ -153,8 +153,9 @@ def start_child(config: RewardConfig) -> Child:
     trace = tempfile.TemporaryFile()
     options = {
         "sys_path": [path or os.getcwd() for path in sys.path],
-        "kind": config.kind,
-        "path": config.path,
+        "kind": spec.kind,
+        "target": spec.target,
+        "label": spec.label,
         "memory_mib": config.memory_mib,
         "socket_fd": child_end.fileno(),
         "life_fd": life_read,

@@ -6,7 +6,7 @@
     MemoryLedger.record() ──►  MemoryLedger.merge → .metrics()      ──►  a row's memory/…, a table at the end
                                finished samples                     ──►  RunFolder.log_samples
                                every step, every phase              ──►  LiveView (terminal) or a line per step (pipe)
-                               the end, also after a crash          ──►  RunReport: each card's time by kind
+                               the end, also after a crash          ──►  RunReport (text), page/ (report.html)
 
 Files are written so that they are readable after a run was killed; metrics have verl's names.
 """

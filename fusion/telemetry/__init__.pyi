@@ -9,6 +9,7 @@ from .metrics import throughput as throughput
 from .report import Answer as Answer
 from .report import RunReport as RunReport
 from .report import compare as compare
+from .run_end import report_run as report_run
 from .run_folder import RunFolder as RunFolder
 from .run_folder import describe as describe
 from .timeline import WAIT_DATA as WAIT_DATA

@@ -41,7 +41,7 @@ def card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:
         by_use = sorted(cards, key=lambda card: card.utilisation)
         shown = by_use[:EXTREMES] + by_use[-EXTREMES:]
         title = f"seconds, {len(shown)} of {len(cards)} cards"
-    parts, whole = {card.card: _by_main_kind(card) for card in cards}, sum(card.wall_ns for card in cards) or 1
+    parts, whole = {card.card: by_main_kind(card) for card in cards}, sum(card.wall_ns for card in cards) or 1
     total = sum((Counter(part) for part in parts.values()), Counter[str]())
     kinds = sorted(total, key=lambda kind: (kind == "idle", kind.startswith(WAITING), -total[kind]))
     rows = [[title, *(card.card for card in shown), "share"]]
@@ -55,7 +55,7 @@ def card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:
     return rows
 
 
-def _by_main_kind(card: CardSummary) -> dict[str, int]:
+def by_main_kind(card: CardSummary) -> dict[str, int]:
     """Sum nanoseconds by kind, including `idle`; kinds such as `switch/kv` count as `switch`."""
     kinds_ns = {"idle": card.idle_ns}
     for kind, length_ns in card.by_kind_ns.items():

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,22 @@ class JsonLines:
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file; an incomplete last line is ignored. A missing file has none."""
+    return list(iterate_jsonl(path))
+
+
+def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file one by one, as `read_jsonl` returns them: for files of any size."""
     path = Path(path)
     if not path.exists():
-        return []
-    *lines, _torn = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: expected one JSON object: {error}") from None
-    return records
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: expected one JSON object: {error}") from None
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,28 @@ class FolderLock:
         """Releases the lock. No error if it was released before."""
         self._close()
         _held.discard(self)
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process of this machine holds the lock of a folder, without taking it. The holder's open files
+    tell: a lock that is tried, however briefly, could refuse a run that starts."""
+    path = folder.resolve() / NAME
+    try:
+        holder = json.loads(path.read_bytes()[:4096])
+        if holder["host"] != socket.gethostname():
+            return False
+        files = _open_files(int(holder["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):  # no lock, none written yet, or its process has ended
+        return False
+    return str(path) in files
+
+
+def _open_files(pid: int) -> set[str]:
+    files = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed since it was listed
+            files.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return files
 
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()

@@ -2,7 +2,8 @@
 
 A worker records `Device.memory_by_owner()` and `Device.memory().peak_allocated` at the end of each phase; the
 controller merges the cards' ledgers. Every value is the maximum over all cards, since the fullest card runs out of
-memory first; owners reach their maximum at different times, so their sum may exceed the peak.
+memory first; owners reach their maximum at different times, so their sum may exceed the peak. The capacity is that of
+the smallest card.
 """
 
 from __future__ import annotations
@@ -12,25 +13,32 @@ from collections.abc import Iterable, Mapping
 MIB = 2**20
 GIB = 2**30
 
+CAPACITY = "memory/capacity_mib"
+"""Metric of the capacity of the smallest card."""
+
 
 class MemoryLedger:
-    """Highest bytes by (phase, owner) and the peak of each phase, on the fullest card."""
+    """Highest bytes by (phase, owner) and the peak of each phase, on the fullest card. `capacity`: bytes of one card;
+    None: not recorded."""
 
     def __init__(self) -> None:
         self.by_owner: dict[str, dict[str, int]] = {}
         self.peak: dict[str, int] = {}
+        self.capacity: int | None = None
 
-    def record(self, phase: str, by_owner: Mapping[str, int], peak: int) -> None:
-        """Record one card's memory in one phase: bytes by owner, and the allocator's peak in bytes."""
+    def record(self, phase: str, by_owner: Mapping[str, int], peak: int, *, capacity: int | None = None) -> None:
+        """Record one card's memory in one phase: bytes by owner, the allocator's peak, and what the card has in all."""
         owners = self.by_owner.setdefault(phase, {})
         for owner, held in by_owner.items():
             owners[owner] = max(owners.get(owner, 0), int(held))
         self.peak[phase] = max(self.peak.get(phase, 0), int(peak))
+        self._note_capacity(capacity)
 
     def merge(self, other: MemoryLedger) -> MemoryLedger:
         """Merge another card's (or step's) ledger into this one. Returns self."""
         for phase, peak in other.peak.items():
             self.record(phase, other.by_owner[phase], peak)
+        self._note_capacity(other.capacity)
         return self
 
     @classmethod
@@ -50,8 +58,8 @@ class MemoryLedger:
         return list(dict.fromkeys(owner for owners in self.by_owner.values() for owner in owners))
 
     def metrics(self) -> dict[str, float]:
-        """Return `memory/<phase>/<owner>_mib`, `memory/<phase>/peak_mib`, and `perf/max_memory_allocated_gb` over all
-        phases."""
+        """Return `memory/<phase>/<owner>_mib`, `memory/<phase>/peak_mib`, `memory/capacity_mib`, and
+        `perf/max_memory_allocated_gb` over all phases."""
         figures: dict[str, float] = {}
         for phase, peak in self.peak.items():
             for owner, held in self.by_owner[phase].items():
@@ -59,12 +67,16 @@ class MemoryLedger:
             figures[f"memory/{phase}/peak_mib"] = peak / MIB
         if self.peak:
             figures["perf/max_memory_allocated_gb"] = max(self.peak.values()) / GIB
+        if self.capacity is not None:
+            figures[CAPACITY] = self.capacity / MIB
         return figures
 
     @classmethod
     def from_metrics(cls, figures: Mapping[str, float | None]) -> MemoryLedger:
         """Rebuild the ledger from a row of metrics.jsonl."""
         ledger = cls()
+        if (capacity := figures.get(CAPACITY)) is not None:
+            ledger._note_capacity(round(capacity * MIB))
         for name, value in figures.items():
             area, _, rest = name.partition("/")
             phase, _, owner = rest.rpartition("/")
@@ -74,12 +86,18 @@ class MemoryLedger:
             ledger.record(phase, {} if owner == "peak" else {owner: held}, held if owner == "peak" else 0)
         return ledger
 
+    def _note_capacity(self, capacity: int | None) -> None:
+        known = [one for one in (self.capacity, capacity) if one is not None]
+        self.capacity = min(known, default=None)
+
     def rows(self) -> list[list[str]]:
-        """Return the table as text cells: a header, a line for each owner, the peak last."""
+        """Return the table as text cells: a header, a line for each owner, then the peak, and the capacity if known."""
         rows = [["HBM of the fullest card", *self.phases]]
         for owner in self.owners:
             rows.append([owner, *(human_bytes(self.by_owner[phase].get(owner, 0)) for phase in self.phases)])
         rows.append(["peak", *(human_bytes(self.peak[phase]) for phase in self.phases)])
+        if self.capacity is not None:
+            rows.append(["capacity", *(human_bytes(self.capacity) for _ in self.phases)])
         return rows
 
 

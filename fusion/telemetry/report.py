@@ -15,9 +15,10 @@ from rich.text import Text
 
 from fusion.telemetry.by_card import card_rows, read_cards
 from fusion.telemetry.columns import duration, seconds
+from fusion.telemetry.evaluations import evaluation_rows
 from fusion.telemetry.files import read_jsonl
 from fusion.telemetry.memory import MemoryLedger
-from fusion.telemetry.run_folder import describe
+from fusion.telemetry.run_folder import EVALUATIONS, describe
 from fusion.telemetry.timeline import CardSummary
 
 REWARD = "critic/rewards/mean"
@@ -51,6 +52,8 @@ class RunReport:
     reward_window: int = 1
     """Number of steps over which each of the two rewards is a mean."""
     answers: Sequence[Answer] = ()
+    evaluations: Sequence[Sequence[str]] = ()
+    """Cells of `evaluation_rows`."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase over the whole run."""
     switch_s: Mapping[str, float] = field(default_factory=dict)
@@ -67,19 +70,21 @@ class RunReport:
         """Read the report from a run folder; ``fields`` replace or complete the values from its files."""
         rows = read_jsonl(Path(path) / "metrics.jsonl")
         from_files: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
-        from_files |= _rewards(rows)
+        from_files |= rewards_of(rows)
         from_files["phase_s"] = _phases(rows)
         from_files["switch_s"] = _parts(rows, "switch")
         from_files["wall_s"] = sum(row.get("timing_s/step") or row.get("perf/time_per_step") or 0.0 for row in rows)
         from_files["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
         from_files["cards"], left_out = read_cards(Path(path) / "timeline.json")
         from_files["folder"] += left_out
+        from_files["evaluations"] = evaluation_rows(read_jsonl(Path(path) / EVALUATIONS))
         from_files["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
         return cls(**(from_files | fields))
 
     def render(self) -> Group:
         """Render for a rich console; print it with `crop=False`, so that paths stay whole."""
         tables = [_answers(self.answers)] if self.answers else []
+        tables += [_table(self.evaluations)] if self.evaluations else []
         tables += [_phase_table(self.phase_s)] if self.phase_s else []
         tables += [_part_table(self.switch_s, self.steps)] if self.switch_s and self.steps else []
         tables += [_table(self.ledger.rows())] if self.ledger.phases else []
@@ -140,7 +145,8 @@ def _first_and_last(samples: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
     return [s for s in samples if s["step"] == first], [s for s in samples if s["step"] == last]
 
 
-def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def rewards_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `reward_start` and `reward_end`, means of `reward_window` steps each; nothing without rewards."""
     rewards = [row[REWARD] for row in rows if row.get(REWARD) is not None]
     if not rewards:
         return {}

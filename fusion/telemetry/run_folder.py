@@ -2,15 +2,19 @@
 
 runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object per step
-            tensorboard/      the same figures as TensorBoard events
+            tensorboard/      the same figures as TensorBoard events; wandb/, mlflow.db, … of other loggers
+            loggers.json      the id of the run in all loggers (`loggers/`)
             samples.jsonl     a few samples of every step: step, prompt, response, reward
             groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), and of
                               trained ones lag, prompt_tokens, response_tokens
             control.jsonl     changes to generation during the run, and requests that were refused
+            evaluations.jsonl every evaluation: step, file, and estimates with their intervals
+            best.json         the best checkpoint: metric, value, step, checkpoint; only with `eval.best`
             timeline.json     spans of every card; open it in https://ui.perfetto.dev
             checkpoints/      step-<n>: from which a run resumes
             hf/               the model as a Hugging Face folder
             logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
+            report.html       all of it as one page, written when the run ends (`page/`)
             lock.json         locked while the run has the folder; names its process
 
 Only the user who started the run may enter the folder (mode 0700).
@@ -19,6 +23,7 @@ Only the user who started the run may enter the folder (mode 0700).
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +31,13 @@ from typing import Any, Literal, SupportsFloat, TypeVar
 
 from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, remove_temporary, write_atomic
 from fusion.telemetry.folder_lock import FolderLock
+from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
-from fusion.telemetry.tensorboard import ScalarEvents
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
+
+EVALUATIONS = "evaluations.jsonl"
+BEST = "best.json"
 
 IfExists = Literal["suffix", "resume"]
 
@@ -60,9 +68,9 @@ class RunFolder:
         self._metrics: JsonLines | None = None
         self._samples: JsonLines | None = None
         self._groups: JsonLines | None = None
+        self._evaluations: JsonLines | None = None
         self._timeline: TimelineFile | None = None
-        self._events: ScalarEvents | None = None
-        self._restart_at: int | None = None
+        self._loggers: LoggerGroup | None = None
 
     @property
     def name(self) -> str:
@@ -87,15 +95,27 @@ class RunFolder:
             path.rename(self.path / f"config.start-{earlier}.yaml")
         write_atomic(path, text)
 
+    def open_loggers(self, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None) -> None:
+        """Start the loggers that `log` writes to (`find_loggers`); without this call, it is TensorBoard's.
+
+        Raises:
+            ValueError: one of them could not be started.
+        """
+        assert self._loggers is None, "loggers are open"
+        self._loggers = LoggerGroup(self.path, classes, config)
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each logger that has failed."""
+        return [] if self._loggers is None else self._loggers.notes
+
     def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
-        """Write the figures of one step to metrics.jsonl and TensorBoard."""
+        """Write the figures of one step to metrics.jsonl and the loggers."""
         numbers = {name: float(value) for name, value in figures.items()}
         if self._metrics is None:
             self._metrics = JsonLines(self.path / "metrics.jsonl")
-        if self._events is None:
-            self._events = ScalarEvents(self.path / "tensorboard", self._restart_at)
         self._metrics.write({"step": step, **numbers})
-        self._events.write(step, numbers)
+        self._opened_loggers().log(step, numbers)
 
     def log_samples(
         self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
@@ -128,6 +148,26 @@ class RunFolder:
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
         self._groups.write_each({"step": step}, "group", groups, others, tokens)
 
+    def log_evaluation(self, step: int, rows: Iterable[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
+        """Write the results of an evaluation after `step`. Before the first step, whose figures no row of metrics.jsonl
+        has, also write the figures to the loggers."""
+        if self._evaluations is None:
+            self._evaluations = JsonLines(self.path / EVALUATIONS)
+        self._evaluations.write(*rows)
+        if step == 0:
+            self._opened_loggers().log(0, figures)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the results of all evaluations so far."""
+        return read_jsonl(self.path / EVALUATIONS)
+
+    def write_best(self, best: Mapping[str, Any] | None) -> None:
+        """Record which checkpoint is the best; None: none is."""
+        if best is None:
+            (self.path / BEST).unlink(missing_ok=True)
+        else:
+            write_atomic(self.path / BEST, json.dumps(best, indent=2) + "\n")
+
     def log_spans(self, *spans: Iterable[Span]) -> None:
         """Add the spans of any cards to timeline.json."""
         if self._timeline is None:
@@ -139,19 +179,19 @@ class RunFolder:
 
         Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
         """
-        files = self._metrics, self._samples, self._groups, self._events
+        files = self._metrics, self._samples, self._groups, self._evaluations
         assert files == (None,) * len(files), "rewind after writing"
-        self._restart_at = step + 1
-        for name in ("samples.jsonl", "groups.jsonl"):
+        for name in ("samples.jsonl", "groups.jsonl", EVALUATIONS):
             keep_lines(self.path / name, lambda row: row["step"] <= step)
         return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
 
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""
-        for file in (self._metrics, self._samples, self._groups, self._timeline, self._events):
+        lines = self._metrics, self._samples, self._groups, self._evaluations
+        for file in (*lines, self._timeline, self._loggers):
             if file is not None:
                 file.close()
-        self._metrics = self._samples = self._groups = self._timeline = self._events = None
+        self._metrics = self._samples = self._groups = self._evaluations = self._timeline = self._loggers = None
         self._lock.release()
 
     def __enter__(self) -> RunFolder:
@@ -159,6 +199,12 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _opened_loggers(self) -> LoggerGroup:
+        if self._loggers is None:
+            self.open_loggers(find_loggers(["tensorboard"]))
+            assert self._loggers is not None
+        return self._loggers
 
     def _made(self, name: str) -> Path:
         (self.path / name).mkdir(exist_ok=True)
@@ -187,11 +233,14 @@ def describe(path: Path | str) -> list[str]:
     steps = len(read_jsonl(path / "metrics.jsonl"))
     entries = (
         ("run.log", (path / "run.log").exists(), "why the run failed, with the log of every rank; error.json"),
+        ("report.html", (path / "report.html").exists(), "curves, cards, memory and samples; open it in a browser"),
         ("config.yaml", (path / "config.yaml").exists(), "the resolved configuration"),
         ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
         ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
         ("samples.jsonl", (path / "samples.jsonl").exists(), "samples of every step with their rewards"),
         ("groups.jsonl", (path / "groups.jsonl").exists(), "how every group of samples has ended"),
+        (EVALUATIONS, (path / EVALUATIONS).exists(), "every evaluation by file, with confidence intervals"),
+        (BEST, (path / BEST).exists(), "which checkpoint is the best"),
         ("control.jsonl", (path / "control.jsonl").exists(), "changes to generation during the run"),
         ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
         ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),

@@ -207,8 +207,16 @@ def summarize(
 
 
 def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
-    """Summarize a run that may have been stopped and resumed; the time in between is not counted. Each start counts
-    from its first `prepare`, which begins while no other span is open, to the last span before the next start."""
+    """Summarize a run that may have been stopped and resumed; the time in between is not counted."""
+    cards: dict[str, CardSummary] = {}
+    for card in (card for start in starts_of(spans) for card in summarize(start)):
+        cards[card.card] = cards[card.card] + card if card.card in cards else card
+    return [cards[name] for name in sorted(cards, key=natural)]
+
+
+def starts_of(spans: Iterable[Span]) -> list[list[Span]]:
+    """Split the spans of a run by its starts: the first one and every resumption. Each start counts from its first
+    `prepare`, which begins while no other span is open, to the last span before the next start."""
     starts: list[list[Span]] = []
     end = 0
     for span in sorted((Span(*span) for span in spans), key=lambda span: span.start_ns):
@@ -216,26 +224,18 @@ def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
             starts.append([])
         starts[-1].append(span)
         end = max(end, span.end_ns)
-    cards: dict[str, CardSummary] = {}
-    for card in (card for start in starts for card in summarize(start)):
-        cards[card.card] = cards[card.card] + card if card.card in cards else card
-    return [cards[name] for name in sorted(cards, key=natural)]
+    return starts
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts `card 2` before `card 10`."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split()]
-
-
-def _summary(card: str, spans: Sequence[Span], *, start: int, end: int) -> CardSummary:
+def innermost(spans: Iterable[Span], start: int, end: int) -> Iterator[tuple[str | None, int, int]]:
+    """Yield (kind, start_ns, end_ns) from start to end without a gap, of the spans of one card: the kind of the one
+    that started last, None where there is none. Neighbours may have the same kind."""
     ordered = sorted(
         (max(span.start_ns, start), -span.start_ns, span.end_ns, span.kind)
         for span in spans
         if span.lane == MAIN and span.end_ns > start and span.start_ns < end
     )
     instants = sorted({start, end, *(begin for begin, *_ in ordered), *(min(stop, end) for _, _, stop, _ in ordered)})
-    by_kind: dict[str, int] = {}
-    idle = 0
     active: list[tuple[int, int, str]] = []  # heap: latest start first, of those the shortest
     upcoming = 0
     for now, then in zip(instants, instants[1:], strict=False):
@@ -244,9 +244,20 @@ def _summary(card: str, spans: Sequence[Span], *, start: int, end: int) -> CardS
             upcoming += 1
         while active and active[0][1] <= now:
             heapq.heappop(active)
-        if active:
-            kind = active[0][2]
-            by_kind[kind] = by_kind.get(kind, 0) + then - now
+        yield (active[0][2] if active else None), now, then
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts `card 2` before `card 10`."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split()]
+
+
+def _summary(card: str, spans: Sequence[Span], *, start: int, end: int) -> CardSummary:
+    by_kind: dict[str, int] = {}
+    idle = 0
+    for kind, begin, stop in innermost(spans, start, end):
+        if kind is None:
+            idle += stop - begin
         else:
-            idle += then - now
+            by_kind[kind] = by_kind.get(kind, 0) + stop - begin
     return CardSummary(card=card, wall_ns=end - start, by_kind_ns=dict(sorted(by_kind.items())), idle_ns=idle)

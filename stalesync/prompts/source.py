@@ -77,7 +77,7 @@ class PromptSource:
         while len(taken) < num_prompts:
             drawn = [self._advance() for _ in range(num_prompts - len(taken))]
             prompts = self._prompts([(f"e{epoch}-{index}", index) for epoch, index in drawn])
-            fitting = [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
+            fitting = self._fitting(prompts)
             self._skipped += len(prompts) - len(fitting)
             taken += fitting
             skipped_in_a_row = 0 if fitting else skipped_in_a_row + len(prompts)
@@ -90,8 +90,13 @@ class PromptSource:
         (except for the one-digit sums, which are all used for both). A file has at most `held_out`."""
         rows = self._rows.evaluation(n)
         names = [f"eval-{index}" for index in range(len(rows))]
-        prompts = self._encode(names, rows)
-        return [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
+        return self._fitting(self._encode(names, rows))
+
+    def in_order(self, prefix: str) -> list[Prompt]:
+        """Returns the prompts of an epoch of a file in the order of its rows, without those that are skipped as too
+        long; the id of each is the index of its row behind ``prefix``."""
+        assert self._indices is not None, f"there is no end to the rows of {self._config.source}"
+        return self._fitting(self._prompts([(f"{prefix}{index}", index) for index in self._indices]))
 
     def metrics(self) -> dict[str, float]:
         """Returns `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if
@@ -105,7 +110,7 @@ class PromptSource:
             "source": self._config.source,
             "rows": self.num_rows,
             "seed": self._seed,
-            "digest": self._digest,
+            "digest": self.digest,
             "epoch": self._epoch,
             "position": self._position,
             "skipped": self._skipped,
@@ -120,14 +125,15 @@ class PromptSource:
         for key, value in (("source", self._config.source), ("rows", self.num_rows), ("seed", self._seed)):
             if state[key] != value:
                 raise ValueError(f"data: cannot resume: the saved run had {key}={state[key]!r}, this one has {value!r}")
-        if state.get("digest") not in (None, self._digest):
+        if state.get("digest") not in (None, self.digest):
             raise ValueError(
                 f"data: cannot resume: data.source={self._config.source!r} has other content than in the saved run"
             )
         self._epoch, self._position, self._skipped = state["epoch"], state["position"], state["skipped"]
 
     @property
-    def _digest(self) -> str | None:
+    def digest(self) -> str | None:
+        """Digest of the file's content; None: it is a generator."""
         return self._rows.digest if isinstance(self._rows, FileRows) else None
 
     @property
@@ -169,6 +175,9 @@ class PromptSource:
 
     def _prompts(self, drawn: Sequence[tuple[str, int]]) -> list[Prompt]:
         return self._encode([id_ for id_, _ in drawn], [self._rows.row(index) for _, index in drawn])
+
+    def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
 
     def _encode(self, ids: Sequence[str], rows: Sequence[Row]) -> list[Prompt]:
         if not rows:

@@ -78,9 +78,9 @@ class Bound:
         self._lines = [
             (
                 scale * line.fixed / full,
-                scale * scale * (line.per_pair + line.per_kv),
+                scale * scale * (line.per_decoded + line.per_kv),
                 scale * max(0.0, above.fixed - below.fixed) / 1000,
-                scale * scale * line.per_pair,
+                scale * scale * line.per_attended,
             )
             for line, below, above in zip(cost.roofline.step_lines(full), many, more, strict=True)
         ]

@@ -46,9 +46,9 @@ def test_refusals_name_key_and_form(qwen, text, message):
 
 def test_what_the_model_does_not_divide(qwen):
     for text, message in [
-        ("ep256", "ep=256 does not divide the model's 128 experts"),
-        ("pp64", "pp=64 exceeds the model's 48 layers"),
-        ("tp64", "tp=64 does not divide the model's 32 attention heads"),
+        ("ep256", "ep=256 does not divide the model's num_experts=128"),
+        ("pp64", "pp=64 exceeds the model's num_hidden_layers=48"),
+        ("tp64", "tp=64 does not divide the model's num_attention_heads=32"),
     ]:
         with pytest.raises(ValueError, match=f"train='{text}': {message}"):
             parse_layout("train", text, world=256, shape=qwen)

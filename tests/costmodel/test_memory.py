@@ -25,7 +25,7 @@ PANGU = Setup(load_shape("pangu_718b", SHAPES).shape, ASCEND_910C, Parallel(768,
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_those_of_the_storage_units(grid, tied):
     config = tiny_config(num_hidden_layers=3, num_attention_heads=8, tie_word_embeddings=tied)
-    shape = Shape.from_config("tiny", config)
+    shape = Shape("tiny", config)
     for rank in range(grid.world):
         params = local_params(config, grid, rank)
         expected = sum(unit.numel for unit in plan_units(params, 2, 1 << 20))

@@ -7,14 +7,21 @@ import os
 import shlex
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from fusion.costmodel import command_line
+from fusion.costmodel.presets import load_shape
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.config import RolloutConfig
+from fusion.model import ModelConfig, global_params
 from fusion.training.config import TrainingConfig
+from stalesync.config import Config
+from stalesync.overrides import register
 from tests import machine
 from tests.costmodel.test_shape import NAMES
 from tests.helpers import tiny_config
@@ -122,7 +129,7 @@ def test_a_folder_of_a_checkpoint_is_a_model(tmp_path):
     assert answer([*arguments, "--json", os.devnull]) == 0
 
 
-def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path):
+def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path, tmp_path_factory):
     names = [f"host{number}" for number in range(48)]
     (tmp_path / "hosts").write_text("# the supernode\n" + "\n".join(names) + "\n")
     quoted = 'run.dir="it\'s here"'
@@ -141,6 +148,34 @@ def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path):
     assert "parallel.train.pp=16" in job and "parallel.infer.ep=256" in job
     assert all(line.rstrip("'").endswith("ray stop") for line in commands[49:])
     assert "768 dies; the plan fits" in done.stdout and not list(tmp_path.glob("*/"))
+    words = shlex.split(shlex.split(job)[-1])
+    overrides = words[words.index("scripts/train.py") + 1 :]
+    model = load_shape("pangu_718b", ROOT / "recipes" / "shapes").shape.config
+    assert job_config(overrides, folder_of(model, tmp_path_factory.mktemp("model"))).validate() == model
+
+
+def job_config(overrides: list[str], folder: Path) -> Config:
+    """The config of a job, as `scripts/train.py` composes it."""
+    register()
+    with initialize_config_dir(str(ROOT / "recipes" / "conf"), version_base=None):
+        return OmegaConf.to_object(compose("config", [*overrides, f"model.path={folder}"]))
+
+
+def folder_of(config: ModelConfig, folder: Path) -> Path:
+    """A checkpoint folder with the headers of a model of any size: its files are holes."""
+    (folder / "config.json").write_text(json.dumps(config.to_hf("bfloat16")))
+    tensors, files = list(global_params(config).items()), {}
+    for first in range(0, len(tensors), 1000):
+        name, header, offset = f"model-{first}.safetensors", {}, 0
+        for tensor, shape in tensors[first : first + 1000]:
+            end = offset + 2 * prod(shape)
+            header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+            files[tensor], offset = name, end
+        text = json.dumps(header).encode()
+        (folder / name).write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(folder / name, 8 + len(text) + offset)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,29 @@ def test_more_of_anything_takes_longer_and_is_more_work(roofline, batch, context
         assert large.hbm_bytes >= small.hbm_bytes and large.link_bytes >= small.link_bytes
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_absorbed_decoding_reads_the_latents_once_for_all_heads(tp):
+    """A latent of 512 channels and a rotated key of 64, which every TP rank reads for its share of 128 heads."""
+    roofline = Roofline(load_shape("deepseek_r1_671b", SHAPES).shape, ASCEND_910C, Parallel(8, tp=tp, ep=8))
+    tokens, layers, heads = 100_000, 61, 128 // tp
+    more, less = roofline.decode_step(64, tokens), roofline.decode_step(64, 0)
+    assert more.hbm_bytes - less.hbm_bytes == pytest.approx(tokens * layers * 2 * (512 + 64))
+    assert more.flops - less.flops == pytest.approx(tokens * layers * heads * 2 * ((512 + 64) + 512))
+    prefill = roofline.engine_step(64, 0, attended=tokens)
+    assert prefill.hbm_bytes == less.hbm_bytes
+    assert prefill.flops - less.flops == pytest.approx(tokens * layers * heads * 2 * ((128 + 64) + 128))
+
+
+@given(rooflines, sequences, contexts, st.integers(1, 8))
+def test_drafts_attend_as_decoded_tokens_and_read_the_cache_no_more_often(roofline, batch, context, drafted):
+    tokens, pairs = batch * drafted, batch * attention_pairs(drafted, context)
+    with_drafts = roofline.engine_step(batch, batch * context, prefill_tokens=tokens, drafted_pairs=pairs)
+    longer = roofline.decode_step(batch + tokens, batch * context + pairs)
+    assert with_drafts.flops == pytest.approx(longer.flops)
+    assert with_drafts.hbm_bytes < longer.hbm_bytes
+    assert with_drafts.hbm_bytes == pytest.approx(roofline.decode_step(batch + tokens, batch * context).hbm_bytes)
+
+
 @given(rooflines, sequences, sequences, contexts)
 def test_a_batch_costs_less_than_its_parts_and_more_than_either(roofline, one, other, context):
     alone = [roofline.decode_step(batch, batch * context).seconds for batch in (one, other)]

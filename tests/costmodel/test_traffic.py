@@ -8,14 +8,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusion.costmodel import Shape, Side, boxes, switch_traffic
+from fusion.costmodel import Shape, Side, switch_traffic
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.presets import load_shape
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.ep_switch.topology import LEVELS
-from fusion.model import Parallel
+from fusion.model import Parallel, local_params
 from tests.costmodel.test_shape import NAMES, SHAPES, layouts
 from tests.ep_switch.oracle import sent_bytes
+from tests.families import KINDS, MLA, family_config
 from tests.helpers import tiny_config
 
 CONFIG = tiny_config(
@@ -29,13 +30,14 @@ CONFIG = tiny_config(
     tie_word_embeddings=False,
 )
 TIED = tiny_config(experts=False, num_hidden_layers=4, hidden_size=64, intermediate_size=64, num_attention_heads=8)
+FAMILIES = [family_config(kind, num_attention_heads=8, num_key_value_heads=8 if kind in MLA else 2) for kind in KINDS]
 TOPOLOGIES = [Topology.single_node(), Topology(2, 4, 8, (8, 4, 2, 1)), Topology(2, 4, 8, (4, 4, 2, 1))]
 UNIT = 1 << 14
 
 
 @st.composite
 def switches(draw):
-    config = draw(st.sampled_from([CONFIG, TIED]))
+    config = draw(st.sampled_from([CONFIG, TIED, *FAMILIES]))
     source, target = draw(layouts(config)), draw(layouts(config))
     first = draw(st.sampled_from([0, 0, 4]))
     return config, source, target, first, draw(st.sampled_from(TOPOLOGIES))
@@ -45,7 +47,7 @@ def both(config, source, target, first, topology):
     """What is estimated, and the plan of the same switch."""
     ends = (source, range(source.world)), (target, range(first, first + target.world))
     layouts = [Layout(config, grid, tuple(ranks), torch.bfloat16, UNIT) for grid, ranks in ends]
-    shape = Shape.from_config("tiny", config)
+    shape = Shape("tiny", config)
     paper = switch_traffic(shape, Side(source), Side(target, first), topology)
     return paper, plan_switch(*layouts, UNIT, topology)
 
@@ -99,25 +101,26 @@ def test_the_busiest_sender_is_that_of_the_plan(pair):
 @pytest.mark.parametrize("name", NAMES)
 def test_at_768_dies_every_byte_is_held_or_received(name):
     shape = load_shape(name, SHAPES).shape
-    train_ep, infer_ep = (max(1, min(most, shape.experts)) for most in (8, 128))
+    train_ep, infer_ep = (max(1, min(most, shape.config.num_experts)) for most in (8, 128))
     source, target = Parallel(768, 4, train_ep, 16), Parallel(768, 2, infer_ep)
     paper = switch_traffic(shape, Side(source), Side(target), hardware_named("ascend_910c").topology)
     for rank in (0, 1, 47, 48, 400, 767):
-        needed = sum(2 * np.prod([stop - start for start, stop in box]) for _, box in boxes(shape, target, rank))
+        table = local_params(shape.config, target, rank)
+        needed = sum(2 * param.numel for param in table if param.storage == "unit")
         assert paper.kept[rank] + paper.received[:, rank].sum() == pytest.approx(needed, abs=1)
     assert paper.sent.sum() == pytest.approx(paper.received.sum())
     assert not paper.received[3].any(), "nothing leaves the supernode"
 
 
 def test_equal_layouts_move_nothing():
-    shape, grid = Shape.from_config("tiny", CONFIG), Parallel(16, 2, 4, 2)
+    shape, grid = Shape("tiny", CONFIG), Parallel(16, 2, 4, 2)
     paper = switch_traffic(shape, Side(grid), Side(grid), hardware_named("ascend_910c").topology)
     assert paper.total == 0 and not paper.copied.any()
 
 
 def test_a_segment_enters_a_supernode_once_and_is_fanned_out_inside():
     """Four dies train in TP1; four others, in a supernode of their own, take all of it."""
-    shape, topology = Shape.from_config("tiny", TIED), Topology(1, 2, 4, (100, 100, 100, 1))
+    shape, topology = Shape("tiny", TIED), Topology(1, 2, 4, (100, 100, 100, 1))
     paper = switch_traffic(shape, Side(Parallel(4)), Side(Parallel(4), 4), topology)
     whole = 2 * shape.numel
     assert paper.received[3].sum() == pytest.approx(whole)

@@ -44,11 +44,17 @@ def model(
 
 
 def engine(
-    dtype: torch.dtype = torch.float32, seed: int = 5, experts: bool = True, routing: bool = False, **rollout
+    dtype: torch.dtype = torch.float32,
+    seed: int = 5,
+    experts: bool = True,
+    routing: bool = False,
+    folder: str | None = None,
+    **rollout,
 ) -> EmbeddedEngine:
-    """One process, KV allocated. Small by default: allocation is not what most tests are about."""
+    """One process, KV allocated. Small by default: allocation is not what most tests are about. ``folder``: of another
+    model than the tiny one."""
     config = RolloutConfig(**(dict(max_length=256, max_seqs=64, max_batch_tokens=512) | rollout))
-    made, mesh = model(dtype, config.batch_invariant, experts), Mesh.single()
+    made, mesh = model(dtype, config.batch_invariant, experts, folder), Mesh.single()
     built = EmbeddedEngine(made, mesh, empty_card(), config, seed, routing)
     built.allocate_kv()
     return built

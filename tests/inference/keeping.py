@@ -14,10 +14,11 @@ from tests.inference.engines import card, empty_card, model
 LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep", max_kv_tokens=64 * 256)
 
 
-def keeping(pool=None, dtype=torch.float32, routing=False, **rollout):
-    """An engine that keeps, and its pool."""
+def keeping(pool=None, dtype=torch.float32, routing=False, folder=None, **rollout):
+    """An engine that keeps, and its pool. ``folder``: of another model than the tiny one."""
     config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(empty_card())
-    made = EmbeddedEngine(model(dtype, config.batch_invariant), Mesh.single(), card(), config, 5, routing, pool)
+    loaded = model(dtype, config.batch_invariant, folder=folder)
+    made = EmbeddedEngine(loaded, Mesh.single(), card(), config, 5, routing, pool)
     made.allocate_kv()
     return made, pool
 

@@ -19,11 +19,13 @@ LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="p
 LIMITS |= dict(max_kv_tokens=64 * 256)  # of all sequences: several engines are on one card
 
 
-def pooling(root, rank=0, *, dtype=torch.float32, routing=False, spec=None, drafter=None, peers=None, **rollout):
-    """An engine of one rank. ``peers``: pools of other machines."""
+def pooling(
+    root, rank=0, *, dtype=torch.float32, routing=False, spec=None, drafter=None, peers=None, folder=None, **rollout
+):
+    """An engine of one rank. ``peers``: pools of other machines; ``folder``: of another model than the tiny one."""
     config = RolloutConfig(**(LIMITS | rollout))
     made = EmbeddedEngine(
-        model(dtype, config.batch_invariant),
+        model(dtype, config.batch_invariant, folder=folder),
         Mesh.single(),
         empty_card(),
         config,

@@ -13,7 +13,7 @@ from fusion.inference import EmbeddedEngine, RolloutConfig
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from tests.families import KINDS, family_checkpoint
 from tests.helpers import run_ranks
-from tests.inference.engines import card, generate, requests, tokens
+from tests.inference.engines import by_id, card, generate, requests, tokens
 
 TOKENS = 16
 
@@ -67,6 +67,18 @@ def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart(k
     assert compared > 10
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_invariant_logprobs_are_those_of_a_request_alone(kind: str, operators: Any) -> None:
+    loaded = Transformer(ModelConfig.from_hf(checkpoint(kind)), Mesh.single(), card(), batch_invariant=True)
+    load_weights(loaded, checkpoint(kind))
+    config = RolloutConfig(max_length=256, max_seqs=8, batch_invariant=True, prefix_cache=False)
+    made = EmbeddedEngine(loaded, Mesh.single(), card(), config, seed=5)
+    made.allocate_kv()
+    wanted = requests(9, max_tokens=TOKENS)
+    together = by_id(generate(made, wanted))
+    assert {request.id: by_id(generate(made, [request]))[request.id] for request in wanted} == together
+
+
 def generate_rank(rank: int, device: Any, folder: str, parallel: Parallel, routing: bool) -> list[Any]:
     made = build(folder, Mesh.create(parallel), device, torch.float32, routing)
     if rank == 0:
@@ -75,11 +87,16 @@ def generate_rank(rank: int, device: Any, folder: str, parallel: Parallel, routi
 
 
 LAYOUTS = [
+    ("deepseek_v3", Parallel(4, tp=2, ep=2)),
     ("olmoe", Parallel(4, tp=4, ep=2)),
     ("qwen2_moe", Parallel(2, tp=2, ep=2)),
     ("glm4_moe", Parallel(3, pp=3)),  # the first stage has no sparse layer
 ]
 EXTENDED = [
+    ("deepseek_v2", Parallel(2, tp=2)),
+    ("deepseek_v3", Parallel(2, ep=2)),
+    ("deepseek_v3", Parallel(4, tp=2, pp=2)),
+    ("pangu_ultra_moe", Parallel(4, tp=2, ep=2)),
     ("llama", Parallel(2, tp=2)),
     ("qwen2", Parallel(4, tp=2, pp=2)),
     ("mixtral", Parallel(2, ep=2)),

@@ -73,9 +73,9 @@ def _listed(routing):
     return None if routing is None else routing.tolist()
 
 
-def run_world(parallel, spoiling=(), device="emulated", **rollout):
+def run_world(parallel, spoiling=(), device="emulated", folder=None, **rollout):
     with tempfile.TemporaryDirectory(dir=memory()) as root:
-        arguments = checkpoint(), root, parallel, rollout, spoiling
+        arguments = folder or checkpoint(), root, parallel, rollout, spoiling
         results = run_ranks(pooled_rank, parallel.world, *arguments, device=device)
         assert not [*Path(root).iterdir()]
     whole, broken = ({id: one for mine in results for id, one in mine[run].items()} for run in (0, 1))

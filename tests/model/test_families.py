@@ -308,7 +308,7 @@ def test_routers_of_bfloat16_models_have_float32_logits(kind: str, monkeypatch: 
     """As transformers' have: nearly tied experts would be swapped otherwise."""
     model = Transformer(family_config(kind), Mesh.single(), open_device("emulated"), torch.bfloat16)
     seen = []
-    monkeypatch.setattr(moe, "score", lambda logits, router: seen.append(logits.dtype) or score(logits, router))
+    monkeypatch.setattr(moe, "score", lambda logits, *rest: seen.append(logits.dtype) or score(logits, *rest))
     ids, positions = (tensor.to(model.device.torch_device) for tensor in packed())
     model(ids, positions, PackedAttention(LENGTHS))
     assert {*seen} == {torch.float32}

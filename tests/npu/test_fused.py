@@ -151,6 +151,69 @@ def test_attention_reads_the_tokens_of_its_row_and_nothing_else(seed, group, kv_
         assert torch.equal(pool.attend(slice(row, row + 1))[0], found[row]), "independent of the batch, to the bit"
 
 
+class LatentPool:
+    """As `Pool`, of latents: all heads read the same keys, whose first ``values`` channels are their values."""
+
+    def __init__(self, seed: int, heads: int, values: int, rope: int, block_size: int, rows: int, spread: float = 1.0):
+        draw = torch.Generator().manual_seed(seed)
+        self.values, width = values, values + rope
+        self.lengths = torch.randint(1, 5 * block_size, (rows,), generator=draw)
+        counts = -(-self.lengths // block_size)
+        blocks = int(counts.sum()) + 3
+        self.first = counts.cumsum(0) - counts
+        self.table = torch.randperm(blocks, generator=draw)[: int(counts.sum())]
+        self.q = spread * torch.randn(rows, heads, width, generator=draw)
+        self.latents = [torch.randn(int(n), 1, width, generator=draw) for n in self.lengths]
+        self.pool = torch.full((blocks, 1, block_size, width), torch.nan)
+        with torch.inference_mode():
+            for row, latent in enumerate(self.latents):
+                t = torch.arange(len(latent))
+                slots = self.table[self.first[row] + t // block_size] * block_size + t % block_size
+                operators_for(latent).store_kv(self.pool, slots, latent, None, None)
+
+    def attend(self, rows: slice = slice(None), device: str = "cpu") -> torch.Tensor:
+        q, first, lengths = (x[rows].contiguous().to(device) for x in (self.q, self.first, self.lengths))
+        with torch.inference_mode():
+            attend = operators_for(q).paged_latent_attention
+            return attend(q, self.pool.to(device), self.table.to(device), first, lengths, self.values, 0.3).cpu()
+
+    def wanted(self) -> torch.Tensor:
+        out = []
+        for q, latent in zip(self.q.double(), self.latents, strict=True):
+            scores = q @ latent[:, 0].double().T * 0.3
+            out.append(scores.softmax(-1) @ latent[:, 0, : self.values].double())
+        return torch.stack(out).float()
+
+
+@given(
+    seed=seeds,
+    heads=st.integers(1, 5),
+    values=st.sampled_from([1, 6, 8, 16, 40, 64]),
+    rope=st.sampled_from([2, 4, 8, 16]),
+    block_size=st.sampled_from([1, 4, 8, 12, 16, 32]),
+    rows=st.integers(1, 6),
+    spread=st.sampled_from([1.0, 30.0]),
+)
+def test_latent_attention_reads_the_tokens_of_its_row_and_nothing_else(
+    seed, heads, values, rope, block_size, rows, spread
+):
+    """Also where the scores of later blocks are far larger than those of the first."""
+    pool = LatentPool(seed, heads, values, rope, block_size, rows, spread)
+    found = pool.attend()
+    assert torch.allclose(found, pool.wanted(), rtol=1e-5, atol=1e-5 * spread)
+    for row in range(rows):
+        assert torch.equal(pool.attend(slice(row, row + 1))[0], found[row]), "independent of the batch, to the bit"
+
+
+def test_latent_attention_of_nan_is_nan_from_any_token():
+    for token in range(20):
+        pool = LatentPool(0, heads=2, values=8, rope=4, block_size=4, rows=3)
+        row, length = int(pool.lengths.argmax()), int(pool.lengths.max())
+        block = pool.table[pool.first[row] + token % length // 4]
+        pool.pool[block, 0, token % length % 4, 9] = torch.nan  # of its key only
+        assert pool.attend()[row].isnan().all()
+
+
 def test_the_rows_of_all_operators_are_independent_to_the_bit(tmp_path):
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(9, 72, generator=draw), torch.randn(72, generator=draw)
@@ -174,6 +237,8 @@ def test_an_emulated_card_computes_the_same_bits_in_its_own_memory(card):
         assert on_card.device == device and card.memory().allocated >= on_card.nbytes
         assert torch.equal(on_card.cpu(), ops.rms_norm(x, weight, 1e-6))
     assert torch.equal(pool.attend(device=device), pool.attend())
+    latents = LatentPool(0, heads=4, values=16, rope=8, block_size=16, rows=5)
+    assert torch.equal(latents.attend(device=device), latents.attend())
 
 
 def test_what_does_not_fit_is_refused():
@@ -190,6 +255,12 @@ def test_what_does_not_fit_is_refused():
         k = torch.zeros(1, 1, 8)
         with pytest.raises(IndexError, match="slot"):
             operators.store_kv(pool.pool, torch.tensor([0, 1 << 40]), k, k, None)
+        with pytest.raises(RuntimeError, match="slots do not match"):
+            operators.store_kv(pool.pool, torch.tensor([0, 1]), k, None, None)
+        one = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
+        for pool_shape, values in (((2, 1, 4, 8), 9), ((2, 2, 4, 8), 4), ((2, 1, 4, 6), 4)):
+            with pytest.raises(RuntimeError, match="do not match the pool's"):
+                operators.paged_latent_attention(torch.zeros(1, 2, 8), torch.zeros(pool_shape), *one, values, 1.0)
         with pytest.raises(RuntimeError, match="counts for 3 rows"):
             operators.experts(torch.zeros(2, 4), torch.tensor([3]), [torch.zeros(8, 4)], [torch.zeros(4, 4)], 1)
 

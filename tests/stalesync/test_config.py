@@ -204,7 +204,7 @@ def test_a_reward_model_has_one_score(checkpoint, tmp_path):
     assert config.deployment.reward_model == (0, 1, 2, 3)
 
 
-NO_BOUND = {"run.seed": "any whole number is a seed"}
+NO_BOUND = {"run.seed": "any whole number is a seed", "eval.pass_reward": "rewards may be negative"}
 """Numeric keys that a negative number is legal for, and why."""
 
 

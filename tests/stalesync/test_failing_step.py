@@ -10,6 +10,7 @@ from fusion.rewards import RewardOutcome
 from fusion.rollout import RequestBuffer
 from fusion.telemetry import Metrics
 from stalesync.controller import Controller
+from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.garbage import NEW_OBJECTS, collecting_seldom
 from stalesync.prompts import Prompt
 from stalesync.sample_columns import SampleColumns
@@ -40,7 +41,7 @@ def _run(write, cut):
     run.config = SimpleNamespace(run=SimpleNamespace(steps=3, save_every="2"))
     run.max_samples = 1
     run.step, run._closing, run._closed, run._logged, run._figures = 0, 0, 0, 0, {}
-    run.evaluation = SimpleNamespace(prompts=[])
+    run.evaluation = Evaluation(EvalConfig(), files=[])
     run.view = SimpleNamespace(begin=lambda: None, update=lambda *_: None)
     run.step_metrics = SimpleNamespace(begin_first_step=lambda: None)
     run.pace = SimpleNamespace(count=lambda metrics: None)

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from fusion.telemetry import read_timeline, summarize_run
+from fusion.telemetry.files import read_jsonl
 from stalesync.overrides import load
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
@@ -40,10 +41,15 @@ memory/train/optimizer_mib""".split()
 def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = train(base, tmp_path, *FOUR, "run.steps=2", "algorithm.kl_coef=0.01", "fusion.checksum=true")
+    loggers = "run.loggers=[tensorboard,tests.telemetry.loggers.to_file:ToFile]"
+    done = train(base, tmp_path, *FOUR, "run.steps=2", "algorithm.kl_coef=0.01", "fusion.checksum=true", loggers)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
     rows = rows_of(run)
+    start, *logged, end = read_jsonl(run / "own.jsonl")
+    assert logged == rows and start["steps"] == 2 and end == {"closed": True}
+    assert "finished: 2 steps" in done.stdout and "report.html" in done.stdout
+    assert "finished" in (run / "report.html").read_text()
     assert [row["step"] for row in rows] == [1, 2]
     for name in PROMISED:
         assert name in rows[0], name

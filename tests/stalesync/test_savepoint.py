@@ -92,6 +92,16 @@ def test_a_copy_of_another_name_is_neither_resumed_nor_removed_and_does_not_coun
     assert names(tmp_path) == sorted([copy, "step-5", "step-6"])
 
 
+def test_the_best_checkpoint_is_kept_besides_the_newest_and_is_gone_when_another_one_is_the_best(tmp_path):
+    for step in (2, 4, 5, 6):
+        checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "step-3").mkdir()
+    savepoint.prune(tmp_path / "checkpoints", 2, spared=[2])
+    assert names(tmp_path) == ["step-2", "step-5", "step-6"] and savepoint.newest(tmp_path)[0].name == "step-6"
+    savepoint.prune(tmp_path / "checkpoints", 2, spared=[6])
+    assert names(tmp_path) == ["step-5", "step-6"]
+
+
 def test_an_incomplete_checkpoint_is_passed_over_and_a_run_without_any_starts_anew(tmp_path):
     assert savepoint.newest(tmp_path) == (None, [])
     (checkpoint(tmp_path, 3) / "manifest.json").unlink()

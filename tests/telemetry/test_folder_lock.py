@@ -9,7 +9,7 @@ import pytest
 
 from fusion.telemetry import RunFolder
 from fusion.telemetry.files import read_jsonl
-from fusion.telemetry.folder_lock import NAME, FolderInUse, FolderLock
+from fusion.telemetry.folder_lock import NAME, FolderInUse, FolderLock, is_held
 from tests.machine import wait_for
 
 HOLDER = """
@@ -17,8 +17,11 @@ import os, sys, time
 from fusion.telemetry import RunFolder
 run = RunFolder(sys.argv[1], "run", "resume")
 run.log(1, {"a": 1.0})
+begun, begins = os.pipe()
 if os.fork() == 0:
+    os.write(begins, b"1")
     time.sleep(600)
+os.read(begun, 1)  # the child lets go of the lock when it begins
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -42,6 +45,18 @@ def test_a_second_run_of_a_name_is_refused_and_named_its_holder_until_that_is_ki
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.communicate()
+
+
+def test_whether_a_lock_is_held_is_found_out_without_taking_it(tmp_path):
+    assert not is_held(tmp_path)
+    lock = FolderLock(tmp_path)
+    assert is_held(tmp_path)
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path)
+    lock.release()
+    assert not is_held(tmp_path), "although the file still names this process"
+    (tmp_path / NAME).write_text("[]")
+    assert not is_held(tmp_path)
 
 
 def test_a_lock_ends_with_release_or_with_its_object(tmp_path):

@@ -8,6 +8,7 @@ records = st.lists(
         st.sampled_from(["infer", "train", "to_train"]),
         st.dictionaries(st.sampled_from(["weights", "kv", "optimizer"]), st.integers(0, 2**40)),
         st.integers(0, 2**40),
+        st.none() | st.integers(0, 2**40),
     ),
     max_size=12,
 )
@@ -15,8 +16,8 @@ records = st.lists(
 
 def filled(recorded) -> MemoryLedger:
     ledger = MemoryLedger()
-    for phase, by_owner, peak in recorded:
-        ledger.record(phase, by_owner, peak)
+    for phase, by_owner, peak, *capacity in recorded:
+        ledger.record(phase, by_owner, peak, capacity=capacity[0] if capacity else None)
     return ledger
 
 
@@ -24,19 +25,19 @@ def filled(recorded) -> MemoryLedger:
 def test_merging_cards_gives_what_one_ledger_would_hold_and_metrics_tell_it_all(recorded, cut):
     whole = filled(recorded)
     merged = MemoryLedger.merged([filled(recorded[:cut]), filled(recorded[cut:])])
-    assert (merged.by_owner, merged.peak) == (whole.by_owner, whole.peak)
+    assert (merged.by_owner, merged.peak, merged.capacity) == (whole.by_owner, whole.peak, whole.capacity)
     others = {"perf/throughput": 1.0, "memory/odd": 2.0, "memory/infer/x_mib": None}
     told = MemoryLedger.from_metrics(whole.metrics() | others)
-    assert (told.by_owner, told.peak) == (whole.by_owner, whole.peak)
+    assert (told.by_owner, told.peak, told.capacity) == (whole.by_owner, whole.peak, whole.capacity)
 
 
 @given(records)
 def test_the_highest_is_kept_in_any_order(recorded):
     ledger = filled(recorded)
     for phase in ledger.phases:
-        assert ledger.peak[phase] == max(peak for name, _, peak in recorded if name == phase)
+        assert ledger.peak[phase] == max(peak for name, _, peak, _ in recorded if name == phase)
         for owner, held in ledger.by_owner[phase].items():
-            assert held == max(owners[owner] for name, owners, _ in recorded if name == phase and owner in owners)
+            assert held == max(owners[owner] for name, owners, *_ in recorded if name == phase and owner in owners)
 
 
 def test_metrics_and_table():
@@ -57,6 +58,12 @@ def test_metrics_and_table():
         ["peak", "1.00G", "512M"],
     ]
     assert MemoryLedger().metrics() == {}
+
+
+def test_the_capacity_is_that_of_the_smallest_card():
+    ledger = filled([("infer", {}, 0, 2**33), ("train", {}, 0, 2**31), ("train", {}, 0, None)])
+    assert ledger.metrics()["memory/capacity_mib"] == 2048
+    assert ledger.rows()[-1] == ["capacity", "2.00G", "2.00G"]
 
 
 @given(st.integers(0, 2**55))

@@ -56,6 +56,31 @@ def test_an_empty_run_is_reported_too(tmp_path):
     assert RunReport().text() == "finished: 0 steps\n"
 
 
+def test_the_first_and_the_last_evaluation_of_each_file_are_shown(tmp_path):
+    def row(step, file, value, **others):
+        statistics = {"reward/mean@4": value, "reward/pass@4": value / 2, "response_length/mean@4": 100 * value}
+        ends = {"low": None, "high": None}
+        found = {
+            name: {"value": number, **(ends if step == 0 else {"low": number - 0.1, "high": number + 0.1})}
+            for name, number in statistics.items()
+        }
+        return {"step": step, "file": file, "prompts": 30, "samples": 4, "failed": 0, "estimates": found, **others}
+
+    with RunFolder(tmp_path, "run") as run:
+        for step in (0, 10, 20):
+            run.log_evaluation(step, [row(step, "aime", 0.25 + step / 100), row(step, "gsm", 0.5)], {})
+        run.log_evaluation(20, [row(20, "new", 0.5, failed=120, estimates={})], {})
+    lines = RunReport.from_folder(run.path).text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("evaluation "))
+    assert [line.split() for line in lines[start + 2 : start + 7]] == [
+        "aime 0 30 x 4 0 0.250 0.125 25.0".split(),
+        "aime 20 30 x 4 0 0.450 [0.350, 0.550] 0.225 [0.125, 0.325] 45.0".split(),
+        "gsm 0 30 x 4 0 0.500 0.250 50.0".split(),
+        "gsm 20 30 x 4 0 0.500 [0.400, 0.600] 0.250 [0.150, 0.350] 50.0".split(),
+        "new 20 30 x 4 120".split(),
+    ]
+
+
 def test_only_answers_to_the_same_prompt_are_compared():
     before = [{"prompt": p, "response": "old", "reward": 0.0} for p in "abcde"]
     after = [{"prompt": p, "response": "new", "reward": 1.0} for p in "zecdb"]

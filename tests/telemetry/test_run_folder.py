@@ -109,6 +109,23 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path):
         }
 
 
+def test_evaluations_are_kept_to_the_step_of_a_resume_and_the_first_is_step_0_of_tensorboard(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        run.log_evaluation(0, [{"step": 0, "file": "a"}, {"step": 0, "file": "b"}], {"val-core/a/reward/mean@1": 0.25})
+        for step in (1, 2):
+            run.log_evaluation(step, [{"step": step, "file": "a"}], {"val-core/a/reward/mean@1": 0.5})
+            run.log(step, {"val-core/a/reward/mean@1": 0.5})
+        run.write_best({"step": 2})
+        assert json.loads((run.path / "best.json").read_text()) == {"step": 2}
+        assert [line.split()[0] for line in describe(run.path)[3:]] == ["evaluations.jsonl", "best.json"]
+    assert [step for step, _ in scalars(run.path / "tensorboard")["val-core/a/reward/mean@1"]] == [0, 1, 2]
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        run.rewind(1)
+        run.write_best(None)
+        assert [(row["step"], row["file"]) for row in run.evaluations()] == [(0, "a"), (0, "b"), (1, "a")]
+        assert not (run.path / "best.json").exists()
+
+
 def test_a_name_that_exists(tmp_path):
     first, second, third = (RunFolder(tmp_path, "run") for _ in range(3))
     assert [folder.name for folder in (first, second, third)] == ["run", "run-2", "run-3"]

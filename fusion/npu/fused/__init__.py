@@ -42,6 +42,7 @@ class Operators:
         self.norm_rope = namespace.norm_rope.default
         self.store_kv = namespace.store_kv.default
         self.paged_attention = namespace.paged_attention.default
+        self.paged_latent_attention = namespace.paged_latent_attention.default
         self.route = namespace.route.default
         self.dispatch = namespace.dispatch.default
         self.swiglu = namespace.swiglu.default

@@ -126,21 +126,26 @@ std::tuple<at::Tensor, at::Tensor> norm_rope(
   return {q, k};
 }
 
-// Attention over a paged KV cache, a pool [2 * blocks, K, block_size, C]: block b's keys are row b, its values b + blocks
+// Attention over a paged KV cache, a pool [2 * blocks, K, block_size, C]: block b's keys are row b, its values b + blocks.
+// A pool of latents is [blocks, 1, block_size, L]: a token's key, of which the first channels are its value, too.
 
+// Without v: a pool of latents, k [N, 1, L]
 void store_kv(
-    const at::Tensor& pool, const at::Tensor& slots, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& pool, const at::Tensor& slots, const at::Tensor& k, const std::optional<at::Tensor>& v,
     const std::optional<at::Tensor>& repeated) {
   const int64_t rows = k.size(0), heads = k.size(1), channels = k.size(2);
   const int64_t again = repeated ? repeated->numel() : 0, written = rows + again;
-  TORCH_CHECK(slots.numel() == 2 * written * heads, "store_kv: slots do not match the rows");
+  TORCH_CHECK(slots.numel() == (v ? 2 : 1) * written * heads, "store_kv: slots do not match the rows");
   const int64_t* slot = integers(slots);
   const int64_t* others = again ? integers(*repeated) : nullptr;
   const int64_t limit = pool.numel() / channels;
   TORCH_CHECK(pool.is_contiguous() && pool.scalar_type() == at::kFloat, "store_kv: expected a contiguous float32 pool");
   float* to = pool.data_ptr<float>();
-  for (const auto& kv : {k, v}) {
-    TORCH_CHECK(kv.stride(2) == 1 && kv.stride(1) == channels, "store_kv: expected contiguous heads");
+  const auto write = [&](const at::Tensor& kv) {
+    TORCH_CHECK(
+        kv.size(0) == rows && kv.size(1) == heads && kv.size(2) == channels && kv.stride(2) == 1 &&
+            (heads == 1 || kv.stride(1) == channels),
+        "store_kv: expected contiguous heads");
     const float* from = floats(kv);
     for (int64_t i = 0; i < written; ++i) {
       const int64_t row = i < rows ? i : others[i - rows];
@@ -149,7 +154,9 @@ void store_kv(
         std::memcpy(to + *slot * channels, from + row * kv.stride(0) + head * channels, channels * sizeof(float));
       }
     }
-  }
+  };
+  write(k);
+  if (v) write(*v);
 }
 
 struct Pool {
@@ -179,15 +186,26 @@ FUSED_INLINE void score_block(float* scores, const float* query, const float* ke
   for (; t < size; ++t, keys += channels) scores[t] = dot(query, keys, channels);
 }
 
-// out += sum of weight[t] * rows[t], for eight channels of each of n groups
+// out += sum of weight[t] * rows[t], for eight channels of each of n groups; row t begins at rows + t * stride
 template <int kGroups>
-FUSED_INLINE void add_weighted(float* out, const float* rows, const float* weight, int64_t count, int64_t channels) {
+FUSED_INLINE void add_groups(float* out, const float* rows, const float* weight, int64_t count, int64_t stride) {
   Vec sums[kGroups];
   for (int g = 0; g < kGroups; ++g) sums[g] = load(out + g * kLanes);
   for (int64_t t = 0; t < count; ++t) {
-    for (int g = 0; g < kGroups; ++g) sums[g] += load(rows + t * channels + g * kLanes) * weight[t];
+    for (int g = 0; g < kGroups; ++g) sums[g] += load(rows + t * stride + g * kLanes) * weight[t];
   }
   for (int g = 0; g < kGroups; ++g) store(out + g * kLanes, sums[g]);
+}
+
+// out += sum of weight[t] * rows[t], of the first n channels
+FUSED_INLINE void add_weighted(
+    float* out, const float* rows, const float* weight, int64_t count, int64_t stride, int64_t n) {
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) add_groups<4>(out + i, rows + i, weight, count, stride);
+  for (; i + kLanes <= n; i += kLanes) add_groups<1>(out + i, rows + i, weight, count, stride);
+  for (; i < n; ++i) {
+    for (int64_t t = 0; t < count; ++t) out[i] += rows[t * stride + i] * weight[t];
+  }
 }
 
 FUSED_KERNEL void attend_row(
@@ -203,50 +221,104 @@ FUSED_KERNEL void attend_row(
     const float total = exp_row(scores, scores, length, max_row(scores, length));
     for (int64_t start = 0, block = 0; start < length; start += size, ++block) {
       const float* values = pool.values(blocks[block], head / group);
-      const int64_t count = std::min(size, length - start);
-      int64_t i = 0;
-      for (; i + 4 * kLanes <= channels; i += 4 * kLanes) {
-        add_weighted<4>(out + i, values + i, scores + start, count, channels);
-      }
-      for (; i + kLanes <= channels; i += kLanes) {
-        add_weighted<1>(out + i, values + i, scores + start, count, channels);
-      }
-      for (; i < channels; ++i) {
-        for (int64_t t = 0; t < count; ++t) out[i] += values[t * channels + i] * scores[start + t];
-      }
+      add_weighted(out, values, scores + start, std::min(size, length - start), channels, channels);
     }
     for (int64_t i = 0; i < channels; ++i) out[i] /= total;
   }
 }
 
 // Row r attends to the first lengths[r] tokens in the blocks table[first[r]], table[first[r] + 1], ...
+struct Rows {
+  const int64_t *table, *first, *length;
+  int64_t most; // blocks of a row
+
+  Rows(const Pool& kv, int64_t rows, const at::Tensor& blocks, const at::Tensor& starts, const at::Tensor& lengths)
+      : table(integers(blocks)), first(integers(starts)), length(integers(lengths)), most(0) {
+    TORCH_CHECK(starts.numel() == rows && lengths.numel() == rows, "paged_attention: expected a length for each row");
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t count = (length[row] + kv.block_size - 1) / kv.block_size;
+      TORCH_CHECK_INDEX(
+          length[row] > 0 && first[row] >= 0 && first[row] + count <= blocks.numel(), "paged_attention: row ", row,
+          " has no blocks for ", length[row], " tokens");
+      most = std::max(most, count);
+    }
+    for (int64_t i = 0; i < blocks.numel(); ++i) {
+      TORCH_CHECK_INDEX(table[i] >= 0 && table[i] < kv.blocks, "paged_attention: block ", table[i], " of ", kv.blocks);
+    }
+  }
+
+  const int64_t* blocks(int64_t row) const {
+    return table + first[row];
+  }
+};
+
 at::Tensor paged_attention(
     const at::Tensor& q, const at::Tensor& pool, const at::Tensor& table, const at::Tensor& first,
     const at::Tensor& lengths) {
   const int64_t rows = q.size(0), heads = q.size(1);
   const Pool kv{contiguous(pool), pool.size(0) / 2, pool.size(1), pool.size(2), pool.size(3)};
   TORCH_CHECK(q.size(2) == kv.channels && heads % kv.heads == 0, "paged_attention: heads do not match the pool's");
-  TORCH_CHECK(first.numel() == rows && lengths.numel() == rows, "paged_attention: expected a length for each row");
-  const int64_t *blocks = integers(table), *starts = integers(first), *length = integers(lengths);
-  int64_t most = 0; // blocks of a row
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t count = (length[row] + kv.block_size - 1) / kv.block_size;
-    TORCH_CHECK_INDEX(
-        length[row] > 0 && starts[row] >= 0 && starts[row] + count <= table.numel(), "paged_attention: row ", row,
-        " has no blocks for ", length[row], " tokens");
-    most = std::max(most, count);
-  }
-  for (int64_t i = 0; i < table.numel(); ++i) {
-    TORCH_CHECK_INDEX(blocks[i] >= 0 && blocks[i] < kv.blocks, "paged_attention: block ", blocks[i], " of ", kv.blocks);
-  }
+  const Rows read(kv, rows, table, first, lengths);
   auto out = at::empty(q.sizes(), q.options());
-  const int64_t longest = most * kv.block_size;
+  const int64_t longest = read.most * kv.block_size;
   auto scores = at::empty({longest + kv.channels}, q.options());
   float *to = out.data_ptr<float>(), *room = scores.data_ptr<float>();
   const float* query = contiguous(q);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = row * heads * kv.channels;
-    attend_row(to + at, query + at, kv, blocks + starts[row], length[row], heads, room, room + longest);
+    attend_row(to + at, query + at, kv, read.blocks(row), read.length[row], heads, room, room + longest);
+  }
+  return out;
+}
+
+// The attention of all heads to one row of latents. A block is read once, for all heads: each head keeps the maximum of
+// its scores so far, and rescales what it has summed where a block has a larger one (FlashAttention, arXiv 2205.14135).
+FUSED_KERNEL void attend_latents(
+    float* out, const float* query, const Pool& pool, const int64_t* blocks, int64_t length, int64_t heads,
+    int64_t values, float scale, float* scaled, float* tops, float* totals, float* scores) {
+  const int64_t channels = pool.channels, size = pool.block_size;
+  for (int64_t i = 0; i < heads * channels; ++i) scaled[i] = query[i] * scale;
+  for (int64_t i = 0; i < heads * values; ++i) out[i] = 0;
+  for (int64_t head = 0; head < heads; ++head) tops[head] = -std::numeric_limits<float>::infinity(), totals[head] = 0;
+  for (int64_t start = 0, block = 0; start < length; start += size, ++block) {
+    const float* latents = pool.keys(blocks[block], 0);
+    const int64_t count = std::min(size, length - start);
+    for (int64_t head = 0; head < heads; ++head) {
+      float* sum = out + head * values;
+      score_block(scores, scaled + head * channels, latents, size, channels);
+      const float top = max_row(scores, count);
+      if (!(top <= tops[head])) { // also if it is NaN
+        const float kept = exp(all(tops[head] - top))[0];
+        for (int64_t i = 0; i < values; ++i) sum[i] *= kept;
+        totals[head] *= kept, tops[head] = top;
+      }
+      totals[head] += exp_row(scores, scores, count, tops[head]);
+      add_weighted(sum, latents, scores, count, channels, values);
+    }
+  }
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t i = 0; i < values; ++i) out[head * values + i] /= totals[head];
+  }
+}
+
+// Queries [N, H, L] over a pool of latents; returns the attended values [N, H, values]
+at::Tensor paged_latent_attention(
+    const at::Tensor& q, const at::Tensor& pool, const at::Tensor& table, const at::Tensor& first,
+    const at::Tensor& lengths, int64_t values, double scale) {
+  const int64_t rows = q.size(0), heads = q.size(1);
+  const Pool kv{contiguous(pool), pool.size(0), pool.size(1), pool.size(2), pool.size(3)};
+  TORCH_CHECK(
+      q.size(2) == kv.channels && kv.heads == 1 && 0 < values && values <= kv.channels,
+      "paged_latent_attention: heads do not match the pool's");
+  const Rows read(kv, rows, table, first, lengths);
+  auto out = at::empty({rows, heads, values}, q.options());
+  auto room = at::empty({heads * (kv.channels + 2) + kv.block_size}, q.options());
+  float *to = out.data_ptr<float>(), *scaled = room.data_ptr<float>(), *tops = scaled + heads * kv.channels;
+  const float* query = contiguous(q);
+  for (int64_t row = 0; row < rows; ++row) {
+    attend_latents(
+        to + row * heads * values, query + row * heads * kv.channels, kv, read.blocks(row), read.length[row], heads,
+        values, static_cast<float>(scale), scaled, tops, tops + heads, tops + 2 * heads);
   }
   return out;
 }
@@ -394,8 +466,11 @@ TORCH_LIBRARY(rlfusion, m) {
   m.def(
       "norm_rope(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
       "(Tensor, Tensor)");
-  m.def("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor v, Tensor? repeated) -> ()");
+  m.def("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor? v, Tensor? repeated) -> ()");
   m.def("paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> Tensor");
+  m.def(
+      "paged_latent_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths, int values, float scale)"
+      " -> Tensor");
   m.def("route(Tensor logits, int k, bool normalise) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("dispatch(Tensor x, Tensor order, int k) -> Tensor");
   m.def("swiglu(Tensor gate_up) -> Tensor");
@@ -408,6 +483,7 @@ TORCH_LIBRARY_IMPL(rlfusion, CPU, m) {
   m.impl("norm_rope", norm_rope);
   m.impl("store_kv", store_kv);
   m.impl("paged_attention", paged_attention);
+  m.impl("paged_latent_attention", paged_latent_attention);
   m.impl("route", route);
   m.impl("dispatch", dispatch);
   m.impl("swiglu", swiglu);

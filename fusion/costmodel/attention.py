@@ -1,0 +1,56 @@
+"""Compute what attention costs by its kind: elements of the KV cache, elements of activations, operations of a pair.
+
+A pair is a query and a key that it attends to, in all heads of a layer. Latent attention (MLA; DeepSeek-V2, arXiv
+2405.04434, section 2.1) computes keys and values of all heads from the latents in training and prefill, where many
+queries use them. In decoding their projections are absorbed into queries and outputs: every head attends to the latents
+themselves, which are read once for all heads, and a pair takes more operations. A token takes as many operations for
+the absorbed projections as for the projections: `Roofline` counts those with the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.model.spec import AttentionSpec, GroupedQuery, Latent
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Costs of one layer's attention, before it is cut over TP.
+
+    ``kv_elements``: of the KV cache per token. ``kv_heads``: the heads they are cut by; 1: every TP rank holds all.
+    ``width``: elements of queries, keys and values per token. ``pair_flops``: operations of a pair in training and
+    prefill; ``decode_pair_flops``: in decoding and in the verification of drafts.
+    """
+
+    kv_elements: int
+    kv_heads: int
+    width: int
+    pair_flops: float
+    decode_pair_flops: float
+
+    def kv_elements_of_rank(self, tp: int) -> int:
+        """Returns the elements of the KV cache per token on the TP rank that has most."""
+        return self.kv_elements // self.kv_heads * -(-self.kv_heads // tp)
+
+
+def attention_cost(spec: AttentionSpec) -> AttentionCost:
+    """Returns the costs of a kind of attention."""
+    match spec:
+        case GroupedQuery(num_heads=heads, num_kv_heads=kv_heads, head_dim=c):
+            pair_flops = 4.0 * heads * c
+            return AttentionCost(
+                kv_elements=2 * kv_heads * c,
+                kv_heads=kv_heads,
+                width=(heads + 2 * kv_heads) * c,
+                pair_flops=pair_flops,
+                decode_pair_flops=pair_flops,
+            )
+        case Latent(num_heads=heads, kv_rank=rank, rope_dim=rope, head_dim=c, value_dim=value):
+            return AttentionCost(
+                kv_elements=spec.cached_width,
+                kv_heads=1,
+                width=heads * (2 * c + value),
+                pair_flops=2.0 * heads * (c + value),
+                decode_pair_flops=2.0 * heads * (rank + rope + rank),
+            )

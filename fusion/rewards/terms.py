@@ -1,0 +1,134 @@
+"""Define the terms of `reward.terms`, and add them to a reward. Pure.
+
+    total = reward + Σ weight · term            a sample of which any part failed is not scored
+
+Invariants (property-tested): a total is the weighted sum of its parts, which stay with it by name; a sample fails if
+and only if a part failed, with the error of the first, and its detail names that part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fusion.rewards.outcome import RewardOutcome
+from fusion.telemetry.validation import Checks
+
+if TYPE_CHECKING:
+    from fusion.rewards.config import RewardConfig, RewardSpec
+
+SHAPES = ("format", "length")
+"""Terms that are not rewards of their own"""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class TermSpec:
+    """A term of `reward.terms`, checked.
+
+    Attributes:
+        reward: `arithmetic`, `math`, `file.py:function`, `format` or `length`.
+        name: in metrics.
+        weight: factor of the term in the total.
+        pattern: of `format`: a regular expression; the term is 1 if it matches the whole response, else 0.
+        free_tokens, max_tokens: of `length`: the term is 0 up to ``free_tokens``, and falls to -1 at ``max_tokens``.
+    """
+
+    reward: str
+    name: str
+    weight: float = 1.0
+    pattern: str | None = None
+    free_tokens: int | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, entry: Any, key: str, built_in: Sequence[str]) -> TermSpec:
+        """Reads an entry of `reward.terms`.
+
+        Args:
+            key: of the entry, for messages: `reward.terms[0]`.
+            built_in: names of the rules.
+
+        Raises:
+            ValueError: it is not accepted; names the key.
+        """
+        fields: Mapping[str, Any] = {"reward": entry} if isinstance(entry, str) else entry
+        known = [item.name for item in dataclasses.fields(cls)]
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("reward"), str):
+            raise ValueError(f"{key}={entry!r}: expected a reward, or reward and other fields of {', '.join(known)}")
+        for field in fields:
+            if field not in known:
+                similar = difflib.get_close_matches(str(field), known, n=1)
+                hint = f"; did you mean {similar[0]!r}?" if similar else ""
+                raise ValueError(f"{key}: unknown field {field!r}, expected some of {', '.join(known)}{hint}")
+        spec = cls(**{"name": fields["reward"].rpartition(":")[2], **fields})
+        spec.validate(key, built_in)
+        return spec
+
+    def validate(self, key: str, built_in: Sequence[str]) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: a field that is not accepted, by key.
+        """
+        check = Checks(key, self)
+        check.that("name", isinstance(self.name, str) and bool(NAME.fullmatch(self.name)), "letters, digits, . _ -")
+        check.number("weight")
+        known = (*built_in, *SHAPES)
+        check.that("reward", self.reward in known or ":" in self.reward, f"{', '.join(known)} or file.py:function")
+        if self.reward == "format":
+            check.that("pattern", _is_pattern(self.pattern), "a regular expression")
+        else:
+            check.that("pattern", self.pattern is None, "null, as only reward=format has one")
+        if self.reward == "length":
+            check.integer("free_tokens", at_least=0)
+            check.integer("max_tokens", at_least=(self.free_tokens or 0) + 1)
+        else:
+            for field in ("free_tokens", "max_tokens"):
+                check.that(field, getattr(self, field) is None, "null, as only reward=length has it")
+
+    def spec(self, config: RewardConfig) -> RewardSpec | None:
+        """Returns what processes compute for the term; None: it needs none."""
+        if self.reward == "length":
+            return None
+        if self.reward == "format":
+            return dataclasses.replace(config.spec, kind="format", target=self.pattern, label=f"the term {self.name!r}")
+        return config.of(self.reward).spec
+
+
+def length_term(tokens: int, free_tokens: int, max_tokens: int) -> float:
+    """Returns 0 up to ``free_tokens``, then a linear fall to -1 at ``max_tokens`` (soft overlong punishment: DAPO,
+    arXiv 2503.14476, section 3.4)."""
+    return -min(max((tokens - free_tokens) / (max_tokens - free_tokens), 0.0), 1.0)
+
+
+def combine(parts: Mapping[str, tuple[float, Sequence[RewardOutcome]]]) -> list[RewardOutcome]:
+    """Adds up outcomes.
+
+    Args:
+        parts: weight and outcomes by name; all have as many.
+    """
+    names, weights = [*parts], [weight for weight, _ in parts.values()]
+    return [_total(names, weights, outcomes) for outcomes in zip(*(of for _, of in parts.values()), strict=True)]
+
+
+def _total(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
+    seconds, total, terms = sum(one.seconds for one in outcomes), 0.0, dict[str, float]()
+    for name, weight, one in zip(names, weights, outcomes, strict=True):
+        if one.reward is None:
+            return RewardOutcome(None, one.error, f"the term {name!r}: {one.detail}", seconds)
+        total += weight * one.reward
+        terms[name] = one.reward
+    return RewardOutcome(total, seconds=seconds, terms=terms)
+
+
+def _is_pattern(pattern: Any) -> bool:
+    try:
+        return isinstance(pattern, str) and bool(re.compile(pattern))
+    except re.error:
+        return False

@@ -1,0 +1,81 @@
+"""Log to several loggers, none of which can end the run or lose the metrics of another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fusion.telemetry.files import write_atomic
+from fusion.telemetry.loggers.interface import LoggedRun, Logger
+
+NAME = "loggers.json"
+"""File of the run folder: the run's id, and the loggers that have logged it."""
+
+log = logging.getLogger(__name__)
+
+
+class LoggerGroup:
+    """Starts the loggers of ``classes``, by name, for the run in ``folder``. ``notes``: a sentence for each that has
+    failed since.
+
+    Raises:
+        ValueError: a logger could not be started; the others are closed again.
+    """
+
+    def __init__(
+        self, folder: Path, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.notes: list[str] = []
+        self._loggers: dict[str, Logger] = {}
+        run_id, earlier = _read(folder / NAME)
+        run = LoggedRun(name=folder.resolve().name, folder=folder, id=run_id, config=config or {})
+        for name, cls in classes.items():
+            try:
+                self._loggers[name] = cls(replace(run, resumed=name in earlier))
+            except Exception as error:  # each library has exceptions of its own
+                self.close()
+                raise ValueError(f"run.loggers: {name} could not be started: {_described(error)}") from error
+        record = {"id": run_id, "loggers": sorted({*earlier, *classes})}
+        write_atomic(folder / NAME, json.dumps(record) + "\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of one step to each. One that raises is closed and left out from then on."""
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.log(step, metrics)
+            except Exception as error:  # a server that is away for a minute must not end a run of a week
+                del self._loggers[name]
+                self._report(f"run.loggers: {name} was stopped at step {step}: {_described(error)}")
+                self._close(name, logger)
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._loggers:
+            self._close(*self._loggers.popitem())
+
+    def _close(self, name: str, logger: Logger) -> None:
+        try:
+            logger.close()
+        except Exception as error:  # as above
+            self._report(f"run.loggers: {name} could not be closed: {_described(error)}")
+
+    def _report(self, note: str) -> None:
+        log.warning("%s; metrics.jsonl has all metrics", note, exc_info=True)
+        self.notes.append(note)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _read(path: Path) -> tuple[str, list[str]]:
+    """Returns the id of the run, a new one if it has none yet, and the loggers that have logged it."""
+    if not path.exists():
+        return secrets.token_hex(8), []
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return record["id"], record["loggers"]

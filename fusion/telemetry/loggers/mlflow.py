@@ -1,0 +1,60 @@
+"""Log to MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are read; without a URI, the run's folder is used."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from fusion.telemetry.loggers.interface import PROJECT, LoggedRun
+from fusion.telemetry.page.settings import flatten
+
+TAG = "rlfusion.id"
+"""Tag of the run's id, by which a resumed run finds its own."""
+
+MAX_METRICS, MAX_PARAMS = 1000, 100
+"""Of one request, by MLflow's interface."""
+
+MAX_PARAM_CHARACTERS = 500
+
+
+class MlflowLogger:
+    """Keeps one run of MLflow over all starts of a run, by a tag."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.resolve() / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=uri)
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), run)
+        known = self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
+        if known:
+            self._run_id = known[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        self._run_id = self._client.create_run(experiment, tags={TAG: run.id}, run_name=run.name).info.run_id
+        params = [Param(key, value[:MAX_PARAM_CHARACTERS]) for key, value in flatten(run.config).items()]
+        for some in _chunks(params, MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=some)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = time.time_ns() // 10**6
+        values = [Metric(name, float(value), now_ms, step) for name, value in metrics.items()]
+        for some in _chunks(values, MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=some)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _experiment(self, name: str, run: LoggedRun) -> str:
+        known = self._client.get_experiment_by_name(name)
+        if known is not None:
+            return known.experiment_id
+        local = not os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = (run.folder.resolve() / "mlflow").as_uri() if local else None
+        return self._client.create_experiment(name, artifact_location=artifacts)
+
+
+def _chunks(values: list, size: int) -> Iterator[list]:
+    return (values[start : start + size] for start in range(0, len(values), size))

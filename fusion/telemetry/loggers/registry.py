@@ -1,0 +1,74 @@
+"""Find the classes of `run.loggers`, and refuse unknown ones and missing libraries before anything is started.
+
+Checking imports no library, so that a config is refused, and `--help` printed, at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion.telemetry.loggers.interface import Logger
+
+BUILT_IN = {
+    "tensorboard": ("fusion.telemetry.loggers.tensorboard", "TensorBoardLogger"),
+    "wandb": ("fusion.telemetry.loggers.wandb", "WandbLogger"),
+    "mlflow": ("fusion.telemetry.loggers.mlflow", "MlflowLogger"),
+    "swanlab": ("fusion.telemetry.loggers.swanlab", "SwanLabLogger"),
+    "trackio": ("fusion.telemetry.loggers.trackio", "TrackioLogger"),
+}
+"""Module and class by name; the name is also that of the library, of its package and of its extra in setup.py."""
+
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""`module:Class`, a class of one's own"""
+
+
+def check_loggers(names: Sequence[str], key: str = "run.loggers") -> None:
+    """Check the names of loggers.
+
+    Raises:
+        ValueError: a name is unknown or occurs twice, or its library or module is not installed; names ``key``.
+    """
+    if len(set(names)) < len(names):
+        raise ValueError(f"{key}={list(names)}: expected each logger once")
+    for name in names:
+        if name in BUILT_IN:
+            if not _is_installed(name):
+                raise ValueError(f"{key}: {name} is not installed: pip install {name}")
+        elif OWN.fullmatch(name) is None:
+            raise ValueError(f"{key}: unknown logger {name!r}: expected {', '.join(BUILT_IN)} or module:Class")
+        elif not _is_installed(module := name.partition(":")[0]):
+            raise ValueError(
+                f"{key}: {name}: there is no module {module!r}: install it, or add its folder to PYTHONPATH"
+            )
+
+
+def find_loggers(names: Sequence[str], key: str = "run.loggers") -> dict[str, type[Logger]]:
+    """Import the classes of loggers; returns them by name.
+
+    Raises:
+        ValueError: as `check_loggers`; or a module cannot be imported, or has no such class; names ``key``.
+    """
+    check_loggers(names, key)
+    found: dict[str, type[Logger]] = {}
+    for name in names:
+        module, cls = BUILT_IN.get(name) or name.split(":")
+        try:
+            made: Any = getattr(import_module(module), cls, None)
+        except Exception as error:  # whatever a module raises while it is imported, it cannot be used
+            raise ValueError(f"{key}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        if not callable(made):
+            raise ValueError(f"{key}: {name}: expected a class {cls} in the module {module}")
+        found[name] = made
+    return found
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # its package is missing; or a module of that name has no spec
+        return False

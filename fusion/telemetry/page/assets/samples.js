@@ -1,0 +1,26 @@
+// Samples: the first step's, the last step's, and those with the highest and the lowest rewards.
+
+const KINDS_OF_SAMPLES = [
+  ["before", "Before: first step"],
+  ["now", "Now: last step"],
+  ["best", "Best rewards"],
+  ["worst", "Worst rewards"],
+];
+
+function sampleCard(sample) {
+  const reward = sample.reward === null ? "no reward" : `reward ${Number(sample.reward.toPrecision(4))}`;
+  return element(
+    "article",
+    {},
+    element("p", { class: "quiet" }, `step ${sample.step ?? "–"}, `, element("b", {}, reward)),
+    element("pre", { class: "prompt" }, sample.prompt),
+    element("pre", {}, sample.response),
+  );
+}
+
+function samplesOf(run) {
+  const columns = KINDS_OF_SAMPLES.map(([kind, title]) =>
+    element("div", {}, element("h4", {}, title), ...run.samples[kind].map(sampleCard)),
+  );
+  return [element("div", { class: "samples" }, ...columns)];
+}

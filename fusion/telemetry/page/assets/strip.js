@@ -1,0 +1,208 @@
+// Where every card's time went: a table, and a strip per card that can be zoomed.
+
+const ROW = 18;
+const LABEL = 64;
+const AXIS = 20;
+
+class Strips {
+  constructor(cards, name) {
+    [this.cards, this.key] = [cards, `strip/${name}`];
+    this.strips = cards.strips.map((strip) => ({ ...strip, ends: runningSum(strip.us) }));
+    [this.from, this.to] = view.values[this.key] ?? [0, cards.wall_us];
+    this.dragged = null;
+    this.canvas = element("canvas", {
+      class: "strips",
+      role: "img",
+      "aria-label": "activities of every card over time; the table has the sums",
+      mousemove: (event) => this.move(event),
+      mouseleave: () => this.read(null),
+      mousedown: (event) => (this.dragged = [this.time(event), this.time(event)]),
+      dblclick: () => this.show(0, this.cards.wall_us),
+    });
+    this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    window.addEventListener("mouseup", () => this.release());
+    this.readout = element("output", { class: "readout" });
+    const button = (text, label, act) =>
+      element("button", { type: "button", click: act, "aria-label": label, title: label }, text);
+    const controls = element(
+      "div",
+      { class: "controls" },
+      button("+", "zoom in", () => this.zoom(0.5, (this.from + this.to) / 2)),
+      button("−", "zoom out", () => this.zoom(2, (this.from + this.to) / 2)),
+      button("←", "earlier", () => this.shift(-0.5)),
+      button("→", "later", () => this.shift(0.5)),
+      button("all", "show the whole run", () => this.show(0, this.cards.wall_us)),
+      element("span", { class: "quiet" }, "drag to zoom, Ctrl and wheel, or the buttons"),
+    );
+    this.selected = element("span", { class: "selected" });
+    const drawing = element("div", { class: "drawing" }, this.canvas, this.selected);
+    this.box = element("div", { class: "strip-box" }, controls, drawing, this.readout);
+    nearby.observe(this.box);
+    onScreen.set(this.box, () => this.draw());
+    this.read(null);
+  }
+
+  get scale() {
+    return (this.canvas.clientWidth - LABEL) / (this.to - this.from);
+  }
+
+  time(event) {
+    const x = event.clientX - this.canvas.getBoundingClientRect().left - LABEL;
+    return Math.min(this.to, Math.max(this.from, this.from + x / this.scale));
+  }
+
+  show(from, to) {
+    const length = Math.max(10, Math.min(to - from, this.cards.wall_us));
+    this.from = Math.max(0, Math.min(from, this.cards.wall_us - length));
+    this.to = this.from + length;
+    view.set(this.key, length < this.cards.wall_us ? [this.from, this.to] : null);
+    this.draw();
+  }
+
+  zoom(factor, around) {
+    this.show(around - (around - this.from) * factor, around + (this.to - around) * factor);
+  }
+
+  shift(share) {
+    const by = share * (this.to - this.from);
+    this.show(this.from + by, this.to + by);
+  }
+
+  wheel(event) {
+    if (!event.ctrlKey) return; // without Ctrl, the wheel scrolls the page
+    event.preventDefault();
+    this.zoom(Math.exp(event.deltaY / 300), this.time(event));
+  }
+
+  move(event) {
+    if (this.dragged) {
+      this.dragged[1] = this.time(event);
+      this.mark();
+    }
+    this.read(event);
+  }
+
+  release() {
+    if (!this.dragged) return;
+    const [from, to] = this.dragged.sort((a, b) => a - b);
+    this.dragged = null;
+    this.mark();
+    if ((to - from) * this.scale > 4) this.show(from, to);
+  }
+
+  /** Writes what the card under the pointer did at that time. */
+  read(event) {
+    if (!event) {
+      const shown = this.cards.num_cards > this.strips.length ? `, ${this.strips.length} of ${this.cards.num_cards} cards` : "";
+      const blur = this.cards.blur_us ? `; runs are shifted by up to ${(this.cards.blur_us / 1e6).toFixed(2)} s` : "";
+      this.readout.textContent = `${seconds(this.from / 1e6)} s – ${seconds(this.to / 1e6)} s${shown}${blur}`;
+      return;
+    }
+    const row = Math.floor((event.clientY - this.canvas.getBoundingClientRect().top) / ROW);
+    const strip = this.strips[row];
+    if (!strip) return;
+    const at = firstAfter(strip.ends, this.time(event));
+    if (at >= strip.us.length) return;
+    const kind = this.cards.strip_kinds[strip.kind[at]];
+    const begin = strip.ends[at] - strip.us[at];
+    const length = (strip.us[at] / 1e6).toPrecision(3);
+    this.readout.textContent = `${strip.card}: ${kind}, ${length} s from ${(begin / 1e6).toFixed(3)} s on`;
+  }
+
+  draw() {
+    const [width, height] = [this.canvas.clientWidth, this.strips.length * ROW + AXIS];
+    if (!width) return;
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.style.setProperty("height", `${height}px`);
+    [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    const pen = this.canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    pen.fillStyle = themed("--text");
+    this.strips.forEach((strip, row) => pen.fillText(strip.card.slice(0, 11), 0, row * ROW + ROW / 2));
+    this.drawRuns(pen);
+    this.drawAxis(pen, width, height);
+    this.read(null);
+  }
+
+  /** Draws the visible runs kind by kind, as a change of colour costs more than a rectangle. */
+  drawRuns(pen) {
+    const rectangles = this.cards.strip_kinds.map(() => []);
+    const scale = this.scale;
+    this.strips.forEach((strip, row) => {
+      for (let at = firstAfter(strip.ends, this.from); at < strip.us.length; at++) {
+        const end = strip.ends[at];
+        const begin = end - strip.us[at];
+        if (begin >= this.to) break;
+        const left = LABEL + (Math.max(begin, this.from) - this.from) * scale;
+        const right = LABEL + (Math.min(end, this.to) - this.from) * scale;
+        rectangles[strip.kind[at]].push(left, row * ROW + 1, right - left);
+      }
+    });
+    rectangles.forEach((sides, kind) => {
+      pen.fillStyle = kindColour(this.cards.strip_kinds[kind]);
+      for (let at = 0; at < sides.length; at += 3) pen.fillRect(sides[at], sides[at + 1], sides[at + 2], ROW - 2);
+    });
+  }
+
+  /** Marks the part that is dragged over, above the canvas. */
+  mark() {
+    const [from, to] = this.dragged ?? [this.from, this.from];
+    const left = LABEL + (Math.min(from, to) - this.from) * this.scale;
+    this.selected.style.setProperty("left", `${left}px`);
+    this.selected.style.setProperty("width", `${Math.abs(to - from) * this.scale}px`);
+  }
+
+  drawAxis(pen, width, height) {
+    const step = niceStep((this.to - this.from) / 1e6 / Math.max(2, (width - LABEL) / 90));
+    pen.fillStyle = pen.strokeStyle = themed("--quiet");
+    for (let time = Math.ceil(this.from / 1e6 / step) * step; time <= this.to / 1e6; time += step) {
+      const x = LABEL + (time * 1e6 - this.from) * this.scale;
+      pen.fillRect(x, height - AXIS, 1, 4);
+      pen.fillText(`${Number(time.toPrecision(6))} s`, Math.min(x, width - 42), height - AXIS / 2 + 2);
+    }
+    for (const start of this.cards.starts_us.filter((one) => one > this.from && one < this.to)) {
+      pen.fillRect(LABEL + (start - this.from) * this.scale, 0, 2, height - AXIS); // the run was resumed
+    }
+  }
+}
+
+function runningSum(lengths) {
+  let total = 0;
+  return Float64Array.from(lengths, (length) => (total += length));
+}
+
+/** The index of the first element of an ascending array above a value. */
+function firstAfter(ascending, value) {
+  let [low, high] = [0, ascending.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (ascending[middle] > value) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= least);
+}
+
+const strips = new Set();
+
+function cardsOf(run) {
+  const cards = run.cards;
+  const drawn = new Strips(cards, run.name);
+  strips.add(drawn);
+  const legend = cards.kinds.map(({ kind }) => element("span", {}, swatch(kindColour(kind)), kind));
+  const rows = cards.kinds.map(({ kind, share }) => [
+    element("span", {}, swatch(kindColour(kind)), kind),
+    percent(share, 1),
+    ...cards.table.map((card) => seconds(card.seconds[kind] ?? 0)),
+  ]);
+  rows.push(["wall", "", ...cards.table.map((card) => seconds(card.wall_s))]);
+  rows.push(["busy", "", ...cards.table.map((card) => percent(card.busy))]);
+  const header = ["seconds", "share", ...cards.table.map(({ card }) => card)];
+  return [element("p", { class: "legend" }, ...legend), drawn.box, table(header, rows)];
+}

@@ -1,0 +1,62 @@
+"""Write the page of runs, once or again and again while they go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fusion.telemetry.files import write_atomic
+from fusion.telemetry.page.document import render
+from fusion.telemetry.page.run_data import read_run
+
+NAME = "report.html"
+
+MAX_SHARE = 0.1
+"""Maximum share of the time in which a followed run is read: the interval grows with the size of its files."""
+
+
+def default_path(folders: Sequence[Path]) -> Path:
+    """Return where the page of these runs is written: in the first one's folder, which is private to its user."""
+    if len(folders) == 1:
+        return folders[0] / NAME
+    names = "-".join(folder.resolve().name for folder in folders)
+    return folders[0] / f"report-{names[:200]}.html"
+
+
+def write_page(
+    folders: Sequence[Path], path: Path | None = None, outcome: str | None = None, refresh_s: float | None = None
+) -> Path:
+    """Write the page of one or several runs; returns its path. A reader sees the old or the new page.
+
+    Args:
+        path: of the file; None: `default_path`.
+        outcome: how the runs ended; None: found out from their folders.
+        refresh_s: seconds after which a page of a running run reloads itself; None: never.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: a file of a run is damaged.
+    """
+    path = path or default_path(folders)
+    _write(folders, path, outcome, refresh_s)
+    return path
+
+
+def follow(folders: Sequence[Path], path: Path, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Write the page again and again, until no run goes on; the last one does not reload itself."""
+    while True:
+        start = time.monotonic()
+        if not _write(folders, path, None, every_s):
+            return
+        sleep(max(every_s, (time.monotonic() - start) / MAX_SHARE))
+
+
+def _write(folders: Sequence[Path], path: Path, outcome: str | None, refresh_s: float | None) -> bool:
+    """Writes the page; returns whether a run goes on."""
+    runs = [read_run(folder, outcome) for folder in folders]
+    if len({run["name"] for run in runs}) < len(runs):
+        runs = [run | {"name": str(folder)} for run, folder in zip(runs, folders, strict=True)]
+    running = any(run["running"] for run in runs)
+    write_atomic(path, render(runs, refresh_s if running else None))
+    return running

@@ -1,0 +1,136 @@
+"""Read a run folder into the data of its report: one JSON object of bounded size, also while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusion.telemetry.by_card import MAX_TIMELINE_BYTES
+from fusion.telemetry.files import iterate_jsonl, read_jsonl
+from fusion.telemetry.folder_lock import is_held
+from fusion.telemetry.memory import MemoryLedger, human_bytes
+from fusion.telemetry.page.card_time import card_time
+from fusion.telemetry.page.cautions import cautions
+from fusion.telemetry.page.curves import curves, number, step_seconds
+from fusion.telemetry.page.distributions import Distributions
+from fusion.telemetry.page.examples import Examples
+from fusion.telemetry.page.settings import flatten
+from fusion.telemetry.report import rewards_of
+from fusion.telemetry.trace import read_timeline
+
+
+def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
+    """Read everything that the report shows of a run. A missing file leaves its part empty.
+
+    Args:
+        outcome: how the run ended, in words; None: found out from the folder.
+
+    Raises:
+        ValueError: a file is damaged, other than by an incomplete last line.
+    """
+    folder = Path(folder)
+    rows, config = read_jsonl(folder / "metrics.jsonl"), read_config(folder / "config.yaml")
+    num_steps = max((int(number(row.get("step")) or 0) for row in rows), default=0)
+    distributions, examples = Distributions(num_steps), Examples()
+    for group in iterate_jsonl(folder / "groups.jsonl"):
+        distributions.add(group)
+    for sample in iterate_jsonl(folder / "samples.jsonl"):
+        examples.add(sample)
+    failure = read_failure(folder / "error.json")
+    running = outcome is None and is_held(folder)
+    ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
+    timeline, note = _timeline(folder / "timeline.json")
+    total = _key(config, "run", "steps")
+    return {
+        "name": folder.resolve().name,
+        "running": running,
+        "outcome": outcome or _outcome(running, failure, num_steps, total),
+        "steps": num_steps,
+        "total_steps": total,
+        "wall_s": sum(map(step_seconds, rows)),
+        **rewards_of(rows),
+        "curves": curves(rows),
+        "cards": timeline,
+        "memory": memory_data(ledger),
+        "staleness": distributions.staleness(),
+        "max_staleness": _key(config, "stalesync", "max_staleness"),
+        "ended": distributions.ended(),
+        "lengths": distributions.lengths(),
+        "max_length": _key(config, "rollout", "max_response_length"),
+        "samples": examples.result(),
+        "config": flatten(config),
+        "cautions": cautions(rows, distributions.ended(), ledger, failure) + note,
+    }
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return the config of a run; an empty one without the file.
+
+    Raises:
+        ValueError: it is not a YAML mapping.
+    """
+    import yaml
+
+    if not path.exists():
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: expected YAML: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a mapping of config groups")
+    return config
+
+
+def read_failure(path: Path) -> str | None:
+    """Return the error of `error.json` with its rank and stage in one line; None: the run has not failed."""
+    try:
+        failure = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return f"{path.name} cannot be read"
+    if not isinstance(failure, dict):
+        return f"{path.name} cannot be read"
+    rank = "controller" if failure.get("rank") is None else f"rank {failure['rank']}"
+    message = str(failure.get("message")).splitlines()
+    return f"{rank}, stage {failure.get('stage')}, step {failure.get('step')}: {''.join(message[:1])} (run.log)"
+
+
+def memory_data(ledger: MemoryLedger) -> dict[str, Any] | None:
+    """Return bytes by phase and owner, the peaks, and the capacity of a card; None if nothing was recorded."""
+    if not ledger.phases:
+        return None
+    by_owner = {phase: [ledger.by_owner[phase].get(owner, 0) for owner in ledger.owners] for phase in ledger.phases}
+    return {
+        "phases": ledger.phases,
+        "owners": ledger.owners,
+        "by_owner": by_owner,
+        "peak": ledger.peak,
+        "capacity": ledger.capacity,
+    }
+
+
+def _timeline(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Returns the cards' time, and a caution if it is left out."""
+    if not path.exists():
+        return None, []
+    if (size := path.stat().st_size) > MAX_TIMELINE_BYTES:
+        limit = human_bytes(MAX_TIMELINE_BYTES)
+        return None, [f"timeline.json has {human_bytes(size)}: the cards' time is left out above {limit}"]
+    return card_time(read_timeline(path)), []
+
+
+def _outcome(running: bool, failure: str | None, steps: int, total: Any) -> str:
+    if running:
+        return "running"
+    if failure:
+        return "failed"
+    return "finished" if steps == total else "ended early"
+
+
+def _key(config: Mapping[str, Any], group: str, name: str) -> Any:
+    values = config.get(group)
+    return number(values.get(name)) if isinstance(values, Mapping) else None

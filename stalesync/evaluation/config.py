@@ -1,0 +1,170 @@
+"""The config group `eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from fusion.inference.request import SamplingParams
+from fusion.inference.validation import check_sampling
+from fusion.rewards.config import BUILT_IN, split_path
+from fusion.telemetry.validation import Checks
+from stalesync.evaluation.names import Goal, goals
+from stalesync.prompts.config import SUFFIXES
+
+HELD_OUT = "held_out"
+"""Name under which the held-out prompts of `data.source` are evaluated (`run.eval_prompts`)"""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class EvalFileSpec:
+    """A file of `eval.files`, checked. ``reward``: `arithmetic`, `math` or `file.py:function`; None: the run's own;
+    ``rows``: how many of its first rows are used; None: all."""
+
+    name: str
+    path: str
+    reward: str | None = None
+    prompt_field: str | None = None
+    answer_field: str | None = None
+    rows: int | None = None
+
+    @classmethod
+    def parse(cls, entry: Any, key: str) -> EvalFileSpec:
+        """Reads an entry of `eval.files`.
+
+        Args:
+            key: of the entry, for messages: `eval.files[0]`.
+
+        Raises:
+            ValueError: it is not accepted; names the key.
+        """
+        fields: Mapping[str, Any] = {"path": entry} if isinstance(entry, str) else entry
+        known = [item.name for item in dataclasses.fields(cls)]
+        if not isinstance(fields, Mapping) or "path" not in fields:
+            raise ValueError(f"{key}={entry!r}: expected a path, or path and other fields of {', '.join(known)}")
+        for name in fields:
+            if name not in known:
+                similar = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {similar[0]!r}?" if similar else ""
+                raise ValueError(f"{key}: unknown field {name!r}, expected some of {', '.join(known)}{hint}")
+        path = fields["path"]
+        default = PurePath(path).stem if isinstance(path, str) else ""
+        spec = cls(**{"name": default, **fields})
+        spec.validate(key)
+        return spec
+
+    def validate(self, key: str) -> None:
+        """Checks every field; ``key``: of the entry, for messages.
+
+        Raises:
+            ValueError: a field that is not accepted, by key.
+        """
+        check = Checks(key, self)
+        is_file = isinstance(self.path, str) and self.path.endswith(SUFFIXES)
+        check.that("path", is_file, f"a path ending in {' or '.join(SUFFIXES)}")
+        named = isinstance(self.name, str) and bool(NAME.fullmatch(self.name))
+        check.that("name", named, "letters, digits, and . _ - behind the first of them")
+        check.that("name", self.name != HELD_OUT, f"another name: {HELD_OUT} are the held-out prompts of data.source")
+        check.that("reward", _is_reward(self.reward), f"{', '.join(BUILT_IN)}, or an existing file.py:function")
+        for name in ("prompt_field", "answer_field"):
+            value = getattr(self, name)
+            check.that(name, value is None or (isinstance(value, str) and bool(value)), "the name of a field")
+        check.integer("rows", at_least=1, null=True)
+
+
+@dataclass
+class EvalConfig:
+    """What is evaluated, when, and which checkpoint is kept as the best."""
+
+    every: int = 0
+    """Number of steps between two evaluations, after steps `every`, `2 * every`, …; 0: there are only the two that
+    every run has, before the first step and after the last one."""
+
+    files: list[Any] = field(default_factory=list)
+    """Files of prompts that are evaluated, besides the held-out ones of `data.source` (`run.eval_prompts`). Each is a
+    path (.jsonl, .json, .parquet), or `{path: FILE, name: NAME, reward: REWARD, prompt_field: FIELD, answer_field:
+    FIELD, rows: N}`: only the path is required. The name (default: the file's) appears in metrics; the reward is
+    `arithmetic`, `math` or `file.py:function` (default: the run's own); the fields' names default to those of `data`;
+    of `rows`, only the first N are used."""
+
+    samples: int = 1
+    """Number of answers to each prompt, k: the mean reward is over all of them, and pass@1 to pass@k are estimated."""
+
+    temperature: float | None = None
+    """Sampling temperature of an evaluation; 0: greedy; null: `rollout.temperature`."""
+
+    pass_reward: float = 1.0
+    """Minimum reward of an answer that counts as correct in pass@k."""
+
+    best: str | None = None
+    """Metric by which the best checkpoint is chosen, such as `val-core/held_out/reward/mean@1`: whenever an evaluation
+    after a step improves on it, a checkpoint is saved, which is kept besides the `run.keep` newest until a better one
+    is saved, and `best.json` names it. Rewards and pass@k are to be high, response lengths low. null: none."""
+
+    def validate(self) -> None:
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("eval", self)
+        check.integer("every", at_least=0)
+        check.integer("samples", at_least=1)
+        check.number("pass_reward")
+        if self.temperature is not None:
+            check_sampling("eval", SamplingParams(temperature=self.temperature))
+        check.that(
+            "samples", self.samples == 1 or self.temperature != 0, "1 with eval.temperature=0, as all would be equal"
+        )
+        self.specs()
+
+    def specs(self) -> list[EvalFileSpec]:
+        """Returns the files, checked.
+
+        Raises:
+            ValueError: an entry of `eval.files` is not accepted, by key.
+        """
+        if not isinstance(self.files, Sequence) or isinstance(self.files, str):
+            raise ValueError(f"eval.files={self.files!r}: expected a list")
+        specs = [EvalFileSpec.parse(entry, f"eval.files[{index}]") for index, entry in enumerate(self.files)]
+        index_by_name: dict[str, int] = {}
+        for index, spec in enumerate(specs):
+            if (first := index_by_name.setdefault(spec.name, index)) != index:
+                raise ValueError(
+                    f"eval.files[{index}].name={spec.name!r}: expected another name than that of eval.files[{first}]"
+                )
+        return specs
+
+    def check_best(self, held_out: bool) -> Goal | None:
+        """Returns whether `eval.best` is to be high or low; None: it is not set.
+
+        Args:
+            held_out: whether held-out prompts are evaluated.
+
+        Raises:
+            ValueError: no evaluation has a metric of this name.
+        """
+        if self.best is None:
+            return None
+        names = [*([HELD_OUT] if held_out else []), *(spec.name for spec in self.specs())]
+        known = {metric: goal for name in names for metric, goal in goals(name, self.samples).items()}
+        if self.best not in known:
+            expected = f"one of {', '.join(known)}" if known else "null, as nothing is evaluated"
+            raise ValueError(f"eval.best={self.best!r}: expected {expected}")
+        return known[self.best]
+
+
+def _is_reward(reward: Any) -> bool:
+    if reward is None or reward in BUILT_IN:
+        return True
+    try:
+        return isinstance(reward, str) and bool(split_path(reward))
+    except ValueError:
+        return False

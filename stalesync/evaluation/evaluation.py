@@ -1,0 +1,134 @@
+"""Evaluate a run's files, and record the results: as metrics, in `evaluations.jsonl`, and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fusion.rollout import EvalAnswer
+from fusion.telemetry import Answer, compare
+from stalesync.evaluation.config import HELD_OUT, EvalConfig
+from stalesync.evaluation.files import EvalFile
+from stalesync.evaluation.history import EvalHistory
+from stalesync.evaluation.results import FileResult, estimates_of
+from stalesync.failed_rewards import FailedRewards
+from stalesync.failures import RewardsFailed
+from stalesync.reward_sources import RuleReward
+from stalesync.scoring import Scorer
+
+ANSWERS_KEPT = 4
+"""Number of prompts of a file whose first answers are recorded"""
+
+
+class Evaluation:
+    """Evaluates ``files``.
+
+    Args:
+        held_out: whether held-out prompts are among them.
+        max_failed_share: `reward.max_failed_share`, of the files that have a reward of their own; the run's own is
+            judged with the samples of the steps.
+    """
+
+    def __init__(
+        self, config: EvalConfig, files: Sequence[EvalFile], *, held_out: bool = False, max_failed_share: float = 1.0
+    ) -> None:
+        self.config, self.files = config, files
+        self.history = EvalHistory(config, config.check_best(held_out))
+        self._max_failed_share = max_failed_share
+        self._failed = {file.name: FailedRewards(max_failed_share) for file in files if file.pool is not None}
+
+    @property
+    def digests(self) -> dict[str, str | None]:
+        """Digests of the files' content, by name."""
+        return {file.name: file.digest for file in self.files}
+
+    def due(self, step: int, last: int) -> bool:
+        """Returns whether to evaluate after ``step`` of ``last`` steps (0: before the first one)."""
+        return bool(self.files) and self.history.due(step, last)
+
+    def score(self, file: EvalFile, scorer: Scorer, answers: Mapping[str, EvalAnswer], step: int) -> FileResult:
+        """Scores the answers to the prompts of ``file.asked``, by their ids.
+
+        Raises:
+            RewardsFailed: too many of the reward's results failed, or all of this file's; names file and reward.
+        """
+        samples, asked = self.config.samples, file.asked(self.config.samples)
+        source = None if file.pool is None else RuleReward(file.pool)
+        try:
+            outcomes = scorer.score_answers(asked, answers, source)
+            if file.pool is not None and (verdict := self._failed[file.name].observe([one for _, one in outcomes])):
+                raise RewardsFailed(str(verdict))
+            errors = [outcome for _, outcome in outcomes if outcome.error is not None]
+            if len(errors) == len(outcomes) and self._max_failed_share < 1:
+                raise RewardsFailed(
+                    f"none of {len(outcomes)} answers could be scored. The first failure ({errors[0].error}):\n"
+                    f"{errors[0].detail}"
+                )
+        except RewardsFailed as error:
+            raise RewardsFailed(f"evaluation of {file.describe()} after step {step}: {error}") from error
+        rewards = [outcome.reward for _, outcome in outcomes]
+        lengths = [answers[prompt.id].response_tokens for prompt in asked]
+        starts = range(0, len(asked), samples)
+        return FileResult(
+            step=step,
+            file=file.name,
+            reward=file.reward,
+            digest=file.digest,
+            prompts=len(file.prompts),
+            samples=samples,
+            failed=len(errors),
+            estimates=estimates_of(
+                [rewards[start : start + samples] for start in starts],
+                [lengths[start : start + samples] for start in starts],
+                self.config.pass_reward,
+            ),
+            answers=[
+                {"prompt": asked[start].text, "response": outcomes[start][0], "reward": rewards[start]}
+                for start in starts[:ANSWERS_KEPT]
+            ],
+        )
+
+    def check_failed(self) -> None:
+        """Judges the rewards of the files at the end of a run.
+
+        Raises:
+            RewardsFailed: too many of one failed; names file and reward.
+        """
+        for file in self.files:
+            if file.pool is not None and (verdict := self._failed[file.name].judge()):
+                raise RewardsFailed(f"evaluation of {file.describe()}: {verdict}")
+
+    def best(self) -> dict[str, str | int | float] | None:
+        """Returns what `best.json` records; None: no checkpoint is the best."""
+        if self.history.best is None or self.config.best is None:
+            return None
+        step, value = self.history.best
+        return {"metric": self.config.best, "value": value, "step": step, "checkpoint": f"checkpoints/step-{step}"}
+
+    def short_metrics(self, when: str) -> dict[str, float]:
+        """Returns `val/rewards/<when>`, the mean reward of the held-out prompts in the last evaluation, if any answer
+        could be scored."""
+        last = self.history.last(HELD_OUT)
+        return {} if last is None or last.mean is None else {f"val/rewards/{when}": last.mean.value}
+
+    def answers(self) -> list[Answer]:
+        """Returns pairs of answers of the first and the last evaluation: of held-out prompts, or of the first file."""
+        ends = [(self.history.first(file.name), self.history.last(file.name)) for file in self.files[:1]]
+        return [pair for first, last in ends if first and last for pair in compare(first.answers, last.answers)]
+
+    def notes(self) -> list[str]:
+        """Returns the mean rewards of the first and the last evaluation by file, and which checkpoint is the best."""
+        lines = []
+        for file in self.files:
+            what = "held-out prompts" if file.name == HELD_OUT else file.name
+            ends = [self.history.first(file.name), self.history.last(file.name)]
+            means = {one.step: one.mean.value for one in ends if one is not None and one.mean is not None}
+            if means:
+                rewards = ", ".join(f"{mean:.3f} {_when(step)}" for step, mean in means.items())
+                lines.append(f"reward on {what}: {rewards} (evaluations.jsonl)")
+        if best := self.best():
+            lines.append(f"best checkpoint: {best['checkpoint']}, {best['metric']}={best['value']:.3g} (best.json)")
+        return lines
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "before"

@@ -1,0 +1,118 @@
+"""Open the files of `eval.files` and their rewards before a card starts, so that what is wrong is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fusion.rewards import RewardPool, check_required_fields
+from fusion.rewards.config import RewardConfig
+from stalesync.evaluation.config import HELD_OUT, EvalFileSpec
+from stalesync.prompts import Prompt, PromptSource
+from stalesync.reward_terms import Term, check_term_fields
+
+if TYPE_CHECKING:
+    from stalesync.config import Config
+
+
+@dataclass(frozen=True)
+class EvalFile:
+    """Prompts that are evaluated together.
+
+    Attributes:
+        name, path: in metrics, and in messages.
+        prompts: with ids that no training prompt has.
+        reward: what scores the answers: a rule, `file.py:function`, or the folder of a reward model.
+        pool: the reward's processes; None: the run's own reward.
+        digest: of the file's content; None: the prompts are held out of `data.source`.
+    """
+
+    name: str
+    path: str
+    prompts: Sequence[Prompt]
+    reward: str
+    pool: RewardPool | None = None
+    digest: str | None = None
+
+    def describe(self) -> str:
+        """Returns file and reward for messages."""
+        return f"{self.name!r} ({self.path}) with the reward {self.reward}"
+
+    def asked(self, samples: int) -> list[Prompt]:
+        """Returns the prompts as often as each is answered. The first answer has the prompt's id, so its noise is the
+        same for any number of answers; others have `<id>/<number>`."""
+        return [
+            replace(prompt, id=f"{prompt.id}/{number}") if number else prompt
+            for prompt in self.prompts
+            for number in range(samples)
+        ]
+
+
+def open_files(config: Config, tokenizer: Any) -> list[tuple[EvalFileSpec, PromptSource]]:
+    """Reads and checks every row of `eval.files`, as those of `data.source` are.
+
+    Raises:
+        ValueError: a file or a row cannot be used; names the file.
+    """
+    opened = []
+    for spec in config.eval.specs():
+        fields = {name: getattr(spec, name) or getattr(config.data, name) for name in ("prompt_field", "answer_field")}
+        data = replace(config.data, source=spec.path, rows=spec.rows, **fields)
+        with naming(f"eval.files: {spec.name!r}"):
+            opened.append((spec, PromptSource(data, tokenizer, config.run.seed)))
+    return opened
+
+
+def with_rewards(
+    config: Config,
+    opened: Iterable[tuple[EvalFileSpec, PromptSource]],
+    *,
+    held_out: Sequence[Prompt],
+    rule: RewardPool | None,
+    terms: Sequence[Term] = (),
+    start: Callable[[RewardConfig], RewardPool],
+) -> list[EvalFile]:
+    """Starts the rewards of the files, one for all files that share it, and checks the fields that they require.
+
+    Args:
+        held_out: held-out prompts of `data.source`.
+        rule: the run's own reward, without its terms; None: a reward model.
+        terms: of the run's own reward.
+        start: starts the processes of a reward, and sees to their end.
+
+    Raises:
+        ValueError: a reward cannot be loaded, or requires a field that a file lacks; names the file.
+    """
+    bare = config.reward.model or config.reward.path or config.reward.name
+    own = " + ".join([bare, *(f"{term.spec.weight:g} {term.spec.name}" for term in terms)])
+    files = [EvalFile(HELD_OUT, f"data.source={config.data.source}", held_out, own)] if held_out else []
+    pools: dict[str, RewardPool] = {}
+    for spec, source in opened:
+        with naming(f"eval.files: {spec.name!r}"):
+            pool = None
+            if spec.reward is not None and spec.reward != own:
+                settings = config.reward.of(spec.reward)
+                pool = rule if spec.reward == bare else pools.get(spec.reward)
+                pool = pools[spec.reward] = pool or start(settings)
+                check_required_fields(settings, pool.required_fields, source.fields)
+            else:
+                if rule is not None:
+                    check_required_fields(config.reward, rule.required_fields, source.fields)
+                check_term_fields(config.reward, terms, source.fields)
+            prompts = source.in_order(f"eval-{spec.name}-")
+            if not prompts:
+                raise ValueError(f"no prompt is as short as data.max_prompt_length={config.data.max_prompt_length}")
+        reward = own if pool is None else spec.reward or own
+        files.append(EvalFile(spec.name, spec.path, prompts, reward, pool, source.digest))
+    return files
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Prefixes the message of a ValueError of the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

@@ -1,0 +1,96 @@
+"""Summarize the answers to one file's prompts: an `Estimate` by statistic, metrics, and a row of `evaluations.jsonl`.
+Pure.
+
+A prompt counts with those of its answers that could be scored: its mean reward is theirs, and it counts for pass@k if
+there are at least k of them. A prompt without any is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stalesync.evaluation import names
+from stalesync.evaluation.estimates import Estimate, estimate, pass_at_k
+
+
+@dataclass(frozen=True)
+class FileResult:
+    """The evaluation of one file.
+
+    Attributes:
+        step: number of completed training steps.
+        file, reward: the file's name, and what scored its answers.
+        digest: of the file's content; None: the prompts are held out of `data.source`.
+        prompts, samples: number of prompts, and of answers to each.
+        failed: number of answers that could not be scored.
+        estimates: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`.
+        answers: a few of them: prompt, response, reward.
+    """
+
+    step: int
+    file: str
+    reward: str
+    digest: str | None
+    prompts: int
+    samples: int
+    failed: int
+    estimates: dict[str, Estimate]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        """Returns plain JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> FileResult:
+        """Restores a result from what `row` returned."""
+        return cls(**{**row, "estimates": {name: Estimate(**one) for name, one in row["estimates"].items()}})
+
+    @property
+    def mean(self) -> Estimate | None:
+        """The mean reward; None: no answer could be scored."""
+        return self.estimates.get(f"reward/mean@{self.samples}")
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics, by verl's names (`names`)."""
+        named = {names.reward_mean(self.file, self.samples): f"reward/mean@{self.samples}"}
+        named |= {names.pass_at(self.file, k, self.samples): f"reward/pass@{k}" for k in names.logged_k(self.samples)}
+        named |= {names.length_mean(self.file, self.samples): f"response_length/mean@{self.samples}"}
+        metrics: dict[str, float] = {}
+        for metric, statistic in named.items():
+            if (one := self.estimates.get(statistic)) is not None:
+                metrics[metric] = one.value
+                if one.low is not None and one.high is not None:
+                    metrics |= {names.bound(metric, "low"): one.low, names.bound(metric, "high"): one.high}
+        return metrics | {names.failed(self.file): float(self.failed)}
+
+    def describe(self) -> str:
+        """Returns the mean reward in one line."""
+        if (mean := self.mean) is None:
+            return f"{self.file}: no answer could be scored by {self.reward}"
+        interval = "" if mean.low is None else f" [{mean.low:.3f}, {mean.high:.3f}]"
+        return f"{self.file} {mean.value:.3f}{interval}"
+
+
+def estimates_of(
+    rewards: Sequence[Sequence[float | None]], lengths: Sequence[Sequence[int]], pass_reward: float
+) -> dict[str, Estimate]:
+    """Estimates the statistics of a file; those that no prompt has are left out.
+
+    Args:
+        rewards: of every prompt's answers; None: it could not be scored.
+        lengths: number of tokens of every prompt's answers.
+        pass_reward: minimum reward of a correct answer.
+    """
+    samples = max(map(len, lengths), default=0)
+    scored = [[reward for reward in answers if reward is not None] for answers in rewards]
+    found = {f"reward/mean@{samples}": estimate([sum(one) / len(one) for one in scored if one])}
+    counts = [(len(one), sum(reward >= pass_reward for reward in one)) for one in scored]
+    for k in range(1, samples + 1):
+        by_prompt = [pass_at_k(total, correct, k) for total, correct in counts if total >= k]
+        found[f"reward/pass@{k}"] = estimate(by_prompt, within=(0.0, 1.0))
+    found[f"response_length/mean@{samples}"] = estimate([sum(one) / len(one) for one in lengths])
+    return {statistic: one for statistic, one in found.items() if one is not None}

@@ -1,0 +1,118 @@
+"""Evaluate a checkpoint or a model folder alone (`scripts/evaluate.py`): the evaluation before the first step of a run
+that has no step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stalesync.config import Config
+from stalesync.overrides import check_overrides, composed, load
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is evaluated, and how. ``json``: where the results are written; None: into the evaluation's folder; `-`:
+    they are printed."""
+
+    source: Path
+    config: Config
+    json: str | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the source is a model; else a checkpoint is exported first."""
+        return _is_model(self.source)
+
+
+def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
+    """Parses the command line; ``conf``: folder of the config groups.
+
+    Raises:
+        ValueError: an argument is not accepted, or the source is neither a run, a checkpoint nor a model.
+    """
+    words, json_path = _take_option([*arguments], "--json")
+    if not words or "=" in words[0] or words[0].startswith("-"):
+        raise ValueError("expected the folder of a run, a checkpoint or a model")
+    source, overrides = Path(words[0]), words[1:]
+    groups = [folder.name for folder in conf.iterdir() if folder.is_dir()]
+    check_overrides(overrides, groups)
+    if _is_model(source):
+        config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
+    else:
+        config = composed(conf, overrides, saved=load(_config_of(source)))
+    config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", False, None
+    if not (config.eval.files or config.run.eval_prompts):
+        raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
+    return Arguments(source, config, json_path)
+
+
+def evaluate(arguments: Arguments, usage: str) -> None:
+    """Runs the evaluation, writes its results, and reports where. Ends the process if it fails, with ``usage`` if the
+    config is wrong."""
+    from stalesync.command_line import fail, refuse, run_job
+
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
+        config = arguments.config
+        exported = str(arguments.source)
+        if not arguments.is_model:
+            from stalesync.conversion import convert
+
+            config.model.path = str(Path(folder) / "model")
+            try:
+                exported = convert(arguments.source, Path(config.model.path))
+            except (ValueError, OSError) as error:
+                fail(f"error: {error}", error)
+        try:
+            config.validate()
+        except ValueError as error:
+            refuse(usage, error)
+        run = run_job(config, trains=False)
+    _write(arguments, exported, run)
+
+
+def _write(arguments: Arguments, exported: str, run: Path) -> None:
+    from fusion.telemetry.files import read_jsonl, write_atomic
+    from fusion.telemetry.run_folder import EVALUATIONS
+
+    results = [{key: value for key, value in row.items() if key != "step"} for row in read_jsonl(run / EVALUATIONS)]
+    text = json.dumps({"model": exported, "results": results}, indent=2, ensure_ascii=False) + "\n"
+    if arguments.json == "-":
+        print(text, end="")
+        return
+    path = Path(arguments.json) if arguments.json else run / "evaluation.json"
+    write_atomic(path, text)
+    print(f"results: {path}", file=sys.stderr)
+
+
+def _take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
+    """Removes ``option VALUE`` or ``option=VALUE`` from the words."""
+    for index, word in enumerate(words):
+        if word == option:
+            if index + 1 == len(words):
+                raise ValueError(f"{option}: expected a path")
+            return words[:index] + words[index + 2 :], words[index + 1]
+        if word.startswith(f"{option}="):
+            return words[:index] + words[index + 1 :], word.partition("=")[2]
+    return words, None
+
+
+def _is_model(source: Path) -> bool:
+    return (source / "config.json").is_file()
+
+
+def _config_of(source: Path) -> Path:
+    """Returns the saved config of a run, or of the run of a checkpoint."""
+    for folder in (source, *source.resolve().parents[1:2]):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise ValueError(f"{source}: expected the folder of a run (with config.yaml), a checkpoint of it, or a model")
+
+
+def _name_of(source: Path) -> str:
+    path = source.resolve()
+    return f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name

@@ -1,0 +1,77 @@
+"""Start the terms of a reward that has several (`reward.terms`), and compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from fusion.rewards import (
+    RewardConfig,
+    RewardOutcome,
+    RewardPool,
+    RewardSample,
+    RewardSpec,
+    TermSpec,
+    check_required_fields,
+    length_term,
+)
+from stalesync.samples import Sample
+
+
+@dataclass(frozen=True)
+class Term:
+    """A further term of the reward. ``pool``: its processes; None: it needs none."""
+
+    spec: TermSpec
+    pool: RewardPool | None
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        """Returns the term of each sample, without its weight."""
+        if self.pool is not None:
+            return score_text(self.pool, samples)
+        free, longest = self.spec.free_tokens, self.spec.max_tokens
+        assert self.spec.reward == "length" and free is not None and longest is not None
+        return [RewardOutcome(length_term(sample.response_tokens, free, longest)) for sample in samples]
+
+
+def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec], RewardPool]) -> list[Term]:
+    """Starts the processes of `reward.terms`.
+
+    Args:
+        start: starts a pool, and sees to its end.
+
+    Raises:
+        ValueError: a function cannot be loaded; names the term.
+    """
+    terms = []
+    for index, spec in enumerate(config.term_specs()):
+        try:
+            wanted = spec.spec(config)
+            terms.append(Term(spec, None if wanted is None else start(config, wanted)))
+        except ValueError as error:
+            raise ValueError(f"reward.terms[{index}] ({spec.name}): {error}") from error
+    return terms
+
+
+def check_term_fields(config: RewardConfig, terms: Sequence[Term], everywhere: Collection[str]) -> None:
+    """Checks that every row has the fields that the terms require, ``everywhere``: those that every row has.
+
+    Raises:
+        ValueError: names the term and the field.
+    """
+    for index, term in enumerate(terms):
+        if term.pool is not None:
+            try:
+                check_required_fields(config.of(term.spec.reward), term.pool.required_fields, everywhere)
+            except ValueError as error:
+                raise ValueError(f"reward.terms[{index}] ({term.spec.name}): {error}") from error
+
+
+def score_text(pool: RewardPool, samples: Sequence[Sample]) -> list[RewardOutcome]:
+    """Scores the text of samples in the processes of a pool."""
+    return pool.score(
+        [
+            RewardSample(sample.prompt.text, sample.response, sample.prompt.answer, sample.prompt.fields)
+            for sample in samples
+        ]
+    )

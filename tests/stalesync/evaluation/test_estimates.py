@@ -1,0 +1,115 @@
+"""pass@k and intervals against their definitions."""
+
+import math
+import random
+from itertools import combinations
+from statistics import NormalDist
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stalesync.evaluation.estimates import Estimate, estimate, pass_at_k, student_quantile
+from stalesync.evaluation.results import estimates_of
+
+correctness = st.lists(st.booleans(), min_size=1, max_size=9)
+
+
+@given(correctness, st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(correct, data):
+    k = data.draw(st.integers(1, len(correct)))
+    subsets = [any(subset) for subset in combinations(correct, k)]
+    assert pass_at_k(len(correct), sum(correct), k) == sum(subsets) / len(subsets)
+
+
+@given(st.integers(1, 300), st.data())
+def test_pass_at_k_grows_with_k_and_with_correct_answers(count, data):
+    correct, k = data.draw(st.integers(0, count)), data.draw(st.integers(1, count))
+    passed = pass_at_k(count, correct, k)
+    assert pass_at_k(count, correct, 1) == correct / count
+    assert (correct == 0) == (passed == 0) and 0 <= passed <= 1
+    assert k == count or pass_at_k(count, correct, k + 1) >= passed
+    assert correct == count or pass_at_k(count, correct + 1, k) >= passed
+
+
+def test_pass_at_k_is_unbiased():
+    """Over all outcomes of five answers that are correct with probability p, its mean is 1 - (1 - p)^k."""
+    for p in (0.1, 0.5, 0.8):
+        for k in range(1, 6):
+            chances = [math.comb(5, correct) * p**correct * (1 - p) ** (5 - correct) for correct in range(6)]
+            mean = sum(chance * pass_at_k(5, correct, k) for correct, chance in enumerate(chances))
+            assert mean == pytest.approx(1 - (1 - p) ** k)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "published"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (10, 2.2281), (29, 2.0452), (120, 1.9799)],
+)
+def test_the_quantiles_are_those_of_the_tables(freedom, published):
+    assert student_quantile(freedom) == pytest.approx(published, abs=5e-5)
+
+
+def test_the_quantiles_fall_to_that_of_the_normal_distribution():
+    quantiles = [student_quantile(freedom) for freedom in (*range(1, 40), 400, 4000)]
+    assert quantiles == sorted(quantiles, reverse=True)
+    assert quantiles[-1] == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-3)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=30))
+def test_an_interval_contains_the_mean_and_is_none_for_one_prompt(values):
+    found = estimate(values)
+    assert found is not None and found.value == sum(values) / len(values)
+    if len(values) == 1:
+        assert found == Estimate(values[0])
+    else:
+        assert found.low <= found.value <= found.high
+        assert len({*values}) > 1 or found.low == pytest.approx(found.high, abs=1e-6)
+        clipped = estimate(values, within=(-0.1, 0.1))
+        assert clipped.low >= -0.1 and clipped.high <= 0.1
+
+
+def test_nothing_is_estimated_without_a_prompt():
+    assert estimate([]) is None and estimates_of([], [], 1.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "samples", "statistic"),
+    [(20, 2, "reward/mean@2"), (30, 4, "reward/mean@4"), (30, 4, "reward/pass@1"), (30, 4, "reward/pass@4")],
+)
+def test_an_interval_covers_the_mean_of_all_prompts_in_95_of_100_evaluations(num_prompts, samples, statistic):
+    """Prompts differ in how often they are solved (uniformly from never to always), and answers are drawn by that. Over
+    answers instead of prompts, intervals of mean@4 would cover it in 84 of 100."""
+    chance, trials, covered = random.Random(7), 1500, 0
+    k = 4 if statistic == "reward/pass@4" else 1
+    expected = k / (k + 1)  # the mean of 1 - (1 - p)^k over p from 0 to 1
+    for _ in range(trials):
+        solved = [chance.random() for _ in range(num_prompts)]
+        rewards = [[float(chance.random() < p) for _ in range(samples)] for p in solved]
+        found = estimates_of(rewards, [[1] * samples] * num_prompts, 1.0)[statistic]
+        covered += found.low <= expected <= found.high
+    assert 0.92 <= covered / trials <= 0.98
+
+
+rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]))
+
+
+@given(st.integers(1, 4).flatmap(lambda k: st.lists(st.lists(rewards, min_size=k, max_size=k), min_size=1, max_size=6)))
+def test_a_prompt_counts_with_the_answers_that_could_be_scored(by_prompt):
+    k = len(by_prompt[0])
+    found = estimates_of(by_prompt, [[3] * k for _ in by_prompt], pass_reward=0.5)
+    scored = [[reward for reward in answers if reward is not None] for answers in by_prompt]
+    means = [sum(answers) / len(answers) for answers in scored if answers]
+    assert (f"reward/mean@{k}" in found) == bool(means)
+    if means:
+        assert found[f"reward/mean@{k}"].value == sum(means) / len(means)
+    for j in range(1, k + 1):
+        enough = [answers for answers in scored if len(answers) >= j]
+        passed = [
+            sum(any(reward >= 0.5 for reward in subset) for subset in combinations(answers, j))
+            / math.comb(len(answers), j)
+            for answers in enough
+        ]
+        one = found.get(f"reward/pass@{j}")
+        assert (one is not None) == bool(enough)
+        assert one is None or one.value == pytest.approx(sum(passed) / len(passed))
+    assert found[f"response_length/mean@{k}"].value == 3

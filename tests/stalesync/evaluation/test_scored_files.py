@@ -1,0 +1,162 @@
+"""Files and their rewards, without cards: what is refused before the start, scores, and failures by name."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from fusion.rewards import RewardPool
+from fusion.rollout import EvalAnswer
+from stalesync.commands import Publish
+from stalesync.config import Config
+from stalesync.evaluation import EvalConfig, Evaluation
+from stalesync.evaluation.files import open_files, with_rewards
+from stalesync.failures import CardFailed, RewardsFailed
+from stalesync.prompts import make_tokenizer
+from stalesync.scoring import Scorer
+from stalesync.training_run import TrainingRun
+
+REWARDS = """
+def exact(prompt, response, answer):
+    return float(response == answer)
+
+def broken(prompt, response, answer):
+    raise RuntimeError("no judge at all")
+
+def levelled(prompt, response, answer, level):
+    return float(level)
+"""
+
+
+class NoReward:
+    """The run's own reward, of which these files ask nothing."""
+
+    concurrent = True
+
+    def __call__(self, samples):
+        raise AssertionError("the run's own reward was asked")
+
+    def take_reports(self):
+        return []
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens evaluations; the processes of their rewards end with the test."""
+    pools = []
+
+    def start(reward):
+        pools.append(RewardPool(reward))
+        return pools[-1]
+
+    def open_(*files, rule=None, rows=6, **fields):
+        config = Config()
+        config.data.max_prompt_length, config.reward.workers = 8, 1
+        path = tmp_path / "sums.jsonl"
+        path.write_text(
+            "".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1} | fields) + "\n" for n in range(rows))
+        )
+        config.eval = EvalConfig(files=[{"path": str(path), **file} for file in files], samples=2)
+        config.eval.validate()
+        found = with_rewards(config, open_files(config, make_tokenizer()), held_out=[], rule=rule, start=start)
+        return Evaluation(config.eval, found, max_failed_share=config.reward.max_failed_share), pools
+
+    yield open_
+    for pool in pools:
+        pool.close()
+
+
+def answers_to(file, texts):
+    """The same texts, one after another, for every prompt."""
+    asked = file.asked(len(texts))
+    return {
+        prompt.id: EvalAnswer(prompt.id, texts[index % len(texts)].format(answer=prompt.answer), 3, "stop")
+        for index, prompt in enumerate(asked)
+    }
+
+
+def test_every_prompt_is_asked_as_often_as_configured_in_the_order_of_the_file(opened):
+    evaluation, _ = opened({"name": "a", "reward": "math", "rows": 2})
+    asked = evaluation.files[0].asked(3)
+    assert [prompt.id for prompt in asked] == [f"eval-a-{row}{number}" for row in (0, 1) for number in ("", "/1", "/2")]
+    assert [prompt.text for prompt in asked] == ["0+1="] * 3 + ["1+1="] * 3
+
+
+def test_answers_are_scored_by_the_reward_of_their_file_and_one_that_files_share_is_started_once(opened, rewards):
+    exact = f"{rewards}:exact"
+    evaluation, pools = opened({"name": "a", "reward": exact}, {"name": "b", "reward": exact, "rows": 1})
+    assert len(pools) == 1
+    scorer = Scorer(NoReward(), queue=None)
+    first, second = evaluation.files
+    result = evaluation.score(first, scorer, answers_to(first, ["{answer}", "no"]), step=4)
+    assert (result.step, result.file, result.reward, result.prompts, result.failed) == (4, "a", exact, 6, 0)
+    assert {name: one.value for name, one in result.estimates.items()} == {
+        "reward/mean@2": 0.5,
+        "reward/pass@1": 0.5,
+        "reward/pass@2": 1.0,
+        "response_length/mean@2": 3.0,
+    }
+    assert result.answers[1] == {"prompt": "1+1=", "response": "2", "reward": 1.0} and len(result.answers) == 4
+    assert evaluation.score(second, scorer, answers_to(second, ["no", "no"]), step=4).mean.value == 0.0
+
+
+@pytest.mark.parametrize(("rows", "share"), [(6, "none of 12 answers"), (40, "64 of the last 64 samples")])
+def test_a_reward_that_fails_ends_the_run_with_the_name_of_its_file_and_its_own(opened, rewards, rows, share):
+    evaluation, _ = opened({"name": "hard", "reward": f"{rewards}:broken"}, rows=rows)
+    (file,) = evaluation.files
+    with pytest.raises(RewardsFailed) as failed:
+        evaluation.score(file, Scorer(NoReward(), queue=None), answers_to(file, ["1", "2"]), step=7)
+    message = str(failed.value)
+    assert message.startswith(f"evaluation of 'hard' ({file.path}) with the reward {rewards}:broken after step 7: ")
+    assert share in message and "no judge at all" in message
+
+
+def test_what_a_file_lacks_is_refused_with_its_name(opened, rewards):
+    file = {"name": "hard", "reward": f"{rewards}:levelled"}
+    with pytest.raises(ValueError, match=r"eval.files: 'hard': reward.path=.*requires the field 'level', which the"):
+        opened(file)
+    opened(file, level=3)
+    with pytest.raises(ValueError, match="eval.files: 'hard': .*mine.py:absent.*: the file defines no function"):
+        opened({"name": "hard", "reward": f"{rewards}:absent"})
+    with pytest.raises(ValueError, match="eval.files: 'hard': data.prompt_field='q': .* has no such field"):
+        opened({"name": "hard", "prompt_field": "q"})
+    with pytest.raises(ValueError, match="eval.files: 'hard': .*: no such file"):
+        opened({"name": "hard", "path": "nowhere.jsonl"})
+
+
+def test_the_runs_own_reward_must_have_the_fields_that_it_requires_in_every_file(opened, rewards):
+    config = Config()
+    config.reward.path, config.reward.workers = f"{rewards}:levelled", 1
+    with RewardPool(config.reward) as own:
+        with pytest.raises(ValueError, match="eval.files: 'a': .*requires the field 'level'"):
+            opened({"name": "a"}, rule=own)
+        evaluation, pools = opened({"name": "a"}, rule=own, level=1)
+    assert not pools and evaluation.files[0].pool is None
+
+
+def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
+    run, commands = object.__new__(TrainingRun), []
+    run.evaluation, _ = opened({"name": "hard", "reward": "math"})
+    run.step, run.config = 3, Config()
+    run.admission = SimpleNamespace(ledger=SimpleNamespace(version=3))
+    run.loop = SimpleNamespace(settle=lambda: commands.append("settle"), execute=commands.append)
+    run.step_metrics = SimpleNamespace(excluded=nullcontext)
+    run.view = SimpleNamespace(phase=lambda _: None)
+    run.desk = SimpleNamespace(share=SimpleNamespace(engines=[0]))
+
+    def answer(*_, **__):
+        raise CardFailed("rank 0 failed in stage 'answer'")
+
+    run.generation = SimpleNamespace(answer=answer)
+    with pytest.raises(CardFailed) as failed:
+        run.evaluate()
+    assert commands == ["settle", Publish(3)], "samples in progress are settled before the engines answer"
+    assert failed.value.__notes__ == [f"evaluation of {run.evaluation.files[0].describe()} after step 3"]

@@ -1,0 +1,30 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.telemetry.page.examples import MAX_CHARACTERS, PER_KIND, Examples, shortened
+
+rewards = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float), st.just(float("nan"))), max_size=40)
+
+
+@given(rewards, st.integers(1, 6))
+def test_no_sample_is_better_than_the_best_nor_worse_than_the_worst(rewards, per_step):
+    examples = Examples()
+    for index, reward in enumerate(rewards):
+        examples.add({"step": index // per_step, "reward": reward, "prompt": "p", "response": str(index)})
+    chosen = examples.result()
+    scored = [(reward, index) for index, reward in enumerate(rewards) if reward is not None and reward == reward]
+    best = [int(one["response"]) for one in chosen["best"]]
+    worst = [int(one["response"]) for one in chosen["worst"]]
+    assert best == [index for _, index in sorted(scored, reverse=True)][:PER_KIND]
+    assert worst == [index for _, index in sorted(scored, key=lambda one: (one[0], -one[1]))][:PER_KIND]
+    steps = [index // per_step for index in range(len(rewards))]
+    first = [index for index, step in enumerate(steps) if step == 0]
+    last = [index for index, step in enumerate(steps) if step == steps[-1]]
+    assert [int(one["response"]) for one in chosen["before"]] == first[:PER_KIND]
+    assert [int(one["response"]) for one in chosen["now"]] == last[:PER_KIND]
+
+
+def test_a_long_text_keeps_both_ends():
+    text = shortened("a" * MAX_CHARACTERS + "b" * MAX_CHARACTERS)
+    assert text.startswith("aaa") and text.endswith("bbb") and "6,000 characters left out" in text
+    assert shortened("short") == "short" and shortened(7) == "7"
