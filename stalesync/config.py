@@ -267,6 +267,11 @@ class Config:
             )
         if self.algorithm.replay != "none" and not model.num_experts:
             raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
+        if self.training.router_bias_rate and not (model.num_experts and model.experts.router.correction):
+            raise ValueError(
+                f"training.router_bias_rate={self.training.router_bias_rate}: expected 0, as the routers of "
+                f"{self.model.path} have no correction bias"
+            )
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")

@@ -45,7 +45,8 @@ class TrainEngine(Protocol):
         """
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Updates the weights with the gradients accumulated since the last step, and zeroes them. Collective.
+        """Updates the weights with the gradients accumulated since the last step, and zeroes them; with
+        `training.router_bias_rate` also the routers' correction biases. Collective.
 
         Args:
             before_update: called once, before the optimizer's states are first used; they may still be loading from the

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
+from fusion.model.collectives import shard_sizes
+from fusion.model.moe import sequence_balancing_loss
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums
@@ -31,11 +33,13 @@ REPLAYED = "replayed (token, layer) pairs"
 
 class Totals(NamedTuple):
     """Totals over all data-parallel ranks: the sum of the tokens' weights, the divisor of the losses
-    (`Sequences.loss_totals`), the number of rows, and the largest number of micro-batches of a rank."""
+    (`Sequences.loss_totals`), the numbers of rows and of sequences, and the largest number of micro-batches of a
+    rank."""
 
     weight: float
     normaliser: float
     rows: int
+    sequences: int
     micro_batches: int
 
     def share_after(self, normaliser: float) -> float:
@@ -58,6 +62,7 @@ class Objective:
     """Computes each micro-batch's share of the loss and accumulates the metrics.
 
     Args:
+        balances_sequences: balance each sequence instead of the batch; needs no ``counts_E``.
         counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
             one micro-batch and one stage, and `of_routing` counts its routing.
         share: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much.
@@ -71,12 +76,14 @@ class Objective:
         config: ModelConfig,
         mesh: Mesh,
         balancing_coef: float,
+        balances_sequences: bool = False,
         counts_E: torch.Tensor | None,
         share: float = 1.0,
     ):
         self.share = share
         self.loss, self.totals, self.config, self.mesh = loss, totals, config, mesh
         self.balancing_coef, self.counts_E = balancing_coef, counts_E
+        self.balances_sequences = balances_sequences
         self._sums: dict[str, torch.Tensor] = {}
 
     def of_tokens(self, batch: Sequences, tokens: TrainedTokens) -> torch.Tensor:
@@ -113,11 +120,13 @@ class Objective:
                 self._add(name, sums)
         return self._of_share(total(out.loss) / max(self.totals.normaliser, 1e-12))
 
-    def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
+    def of_routing(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
         """Returns the share of this stage's sparse layers in the load-balancing loss: scalar, weighted; None without
         one."""
         if not self.balancing_coef:
             return None
+        if self.balances_sequences:
+            return self._of_sequences(batch, routed)
         if self.counts_E is None:
             device = routed[0].stats.device  # with one stage, which has all sparse layers
             self.counts_E = routing_counts(routed, self.mesh, self.config.num_experts, device)
@@ -125,6 +134,20 @@ class Objective:
             return None
         stats = [layer.stats for layer in routed]
         balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_sparse_layers)
+        self._add(BALANCE, balance.detach())
+        return self._of_share(self.balancing_coef * balance)
+
+    def _of_sequences(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
+        if not routed:
+            return None
+        lengths = torch.tensor(batch.lengths, dtype=torch.int64)
+        sizes = shard_sizes(batch.rows, self.mesh.parallel.tp)
+        first = sum(sizes[: self.mesh.tp_rank])
+        owner_n = torch.arange(len(lengths)).repeat_interleave(lengths)[first : first + sizes[self.mesh.tp_rank]]
+        device = routed[0].stats.device
+        owner_n, lengths_S = owner_n.to(device), lengths.to(device, torch.float32)
+        losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in routed]
+        balance = torch.stack(losses).sum() / max(self.totals.sequences, 1)
         self._add(BALANCE, balance.detach())
         return self._of_share(self.balancing_coef * balance)
 
