@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,12 +227,12 @@ def log_of(home: Path) -> Path:
     return home.with_name(f"{home.name}.log")
 
 
-def run(mode: Mode, workload: Workload, folder: Path, measured: int = STEPS) -> Figures:
+def run(mode: Mode, workload: Workload, folder: Path, measured: int = STEPS, overrides: Sequence[str] = ()) -> Figures:
     """Start the run in ``folder``, wait until it has made its steps, and stop it. The same mode may run repeatedly.
-    ``measured``: number of steps after the warm-up."""
+    ``measured``: number of steps after the warm-up; ``overrides``: further ones."""
     home = new_home(folder, mode, workload)
     command = [sys.executable, "scripts/train.py", f"model.path={folder / 'model'}", f"run.dir={home}"]
-    command += [*workload.overrides(), f"fusion={mode.fusion}", f"stalesync.max_staleness={mode.staleness}"]
+    command += [*workload.overrides(), *overrides, f"fusion={mode.fusion}", f"stalesync.max_staleness={mode.staleness}"]
     command += [f"fusion.infer_cards={mode.generating}"] if mode.generating is not None else []
     steps = mode.warm + measured
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

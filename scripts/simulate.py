@@ -19,8 +19,8 @@
     trace=     JSON Lines with group and response_tokens, as a run's groups.jsonl: these lengths instead
     run.steps=20 run.seed= data.prompts_per_step=512 data.max_prompt_length=1024 (of every prompt) algorithm.group_size=
     algorithm.minibatches= algorithm.kl_coef= training.recompute=true fusion.infer_cards= fusion.offload=
-    fusion.double_buffer= stalesync.train_tokens= rollout.max_response_length=16384 rollout.forced_median=2048
-    rollout.max_seqs=64 rollout.chunk_tokens= rollout.suspended_kv= rollout.kv_fraction= …
+    fusion.double_buffer= stalesync.train_tokens= stalesync.lend=true rollout.max_response_length=16384
+    rollout.forced_median=2048 rollout.max_seqs=64 rollout.chunk_tokens= rollout.suspended_kv= rollout.kv_fraction= …
                as for scripts/train.py
     --json PATH   everything as JSON; - prints it instead of the tables
     --png PATH    a plot of tokens/s over supernodes

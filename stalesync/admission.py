@@ -7,7 +7,9 @@ controller in a run, a simulator in virtual time, a property test) executes each
     ┌─► Suspend(engines)?, Publish(version, beside)  switch     engines that share no card with the trainer may continue
     │   AdmitGroups(count)?, Dispatch(…)             fill       all engines of the share start
     │   ┌─► AwaitSamples()                           generate   until a step's groups are ready
-    │   └── AdmitGroups(count)?, Dispatch(…)?                   as engines run low, chunks end, groups are filtered
+    │   ├── AdmitGroups(count)?, Dispatch(…)?                   as engines run low, chunks end, groups are filtered
+    │   └── [ Suspend(…)?, Dispatch(…)?, SwitchToTrain() ]?     in the tail, where `lending.py` says so: then not below
+    │       Accumulate(groups)?                                 once the cards that train have returned
     │   Suspend(shared engines)?, Dispatch(…)?       stop       their cards train; their requests go to the others
     │   SwitchToTrain()                              switch
     └── Score()                                      score      repeated while filtered groups can be replaced
@@ -21,7 +23,9 @@ controller in a run, a simulator in virtual time, a property test) executes each
     observe_chunks_ended   requests were suspended at the end of their chunk, while the engine runs
     observe_stopped        an engine has stopped, with its unfinished requests
     observe_died           an engine has died; its unfinished requests, with what is known of them
+    observe_accumulated    Accumulate is done: the groups are trained in this version
     observe_trained        Train is done: the next version begins
+    observe_seconds        how long a command has taken: this file has no clock
 
 What may be admitted and trained is the ledger's decision (`staleness.py`), which waiting request goes to which engine
 the buffer's (`fusion/rollout/buffer.py`); this file decides when they are called, and for how many groups or requests.
@@ -47,7 +51,7 @@ Invariants (property-tested in tests/stalesync/test_admission.py), in addition t
    groups are untrained when a group is admitted.
 4. A step replaces filtered groups until it has filtered more than `max_filtered_groups`.
 5. No deadlock: when `AwaitSamples` is issued, an engine has a request, or a sample is generated and not scored.
-6. When `Train` is issued, no engine that shares cards with the trainer runs.
+6. When `Train` or `Accumulate` is issued, no engine that shares cards with the trainer runs.
 7. No `Dispatch` follows one that is the last before its engines are suspended.
 8. An engine that has died gets no request before the next `Publish` that stops the engines.
 """
@@ -61,6 +65,7 @@ from fusion.rollout import EngineRoom, Entry, RequestBuffer, SuspendedSample
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.admission_spec import AdmissionSpec
 from stalesync.commands import (
+    Accumulate,
     AdmitGroups,
     AwaitSamples,
     Command,
@@ -72,6 +77,7 @@ from stalesync.commands import (
     SwitchToTrain,
     Train,
 )
+from stalesync.lending import Lending
 from stalesync.running_engines import RunningEngines
 from stalesync.staleness import StalenessLedger
 
@@ -95,6 +101,14 @@ class Admission:
             histopipe=spec.histopipe,
         )
         self.running = RunningEngines(spec.low_requests)
+        self._lending: Lending | None = None
+        """Decides when cards that train leave generation early; None: never"""
+        if spec.lends:
+            self._lending = Lending(
+                generates=bool(spec.shared_engines),
+                engine_slots=spec.engine_slots,
+                step_samples=ledger.groups_per_step * spec.group_size,
+            )
         self.stage: Stage = "idle"
         """Stage of the last command"""
         self._share: InferenceShare | None = None
@@ -110,6 +124,10 @@ class Admission:
         """Capacity of an engine's KV cache, once it is known"""
         self._num_requested = 0
         """Number of groups in the last `AdmitGroups` that are not admitted yet"""
+        self._returned = False
+        """Whether the cards that train have returned before the step has its groups"""
+        self._lent_s = 0.0
+        """Seconds for which cards that generate were lent since `take_lent_s`"""
 
     def step(self, steps_left: int, share: InferenceShare) -> Iterator[Command]:
         """Yields the commands of one step.
@@ -206,13 +224,33 @@ class Admission:
         self._has_died = True
         self._chunks_ended |= not self._dispatches_once
 
-    def observe_trained(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
-        """Records that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begins
-        the next version."""
+    def observe_seconds(self, command: Command, seconds: float) -> None:
+        """Records how long a command has taken, with everything that was executed meanwhile."""
+        if self._lending is None:
+            return
+        if isinstance(command, SwitchToTrain):
+            self._lending.observe_return(seconds)
+        elif isinstance(command, AwaitSamples | Accumulate):
+            self._lending.observe_seconds(seconds)
+
+    def take_lent_s(self) -> float:
+        """Returns for how many seconds the cards that train and generate trained while generation went on, since the
+        last call."""
+        lent_s, self._lent_s = self._lent_s, 0.0
+        return lent_s
+
+    def observe_accumulated(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
+        """Records that the gradient of the groups of `Accumulate` is part of this version's, except that of those in
+        ``lost``, of which no sample was left."""
         for group in lost:
             self.ledger.fail(group, "lost")
         untrained = set(lost)
         self.ledger.train([group for group in groups if group not in untrained])
+
+    def observe_trained(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
+        """Records that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begins
+        the next version."""
+        self.observe_accumulated(groups, lost)
         self.ledger.advance()
         self.buffer.history.end_step()
 
@@ -246,21 +284,61 @@ class Admission:
                 if not self.ledger.in_flight:
                     break
             yield AwaitSamples()
+            if self._lending is not None and not self.ledger.is_enough:
+                yield from self._lend(self._lending)
             if self._must_publish_again:
                 yield from self._publish_again(share)
             yield from self.feed()
             if self._can_replace_filtered and self.ledger.may_admit:
                 yield from self._admit()
                 yield from self._dispatch()
+        if self._lending is not None:
+            self._lent_s += self._lending.end_generation()
+        if not self._returned:
+            yield from self._return()
+        self.stage = "score"
+        yield Score()
+
+    def _lend(self, lending: Lending) -> Iterator[Command]:
+        """Returns the cards that train before the step has its groups, where that pays, and has them accumulate
+        gradients."""
+        num_requests, step = self.running.total + self.buffer.num("waiting"), self.ledger.expected_groups
+        if not lending.observe_requests(num_requests):
+            return
+        num_ready = min(self.ledger.num_ready, self._num_to_accumulate)
+        if not self._returned:
+            num_others = sum(engine not in self.spec.shared_engines for engine in self.running)
+            if not lending.returns(num_ready, step, num_requests=num_requests, num_others=num_others):
+                return
+            yield from self._return()
+            self._returned = True
+            self.stage = "generate"
+            num_ready = min(self.ledger.num_ready, self._num_to_accumulate)
+        if lending.has_part(num_ready, step):
+            yield Accumulate(tuple(self.ledger.ready()[:num_ready]))
+
+    @property
+    def _num_to_accumulate(self) -> int:
+        """Number of further groups that may be accumulated: those of the first minibatch, as the weights must not
+        change before the others are trained."""
+        return -(-self.ledger.groups_per_step // self.spec.minibatches) - self.ledger.trained_now
+
+    def _return(self) -> Iterator[Command]:
+        """Stops the engines whose cards train now, and returns these."""
         self.stage = "stop"
         yield from self._stop_shared()
         self.stage = "switch"
         yield SwitchToTrain()
-        self.stage = "score"
-        yield Score()
 
     def _publish(self, beside: tuple[int, ...] = ()) -> Iterator[Command]:
+        self._returned = False
+        if self._lending is not None:
+            self._lending.begin_generation()
         yield Publish(self.ledger.version, beside)
+        if not {*beside} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
+            yield from self.stop()
+            beside = ()
+            yield Publish(self.ledger.version)
         self._has_died &= bool(beside)
         self.buffer.observe_new_weights()
 
@@ -278,7 +356,7 @@ class Admission:
         """Replaces the engines that have died, and dispatches their requests to all."""
         self.stage = "switch"
         yield from self.stop()
-        if self.spec.shared_engines:
+        if self.spec.shared_engines and not self._returned:
             yield SwitchToTrain()
         yield from self._publish()
         self.stage = "generate"
@@ -313,7 +391,8 @@ class Admission:
     @property
     def _num_admissible(self) -> int:
         """Number of groups that the ledger allows and the remaining steps can train."""
-        left = self._steps_left * self.ledger.expected_groups - self.ledger.num_untrained
+        step_places = self._steps_left * self.ledger.expected_groups - self.ledger.trained_now
+        left = step_places - self.ledger.num_untrained
         return max(0, min(left, self.ledger.may_admit))
 
     def _groups_to_begin(self, max_requests: int, engines: Sequence[int] | None) -> int:

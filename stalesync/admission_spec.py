@@ -29,7 +29,9 @@ class AdmissionSpec:
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
     whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
     others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
-    it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``filters``: whether the
+    it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``lends``: whether cards
+    that train may leave generation before a step has its groups (`lending.py`), of which the first of ``minibatches``
+    is then accumulated; ``filters``: whether the
     algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
     ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, ``exact_lengths`` and
     ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a second time.
@@ -47,6 +49,8 @@ class AdmissionSpec:
     kv_pool: PoolRouting | None = None
     num_probes: int = 0
     chunk_tokens: int = 0
+    lends: bool = False
+    minibatches: int = 1
     filters: bool = True
     order: str = "fifo"
     num_rows: int = 0
@@ -75,12 +79,16 @@ def admission_spec(
     *,
     scores_beside: bool,
     filters: bool,
+    by_group: bool,
     num_rows: int,
     machines: Sequence[int] = (),
 ) -> AdmissionSpec:
-    """Returns the settings that the decisions of a run depend on. ``num_rows``: of the data, 0: without end;
-    ``machines``: the number of the machine of each rank, (): all are on one."""
+    """Returns the settings that the decisions of a run depend on. ``by_group``: whether the algorithm's advantages of a
+    group depend on no other; ``num_rows``: of the data, 0: without end; ``machines``: the number of the machine of each
+    rank, (): all are on one."""
     sharing = {*spec.deployment.shared}
+    shared_engines = frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks})
+    others_generate = len(shared_engines) < len(spec.engines)
     slots = spec.rollout.max_seqs * spec.infer_of_one_engine.dp
     histopipe = HistoPipeSpec(
         num_engines=len(spec.engines),
@@ -91,7 +99,7 @@ def admission_spec(
     return AdmissionSpec(
         group_size=config.algorithm.group_size,
         num_engines=len(spec.engines),
-        shared_engines=frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks}),
+        shared_engines=shared_engines,
         engine_slots=slots,
         max_response_tokens=spec.rollout.sampling().max_tokens,
         max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
@@ -105,8 +113,17 @@ def admission_spec(
         num_rows=num_rows,
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
         histopipe=histopipe if spec.rollout.order == "histopipe" else None,
+        lends=others_generate and scores_beside and by_group and _accumulates(config, spec),
+        minibatches=config.algorithm.minibatches,
         filters=filters,
     )
+
+
+def _accumulates(config: Config, spec: WorkerSpec) -> bool:
+    """Whether a step's gradient may be accumulated in parts as groups become ready. Not at staleness 0, where sums must
+    not depend on timing; not with a reference, whose weights would need the memory of the gradients."""
+    by_groups = config.stalesync.train_tokens is None
+    return config.stalesync.lend and spec.ahead and by_groups and config.algorithm.kl_coef == 0
 
 
 def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:

@@ -1,11 +1,12 @@
-"""Create a small base model: a Qwen3-MoE with some hundred thousand parameters, trained by supervised learning on a
-generator's solutions until it reaches a target accuracy, and saved as a Hugging Face folder.
+"""Create a small base model: some hundred thousand parameters of any architecture (Qwen3-MoE if none is given), trained
+by supervised learning on a generator's solutions until it reaches a target accuracy, and saved as a Hugging Face folder.
 
 The trainer, the engine and the reward are those of the main job, in one process on one card.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,23 @@ TASKS = {
 }
 
 
-def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0, **changes: Any) -> float:
+def make_base_model(
+    task: str,
+    folder: str | Path,
+    device: Device,
+    seed: int = 0,
+    *,
+    shape: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> float:
     """Warms up a model on ``task``, saves it with its tokenizer, and returns its sampled accuracy (0 … 1).
 
+    Args:
+        shape: fields of its `config.json`, without those that the tokenizer determines; None: a Qwen3-MoE.
+        changes: of the task's `WarmUp`.
+
     Raises:
-        ValueError: ``task`` is not one of TASKS.
+        ValueError: ``task`` is not one of TASKS, or ``shape`` is not supported (named).
         RuntimeError: the accuracy was not reached in ``max_steps``.
     """
     if task not in TASKS:
@@ -72,7 +85,8 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     plan = replace(TASKS[task], **changes)
     tokenizer = make_tokenizer(folder)
     source = PromptSource(plan.data, tokenizer, seed)
-    model = _initial_model(plan, tokenizer, device=device, seed=seed)
+    fields = _qwen3_moe(plan) if shape is None else shape
+    model = _initial_model(fields, tokenizer, device=device, seed=seed)
     trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
     accuracy = 0.0
     reward = RewardConfig(name="arithmetic", workers=1)
@@ -96,34 +110,39 @@ def make_base_model(task: str, folder: str | Path, device: Device, seed: int = 0
     return accuracy
 
 
-def _initial_model(plan: WarmUp, tokenizer: Any, *, device: Device, seed: int) -> Transformer:
-    config = ModelConfig.from_hf(
-        dict(
-            model_type="qwen3_moe",
-            vocab_size=len(tokenizer),
-            hidden_size=plan.hidden,
-            intermediate_size=plan.hidden,
-            num_hidden_layers=plan.layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=plan.hidden,
-            norm_topk_prob=True,
-            router_aux_loss_coef=0.0,
-            tie_word_embeddings=True,
-            max_position_embeddings=1024,
-            initializer_range=STD,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+def _qwen3_moe(plan: WarmUp) -> dict[str, Any]:
+    return dict(
+        model_type="qwen3_moe",
+        hidden_size=plan.hidden,
+        intermediate_size=plan.hidden,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=plan.hidden,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
+        tie_word_embeddings=True,
     )
-    model = Transformer(config, Mesh.single(), device)
+
+
+def _initial_model(fields: Mapping[str, Any], tokenizer: Any, *, device: Device, seed: int) -> Transformer:
+    own = dict(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=1024,
+        initializer_range=STD,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Transformer(ModelConfig.from_hf({**fields, **own}, "shape"), Mesh.single(), device)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            initial = torch.randn(parameter.shape, generator=random) * STD if parameter.dim() > 1 else torch.ones(1)
-            parameter.copy_(initial.expand(parameter.shape))
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) * STD)
+            else:
+                parameter.fill_(1.0 if "norm" in name else 0.0)  # weights of norms; the others are biases
     return model
 
 

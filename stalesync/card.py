@@ -36,6 +36,7 @@ def _in_group(name: str) -> Callable[[Method], Method]:
 STAGES = (
     "prepare",
     "rejoin",
+    "recover",
     "switch",
     "receive",
     "generate",

@@ -13,7 +13,8 @@ machine is busy or suspended answers late, which is reported while it lasts and 
 (`health_checks`) also ends the wait.
 
 An engine of cards that only generate can be replaced when one of them dies (`engine_deaths.py` decides): its other
-cards are ended, its stage has no results, `take_dead` reports it, and `restart` starts other processes.
+cards are ended, its stage has no results, `take_dead` reports it, and `restart` starts other processes. If weights were
+being sent, that has no results either, once it has ended on all other cards; what they were to do behind it is dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fusion.npu.failures import FailureKind
 from fusion.telemetry import wall_ns
 from stalesync.card import Card
 from stalesync.card_actors import CardActors
-from stalesync.engine_deaths import IDLE, EngineDeaths
+from stalesync.engine_deaths import IDLE, TRANSFERS, EngineDeaths
 from stalesync.engine_watch import EngineWatch
 from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
 from stalesync.hosts import Host, alive_hosts, describe_ranks
@@ -243,9 +244,10 @@ class Cards:
                     case "warn":
                         waited_s = time.monotonic() - patience.begun_s
                         log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, waited_s)
+        if running in self._running:
+            self._running.remove(running)
         if running.died:
             return []
-        self._running.remove(running)
         return [running.results[rank] for rank in running.ranks]
 
     @contextmanager
@@ -280,7 +282,10 @@ class Cards:
             try:
                 stage.results[rank] = ray.get(ref)
             except Exception as error:
-                self._fail(stage, FailedStage.of(error, rank=rank, stage=stage.stage))
+                failed = FailedStage.of(error, rank=rank, stage=stage.stage)
+                if stage.died and is_consequence(failed):
+                    continue
+                self._fail(stage, failed)
                 return
 
     @property
@@ -400,7 +405,7 @@ class Cards:
         """Ends the engines that have died, if they are replaced; ``first`` was reported first, in the stage
         ``running``. Returns the failures that end the run, none if it goes on, and why it does not."""
         others = [stage for stage in list(self._running) if stage is not running]
-        if running.stage == "generate" and self._watch.is_down(first.failure.rank):
+        if running.stage in ("generate", "answer") and self._watch.is_down(first.failure.rank):
             self._abandon(running)  # it was begun before the engine was known to be dead
             return [], ""
         failed = gather_failures(first, (running, *others))
@@ -415,7 +420,19 @@ class Cards:
             for stage in (running, *others):
                 if {*stage.ranks} <= {*ranks}:
                     self._abandon(stage)
+                elif stage.stage in TRANSFERS:
+                    self._break_off(stage, ranks)
         return ([], "") if engines else (failed, self._watch.why_not(failed, stages))
+
+    def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
+        """Expects of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of
+        what these were to do behind it."""
+        transfer.died = True
+        transfer.pending = {ref: rank for ref, rank in transfer.pending.items() if rank not in lost}
+        for stage in list(self._running):
+            behind = stage.stage in ("generate", "answer") and stage.begun_s >= transfer.begun_s
+            if behind and {*stage.ranks} <= {*transfer.ranks} and transfer.stage == "switch":
+                self._abandon(stage)
 
     def _abandon(self, stage: RunningStage[Any]) -> None:
         """Expects no result of a stage any more."""

@@ -75,10 +75,18 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Accumulate:
+    """Accumulate the gradient of these groups, oldest first, of which the next `Train` makes one step with its own;
+    answered by `observe_accumulated`."""
+
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Train:
     """Train these groups, oldest first; answered by `observe_trained`."""
 
     groups: tuple[str, ...]
 
 
-Command = AdmitGroups | Dispatch | AwaitSamples | Suspend | Publish | SwitchToTrain | Score | Train
+Command = AdmitGroups | Dispatch | AwaitSamples | Suspend | Publish | SwitchToTrain | Score | Accumulate | Train

@@ -82,6 +82,10 @@ class StaleSyncConfig:
     """A step starts as soon as finished groups hold this many tokens, prompts and responses; `data.prompts_per_step` is
     then its maximum number of groups, and groups that reach the bound are always included. null: a step always trains
     `data.prompts_per_step` groups."""
+    lend: bool = True
+    """Cards that train begin a step's training while its last responses are still generated: where other cards only
+    generate, with `max_staleness` > 0 and the conditions in docs/stalesync.md. In `hybrid` the requests of their
+    engines go to these cards."""
 
     def validate(self) -> None:
         """Checks every value of the group.
@@ -92,6 +96,7 @@ class StaleSyncConfig:
         check = Checks("stalesync", self)
         check.integer("max_staleness", at_least=0)
         check.integer("train_tokens", at_least=1, null=True)
+        check.boolean("lend")
         check.that(
             "train_tokens",
             self.train_tokens is None or self.max_staleness > 0,
@@ -262,6 +267,11 @@ class Config:
             )
         if self.algorithm.replay != "none" and not model.num_experts:
             raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
+        if self.training.router_bias_rate and not (model.num_experts and model.experts.router.correction):
+            raise ValueError(
+                f"training.router_bias_rate={self.training.router_bias_rate}: expected 0, as the routers of "
+                f"{self.model.path} have no correction bias"
+            )
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")

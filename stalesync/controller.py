@@ -8,7 +8,8 @@
 The same loop runs every staleness and every deployment. `admission.py` decides the next command; the controller
 executes it and reports the results to `Admission`. At staleness 0 a step publishes the weights to the engines, admits
 this version's batch, generates all of it, switches the cards back, scores and trains. Above 0 a training step begins
-when enough groups are ready; engines on cards that train are suspended, the others continue. What is left to do for a
+when enough groups are ready, or in the tail of their generation (`lending.py`); engines on cards that train are
+suspended, the others continue. What is left to do for a
 step when its training is done (acknowledge its samples, log its metrics) is done while the cards switch for the next.
 """
 
@@ -26,6 +27,7 @@ from stalesync import in_flight
 from stalesync.admission import Admission
 from stalesync.cards import Cards
 from stalesync.commands import (
+    Accumulate,
     AdmitGroups,
     AwaitSamples,
     Command,
@@ -76,6 +78,8 @@ class Controller:
     view: LiveView
     attention_ranks: int = 1
     """Number of attention ranks of an engine"""
+    num_shared_cards: int = 0
+    """Number of cards that train and generate"""
     _kv_tokens: float | None = None
     """Capacity of the smallest KV cache in the last step"""
     _num_tokens: int = 0
@@ -148,14 +152,17 @@ class Controller:
         """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
         while the cards switch and before their reports are taken."""
         if self.generation.publishing and not _only_starts(command):
-            self.end_publish()
+            if not self.end_publish() and isinstance(command, Dispatch):
+                return  # its requests are among those that were returned
         start, share = time.perf_counter(), self.desk.share
         match command:
             case Publish(beside=beside):
                 self.view.phase("send weights" if beside else "switch to infer")
                 if not beside:
                     self.restarts.rejoin()
-                self.generation.publish(command, share, meanwhile)
+                if not self.generation.publish(command, share, meanwhile):
+                    self.suspend([engine for engine in self.admission.running if not self.cards.is_down(engine)])
+                    self.generation.recover()
                 if self.generation.publishing:  # its seconds are counted at its end
                     self._published_s = start
                     return
@@ -176,15 +183,25 @@ class Controller:
             case Score():
                 self.view.phase("reward")
                 self.score()
+            case Accumulate(groups):
+                self.train(groups, update=False)
             case Train(groups):
                 self.train(groups)
+        self.admission.observe_seconds(command, time.perf_counter() - start)
         self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
 
-    def end_publish(self) -> None:
-        """Waits until the cards have switched for the engines, which may have been started meanwhile."""
-        self.generation.end_publish()
+    def end_publish(self) -> bool:
+        """Waits until the cards have switched for the engines, which may have been started meanwhile. Returns whether
+        they have: if an engine has died, `Admission` publishes again."""
+        published = self.generation.end_publish()
+        if not published:
+            self.generation.recover()
+            for engine in [engine for engine in self.admission.running if not self.cards.is_down(engine)]:
+                self.restarts.return_unstarted(engine)
+            self.restarts.observe()
         self._last_sample_s = time.perf_counter()
         self.step_metrics.add_seconds("switch", self._last_sample_s - self._published_s)
+        return published
 
     def observe(self, timeout_s: float) -> bool:
         """Reports generated and scored samples and requests whose chunk has ended to `Admission`; waits at most
@@ -236,13 +253,16 @@ class Controller:
         self.step_metrics.take(reports)
         self.groups.note([], scored)
 
-    def train(self, trained: Sequence[str]) -> None:
-        """Trains groups, while cards that do not train generate."""
+    def train(self, trained: Sequence[str], update: bool = True) -> None:
+        """Trains groups, while cards that do not train generate. ``update``: with an optimizer step, else their
+        gradients are accumulated for it."""
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
-        samples, self._unlogged = self.groups.take(trained)
+        samples, ended = self.groups.take(trained)
+        self._unlogged = ended if self._unlogged is None else self._unlogged.merged(ended)
+        meanwhile = self.log_samples if update else (lambda: None)
         try:
             with self.cards.polling(self.keep_busy):
-                has_lost = self.updater.train(trained, samples, ledger.version, metrics, meanwhile=self.log_samples)
+                has_lost = self.updater.train(trained, samples, ledger.version, metrics, meanwhile, update=update)
         except BaseException:
             if self._unlogged is not None:  # it failed before the cards began to train
                 with logging_errors("logging the step's samples"):
@@ -254,7 +274,7 @@ class Controller:
         self.groups.log_trained(trained, samples, lost)
         bound = self.config.stalesync.max_staleness
         add_staleness_metrics(metrics, samples, version=ledger.version, max_staleness=bound)
-        self.admission.observe_trained(trained, lost)
+        (self.admission.observe_trained if update else self.admission.observe_accumulated)(trained, lost)
 
     def keep_busy(self) -> None:
         """Keeps engines busy while other cards train: observes them, and dispatches further requests."""
@@ -290,6 +310,7 @@ class Controller:
         metrics = self.step_metrics.metrics
         self._num_tokens = sum(samples.tokens)
         metrics.add("rollout/engines", len(self.desk.share.engines))
+        metrics.add("rollout/lent_card_s", self.admission.take_lent_s() * self.num_shared_cards)
         metrics.add("rollout/suspended_total", 0)
         metrics.update(self.admission.buffer.take_metrics())
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)

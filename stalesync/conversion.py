@@ -19,7 +19,7 @@ def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
     Raises:
         ValueError: ``source`` holds no complete checkpoint, a file of it (named) is damaged, or ``out`` is not empty.
     """
-    checkpoint = _checkpoint_in(source)
+    checkpoint = checkpoint_in(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: expected a new or an empty folder")
     if damage := find_damage(checkpoint):
@@ -34,7 +34,12 @@ def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
     )
 
 
-def _checkpoint_in(source: Path) -> Path:
+def checkpoint_in(source: Path) -> Path:
+    """Returns the folder of a checkpoint itself, or the newest checkpoint of a run.
+
+    Raises:
+        ValueError: there is no complete checkpoint.
+    """
     if (source / savepoint.MARK).is_file() and (source / savepoint.NAME).is_file():
         return source
     complete = [*complete_checkpoints(source).values()]

@@ -1,20 +1,23 @@
 """Decide whether the death of a card can be mended, and what survives of its engine's requests. Pure.
 
-    a card that only generates dies   ┬─ its engine generates, or waits ──► replace the engine (all of its cards)
-                                      └─ in a switch, an evaluation, …  ──► the run ends, and says why
-    a card that trains or scores dies ──────────────────────────────────► the run ends
+    a card that only generates dies   ┬─ its engine generates, answers or waits ──► replace the engine (all its cards)
+                                      ├─ weights are sent, in `separate` ─────────► the same; they are sent again
+                                      └─ … in `hybrid`, in a save of drafts, … ───► the run ends, and says why
+    a card that trains or scores dies ────────────────────────────────────────────► the run ends
 
 A card that only generates holds no state of the run: its weights come from the trainers with the next switch, and its
-requests are known here, with the queue's rows of their tokens up to the last chunk. In a switch other cards wait for it
-in a collective, and fail with it.
+requests are known here, with the queue's rows of their tokens up to the last chunk. While weights are sent, other cards
+wait for it in a collective, and fail with it. Cards that only train keep their weights then, and those that only
+generate need none of theirs, so they can be sent again. A card that does both has given up its training layout.
 
     request of the dead engine   its sample is in the queue ──► finished: it arrives
                                  a newer row of its tokens  ──► waits, with these tokens
                                  else                       ──► waits, with the tokens that it was dispatched with
 
 Invariants (property-tested in tests/stalesync/test_engine_deaths.py): an engine is replaced only if all its cards only
-generate, and at most ``max_restarts`` engines are; every request of a dead engine is finished or returned, once, with
-the longest row of it that the queue holds; no other row of it is left.
+generate, and no other card has failed but those that have lost it while weights were sent; at most ``max_restarts``
+engines are replaced; every request of a dead engine is finished or returned, once, with the longest row of it that the
+queue holds; no other row of it is left.
 """
 
 from __future__ import annotations
@@ -23,15 +26,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.colocate.deployment import Deployment
-from fusion.npu.failures import FailureKind, RankFailure
+from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
 from fusion.rollout.buffer import Entry
 from fusion.rollout.types import SuspendedSample, row_of
 
 IDLE = "idle"
 """In place of a stage, of a card that runs none"""
 
-MENDED_IN = frozenset({"generate", "close_kv_pool", IDLE})
+MENDED_IN = frozenset({"generate", "answer", "close_kv_pool", IDLE})
 """Stages of an engine's cards in which no card of another engine waits for them"""
+
+TRANSFERS = frozenset({"switch", "receive"})
+"""Stages in which weights are sent to engines"""
 
 
 class EngineDeaths:
@@ -41,9 +47,17 @@ class EngineDeaths:
         engines: ranks of every engine.
         only_generate: the cards that neither train nor score.
         max_restarts: maximum number of engines replaced.
+        sends_again: whether weights can be sent again where that has failed: no card trains and generates.
     """
 
-    def __init__(self, engines: Sequence[tuple[int, ...]], only_generate: Collection[int], max_restarts: int):
+    def __init__(
+        self,
+        engines: Sequence[tuple[int, ...]],
+        only_generate: Collection[int],
+        max_restarts: int,
+        sends_again: bool = False,
+    ):
+        self._mended_in = MENDED_IN | TRANSFERS if sends_again else MENDED_IN
         replaced = [engine for engine, ranks in enumerate(engines) if max_restarts and {*ranks} <= {*only_generate}]
         self._engine_of = {rank: engine for engine in replaced for rank in engines[engine]}
         self._max_restarts, self.num_restarts = max_restarts, 0
@@ -51,7 +65,7 @@ class EngineDeaths:
     @classmethod
     def of(cls, deployment: Deployment, engines: Sequence[tuple[int, ...]], max_restarts: int) -> EngineDeaths:
         only_generate = [rank for rank in deployment.generate if len(deployment.roles_of(rank)) == 1]
-        return cls(engines, only_generate, max_restarts)
+        return cls(engines, only_generate, max_restarts, sends_again=not deployment.shared)
 
     def engine_of(self, rank: int) -> int | None:
         """Returns the engine of a card if it may be replaced."""
@@ -70,7 +84,10 @@ class EngineDeaths:
             stages: the stages under way, by rank.
         """
         engines = self._dead_engines(failures)
-        if self.why_not(failures, stages) or {self.engine_of(one.rank) for one in failures} != engines:
+        causes = [
+            one for one in failures if not (one.kind in CONSEQUENCES and one.stage in self._mended_in & TRANSFERS)
+        ]
+        if self.why_not(failures, stages) or {self.engine_of(one.rank) for one in causes} != engines:
             return []
         self.num_restarts += len(engines)
         return sorted(engines)
@@ -83,7 +100,7 @@ class EngineDeaths:
         if self.num_restarts + len(engines) > self._max_restarts:
             return f"run.max_engine_restarts={self._max_restarts} engines have been replaced before"
         ranks = [rank for rank, engine in self._engine_of.items() if engine in engines]
-        if others := {stage for rank in ranks for stage in stages.get(rank, ())} - MENDED_IN:
+        if others := {stage for rank in ranks for stage in stages.get(rank, ())} - self._mended_in:
             return f"an engine is not replaced while its cards run stage {min(others)!r}"
         return ""
 

@@ -24,7 +24,7 @@ from fusion.telemetry import Span, wall_ns
 from stalesync import in_flight
 from stalesync.admission import Admission
 from stalesync.cards import WAIT_S, Cards
-from stalesync.engine_deaths import recover
+from stalesync.engine_deaths import Recovered, recover
 from stalesync.generation import Generation
 from stalesync.groups import Groups
 from stalesync.scoring import RESPONSE
@@ -69,6 +69,10 @@ class EngineRestarts:
             self._restarts[engine] = Restart(wall_ns(), in_flight.begin(self._start, engine, self.num_restarts))
             self.step_metrics.metrics.add("rollout/engine_restarts", 1, rule="sum")
             self.note(f"{how}; {requests}, and engine {engine} is started again")
+
+    def return_unstarted(self, engine: int) -> None:
+        """Reports to `Admission` that an engine that lives has none of its requests, as its cards have not switched."""
+        self.admission.observe_stopped(engine, self._find(engine).suspended)
 
     def check(self) -> None:
         """Checks the health of the cards (`Cards.check`), and observes the deaths of engines."""
@@ -115,6 +119,15 @@ class EngineRestarts:
     def _recover(self, engine: int) -> str:
         """Returns the requests of an engine that has died to the buffer, with the tokens that the queue holds of them.
         Returns in words what becomes of them."""
+        found = self._find(engine)
+        self.admission.observe_died(engine, found.suspended)
+        if not found.suspended:
+            return "it had no unfinished requests"
+        kept = sum(one.generated for one in found.suspended)
+        return f"its {len(found.suspended)} unfinished requests go on elsewhere, with {kept} tokens that were kept"
+
+    def _find(self, engine: int) -> Recovered:
+        """Returns what the queue holds of the requests of an engine that does not run any more."""
         finished = {*self.queue.holding(RESPONSE)}
         rows: dict[str, list[int]] = {}
         for row in self.queue.holding(COLUMNS[0]):
@@ -127,9 +140,5 @@ class EngineRestarts:
         found = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version)
         if found.dropped:
             self.queue.drop(found.dropped, RESUMED)
-        self.admission.observe_died(engine, found.suspended)
         log.info("engine %d: of %d requests %d samples are in the queue", engine, len(had), found.num_finished)
-        if not found.suspended:
-            return "it had no unfinished requests"
-        kept = sum(one.generated for one in found.suspended)
-        return f"its {len(found.suspended)} unfinished requests go on elsewhere, with {kept} tokens that were kept"
+        return found

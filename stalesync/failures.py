@@ -14,16 +14,13 @@ from dataclasses import replace
 
 from distqueue.errors import StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
-from fusion.npu.failures import FailureKind, RankFailure
+from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
 from stalesync.hosts import Host, describe_ranks
 
 START_HEAD = """ray start --head --system-config='{"worker_niceness": 0}'"""
 """Ray would start workers at niceness 15: on a busy core they get about 3 % of the CPU time."""
 
 log = logging.getLogger(__name__)
-
-CONSEQUENCES = (FailureKind.PEER_FAILED, FailureKind.PEER_LOST)
-
 
 MIN_FREE_BYTES = 1 << 20
 """With less than this, a file system is reported as full."""

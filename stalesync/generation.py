@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
-from fusion.inference import Request
+from fusion.inference import Request, SamplingParams
 from fusion.inference.request import NO_REWARDS
 from fusion.inference.request_columns import Requests
 from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
@@ -32,6 +32,9 @@ from stalesync.stage_calls import RunningStage, StageCall, describe_hanging, sta
 
 MAX_CHUNK_WAIT_S = 60.0
 """Maximum seconds for which a call waits on an engine's first card for requests whose chunk has ended."""
+
+EVAL_ROWS = "eval/"
+"""How the ids of the queue's rows begin that hold the answers to held-out prompts"""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class Generation:
         """The switch for the engines, until its reports are taken"""
         self._returning: RunningStage[StageReport] | None = None
         """The switch back to the training phase, likewise"""
+        self._to_recover: list[int] = []
+        """Ranks that live, of a transfer of weights that has failed"""
         self._stopping = False
         """Whether the running engines stop by themselves"""
         self._lost = False
@@ -78,16 +83,17 @@ class Generation:
         self._warned_silent_s = 0.0
         """Seconds without a sample at the last warning"""
 
-    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Publishes the weights of a policy version to the engines of ``share``. If no engine runs, returns while the
         cards switch: `dispatch` may start engines, and `end_publish` takes the reports. ``meanwhile``: called while the
-        cards switch, before any report is taken."""
+        cards switch, before any report is taken. Returns whether the engines have, or get, the weights: not if one has
+        died meanwhile; then the others are to be suspended, and `recover` must follow."""
         actor = self._spec.deployment.actor
         if not command.beside:
             self._lost = False
             self._publishing = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
             meanwhile()
-            return
+            return True
         beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
         others = [rank for rank in actor if rank not in beside]
         receiving = self._cards.on(beside).begin(Worker.receive, command.version, share)
@@ -95,20 +101,41 @@ class Generation:
         meanwhile()
         self._take_reports(self._cards.wait(switching))
         reports = self._cards.wait(receiving)
+        if switching.died or receiving.died:
+            self._note_lost_transfer()
+            return False
         self._take_reports(reports)
         for running in self._running.values():
             running.reported_until_ns = min(report.until_ns for report in reports)
+        return True
 
     @property
     def publishing(self) -> bool:
         """Whether cards switch for the engines, and their reports are not taken yet."""
         return self._publishing is not None
 
-    def end_publish(self) -> None:
-        """Waits until the cards have switched for the engines, and takes their reports."""
+    def end_publish(self) -> bool:
+        """Waits until the cards have switched for the engines, and takes their reports. Returns whether they have: not
+        if an engine has died meanwhile: none that was started behind the switch runs, and `recover` must follow."""
         assert self._publishing is not None, "the cards do not switch"
         publishing, self._publishing = self._publishing, None
         self._take_reports(self._cards.wait(publishing))
+        if publishing.died:
+            self._running.clear()
+            self._note_lost_transfer()
+        return not publishing.died
+
+    def recover(self) -> None:
+        """Recovers the cards that live from a transfer of weights that has failed, when no engine runs any more. The
+        weights are to be published again."""
+        ranks, self._to_recover = self._to_recover, []
+        self._cards.on(ranks).call(Worker.recover)
+
+    def _note_lost_transfer(self) -> None:
+        dead = {
+            rank for engine, ranks in enumerate(self._spec.engines) if self._cards.is_down(engine) for rank in ranks
+        }
+        self._to_recover = [rank for rank in self._spec.deployment.actor if rank not in dead]
 
     @property
     def returning(self) -> bool:
@@ -158,6 +185,9 @@ class Generation:
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
         """Stops engines between two steps; returns the unfinished requests of each, but of those that have died
         (`forget`)."""
+        engines = [engine for engine in engines if engine in self._running]  # not if its switch has failed
+        if not engines:
+            return {}
         if not self._stopping:  # a pause would find its engine in a later stage
             self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
         suspended: dict[int, list[SuspendedSample]] = {}
@@ -229,7 +259,8 @@ class Generation:
         for_model: bool = False,
     ) -> dict[str, EvalAnswer]:
         """Answers each prompt once; returns the answers by the prompt's id. Prompts whose ids are equal up to a slash
-        are equal, and share their KV. Called while no engine runs.
+        are equal, and share their KV. The prompts of an engine that dies are answered by the others; without an answer
+        are those for which none was left. Called while no engine runs.
 
         Args:
             temperature: of sampling; None: that of the rollouts.
@@ -237,24 +268,40 @@ class Generation:
                 receives.
         """
         assert not self._running, "engines must be suspended before they answer"
+        answers: dict[str, EvalAnswer] = {}
+        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
+        left, living = list(prompts), [engine for engine in engines if not self._cards.is_down(engine)]
+        while left and living:
+            rows = f"{EVAL_ROWS}{uuid4().hex}/" if for_model else ""
+            running = self._begin_answers(left, living, sampling, rows)
+            for engine, stage in running.items():
+                reports = self._cards.wait(stage)
+                self._take_reports(reports)
+                answers |= {answer.id: answer for report in reports for answer in report.answers}
+                if stage.died:
+                    living.remove(engine)
+            left = [prompt for prompt in left if prompt.id not in answers]
+        return answers
+
+    def _begin_answers(
+        self, prompts: Sequence[Prompt], engines: Sequence[int], sampling: SamplingParams, rows: str
+    ) -> dict[int, RunningStage[StageReport]]:
+        """Begins to answer prompts; returns the stage of each engine."""
         by_group: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_group.setdefault(prompt.id.partition("/")[0], []).append(prompt)
         load_by_group = {group: sum(len(prompt.ids) for prompt in asked) for group, asked in by_group.items()}
-        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         requests = {
             group: [Request(prompt.id, prompt.ids, sampling, group=group) for prompt in asked]
             for group, asked in by_group.items()
         }
-        rows = f"eval/{uuid4().hex}/" if for_model else ""
-        calls: dict[int, StageCall[StageReport]] = {}
+        running: dict[int, RunningStage[StageReport]] = {}
         for engine, groups in zip(engines, assign_groups(load_by_group, [0] * len(engines)), strict=True):
             first, *others = self._spec.engines[engine]
+            calls = {rank: stage_call(Worker.answer, [], rows) for rank in others}
             calls[first] = stage_call(Worker.answer, [one for group in groups for one in requests[group]], rows)
-            calls |= {rank: stage_call(Worker.answer, [], rows) for rank in others}
-        reports = self._cards.call_each(calls)
-        self._take_reports(reports)
-        return {answer.id: answer for report in reports for answer in report.answers}
+            running[engine] = self._cards.begin_each(calls)
+        return running
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:
         """Returns the requests with what their prompts and the run's settings add."""

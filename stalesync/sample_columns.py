@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import compress
 from operator import add
 
-from stalesync.samples import Sample
+from stalesync.samples import Sample, by_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,10 @@ class SampleColumns:
         """The samples whose reward did not fail; itself if none did. Not cached: it would refer to itself, and its
         samples would live until garbage is collected."""
         return self if self.errors.count(None) == len(self) else self.where([error is None for error in self.errors])
+
+    def merged(self, others: SampleColumns) -> SampleColumns:
+        """Returns these samples and ``others``, in order of ids."""
+        return SampleColumns.of(sorted([*self.samples, *others.samples], key=by_id)) if len(others) else self
 
     def where(self, kept: Sequence[bool]) -> SampleColumns:
         """Returns the samples for which ``kept`` is true; itself if it is for all."""

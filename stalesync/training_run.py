@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
+from fusion.rollout import EvalAnswer
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
@@ -29,18 +30,19 @@ from stalesync.control import ControlDesk
 from stalesync.controller import Controller
 from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
+from stalesync.evaluation.files import EvalFile
 from stalesync.failures import RunFailed, logging_errors
 from stalesync.garbage import collecting_seldom
-from stalesync.generation import Generation
+from stalesync.generation import EVAL_ROWS, Generation
 from stalesync.groups import Groups
 from stalesync.hosts import number_hosts
 from stalesync.pacing import PaceTally
-from stalesync.prompts import PromptSource
+from stalesync.prompts import Prompt, PromptSource
 from stalesync.reward_history import RewardHistory
 from stalesync.run_log import add_note
 from stalesync.save_interval import SaveInterval
 from stalesync.saving import Saver
-from stalesync.scoring import Scorer
+from stalesync.scoring import EVALUATED, RESPONSE, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.step_metrics import StepMetrics
 from stalesync.update import Updater
@@ -88,6 +90,7 @@ class TrainingRun:
             spec,
             scores_beside=scorer.concurrent,
             filters=algorithm.filters,
+            by_group=algorithm.by_group,
             num_rows=source.num_rows or 0,
             machines=number_hosts(cards.hosts),
         )
@@ -132,6 +135,7 @@ class TrainingRun:
                 note=view.note,
             ),
             attention_ranks=spec.infer_of_one_engine.dp,
+            num_shared_cards=len(spec.deployment.shared),
             updater=Updater(
                 spec=spec,
                 cards=cards,
@@ -268,33 +272,52 @@ class TrainingRun:
         if not self.evaluation.files:
             return False, {}
         self.loop.settle()
-        config, asked = self.evaluation.config, {}
+        restarts, before = self.loop.restarts, self.loop.restarts.num_restarts
         with self.step_metrics.excluded():
-            self.loop.execute(Publish(self.admission.ledger.version))
-            self.view.phase("evaluate")
-            for file in self.evaluation.files:
-                for_model = file.pool is None and self.config.reward.kind == "model"
-                try:
-                    asked[file.name] = self.generation.answer(
-                        file.asked(config.samples),
-                        self.desk.share.engines,
-                        temperature=config.temperature,
-                        for_model=for_model,
-                    )
-                except RunFailed as error:
-                    add_note(error, f"evaluation of {file.describe()} after step {self.step}")
-                    raise
-            self.loop.execute(SwitchToTrain())
+            answers = self._answers()
             results = [
-                self.evaluation.score(file, self.scorer, asked[file.name], self.step) for file in self.evaluation.files
+                self.evaluation.score(file, self.scorer, answers[file.name], self.step)
+                for file in self.evaluation.files
             ]
             self.step_metrics.take(self.scorer.take_reports())
         is_best = self.evaluation.history.add(results)
         metrics = {name: value for result in results for name, value in result.metrics().items()}
+        if count := restarts.num_restarts - before:
+            self.queue.drop([row for row in self.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
+            metrics["rollout/engine_restarts"] = count
         self.folder.log_evaluation(self.step, [result.row() for result in results], metrics)
         when = f"after step {self.step}" if self.step else "before the first step"
         self.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")
         return is_best, metrics
+
+    def _answers(self) -> dict[str, dict[str, EvalAnswer]]:
+        """Returns the answers to the prompts of each file, by its name. If no engine lives to give one, the weights are
+        published again, which waits until one is replaced."""
+        files, samples = self.evaluation.files, self.evaluation.config.samples
+        asked = {file.name: file.asked(samples) for file in files}
+        answers: dict[str, dict[str, EvalAnswer]] = {file.name: {} for file in files}
+        while any(len(answers[name]) < len(prompts) for name, prompts in asked.items()):
+            self.loop.execute(Publish(self.admission.ledger.version))
+            self.view.phase("evaluate")
+            if self.loop.end_publish():
+                for file in files:
+                    left = [prompt for prompt in asked[file.name] if prompt.id not in answers[file.name]]
+                    answers[file.name] |= self._answer(file, left)
+            self.loop.execute(SwitchToTrain())
+            self.loop.restarts.observe()
+        return answers
+
+    def _answer(self, file: EvalFile, prompts: Sequence[Prompt]) -> dict[str, EvalAnswer]:
+        try:
+            return self.generation.answer(
+                prompts,
+                self.desk.share.engines,
+                temperature=self.evaluation.config.temperature,
+                for_model=file.pool is None and self.config.reward.kind == "model",
+            )
+        except RunFailed as error:
+            add_note(error, f"evaluation of {file.describe()} after step {self.step}")
+            raise
 
     def cut(self) -> dict[str, Any]:
         """Pauses the run for a consistent snapshot of weights, queue and controller, for `save`. The cards' state is

@@ -61,6 +61,8 @@ class Updater:
     record_reports: Callable[[Sequence[StageReport]], None]
     _trained: list[str] = field(default_factory=list)
     """Trained samples that are not acknowledged yet"""
+    _num_accumulated: int = 0
+    """Number of groups of which the trainer has accumulated gradients that no optimizer step has used yet"""
 
     @property
     def kl_in(self) -> str | None:
@@ -74,6 +76,8 @@ class Updater:
         version: int,
         metrics: Metrics,
         meanwhile: Callable[[], None] = lambda: None,
+        *,
+        update: bool = True,
     ) -> bool:
         """Trains policy ``version`` on all scored samples of these groups; drops samples whose reward failed, and
         leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
@@ -82,6 +86,7 @@ class Updater:
             groups: in the order in which minibatches take them.
             samples: of these groups, in order of ids.
             meanwhile: called once, while the cards train.
+            update: False: the gradients of these samples are accumulated, for the next call's optimizer step.
 
         Returns:
             whether the queue had lost samples.
@@ -104,13 +109,13 @@ class Updater:
         if running is not None and not (kept and self._trains_behind_reference):
             self._take_reference(running, metrics)
             running = None
-        if not kept:
-            log.warning("no sample could be scored, nothing is trained in this step")
+        if not kept and not (update and self._num_accumulated):
+            log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
             meanwhile()
             return len(kept) < len(scored)
-        minibatches = self._minibatches(groups, kept)
+        minibatches = self._minibatches(groups, kept) if update else [self._shares_of(kept)]
         calls = [
-            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version)
+            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
             for dp in range(self.spec.train.dp)
         ]
         training = self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.train, calls))
@@ -121,7 +126,8 @@ class Updater:
             meanwhile()
             reports = self.cards.wait(training)
             self.record_reports(reports)
-        self._trained = kept.ids
+        self._trained += kept.ids
+        self._num_accumulated = 0 if update else self._num_accumulated + len(groups)
         return len(kept) < len(scored) or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
@@ -198,14 +204,18 @@ class Updater:
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
-        """Returns sample ids by minibatch and replica."""
-        chunks = split_groups(groups, self.spec.algorithm.minibatches)
-        if len(chunks) == 1:
-            return [_split_over_replicas(samples, self.spec.train.dp)]
+        """Returns sample ids by minibatch and replica. What is accumulated is the beginning of the first minibatch."""
+        accumulated = [""] * self._num_accumulated
+        chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches)
+        if len(chunks) <= 1:
+            return [self._shares_of(samples)]
         return [
-            _split_over_replicas(samples.where([group in chunk for group in samples.groups]), self.spec.train.dp)
-            for chunk in map(set, chunks)
+            self._shares_of(samples.where([group in chunk for group in samples.groups])) for chunk in map(set, chunks)
         ]
+
+    def _shares_of(self, samples: SampleColumns) -> list[list[str]]:
+        """Returns sample ids by replica of the trainer."""
+        return _split_over_replicas(samples, self.spec.train.dp)
 
     def _shares(self, samples: SampleColumns) -> list[list[str]]:
         """Returns sample ids by replica of the reference."""

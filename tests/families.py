@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ SIZES = dict(
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 LATENT = dict(
     num_hidden_layers=3,
     num_key_value_heads=4,
@@ -54,6 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
     ),
     "deepseek_v2": dict(
         LATENT,
@@ -73,6 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
         topk_group=2,
         routed_scaling_factor=1.5,
         rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5),
+        num_nextn_predict_layers=0,
     ),
     "pangu_ultra_moe": dict(
         num_hidden_layers=4,
@@ -89,6 +100,7 @@ KINDS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         sandwich_norm=True,
         rope_theta=10000.0,
+        num_mtp_layers=0,
     ),
 }
 """model_type → the fields in which its tiny model differs from `SIZES`; together they use every kind of layer."""
@@ -129,6 +141,35 @@ def family_checkpoint(folder: str | Path, kind: str, **changes: Any) -> str:
     return str(folder)
 
 
+def with_predictors(fields: dict[str, Any], count: int) -> dict[str, Any]:
+    """The fields of a config with so many layers that predict further tokens, under the family's name for it."""
+    name = "num_mtp_layers" if fields["model_type"] == "pangu_ultra_moe" else "num_nextn_predict_layers"
+    return fields | {name: count}
+
+
+def add_predictors(folder: str | Path, count: int = 1) -> dict[str, Any]:
+    """Adds layers that predict further tokens to a checkpoint, as DeepSeek-V3 and GLM-4.5 store them: each is a copy of
+    the last layer with other values, and what is around it. Returns the tensors of the whole checkpoint."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder, random = Path(folder), torch.Generator().manual_seed(11)
+    fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    last, hidden = fields["num_hidden_layers"] - 1, fields["hidden_size"]
+    vocabulary = (fields["vocab_size"], hidden)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for layer in range(last + 1, last + 1 + count):
+        around = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))
+        around |= {"eh_proj": (hidden, 2 * hidden), "shared_head.head": vocabulary, "embed_tokens": vocabulary}
+        new = {f"model.layers.{layer}.{name}.weight": shape for name, shape in around.items()}
+        start, renamed = f"model.layers.{last}.", f"model.layers.{layer}."
+        new |= {name.replace(start, renamed): shape for name, shape in shapes.items() if name.startswith(start)}
+        tensors |= {name: torch.randn(tuple(shape), generator=random) for name, shape in new.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(with_predictors(fields, count)))
+    return tensors
+
+
 def family_config(kind: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_hf(family_fields(kind, **changes))
 
@@ -155,13 +196,14 @@ def random_fields(draw: st.DrawFn, kind: str) -> dict[str, Any]:
         )
     elif kind not in ("olmoe", "qwen2", "qwen2_moe"):
         changes["head_dim"] = draw(st.sampled_from([8, 16]))
-    rotary = draw(st.sampled_from(["default", "linear", "yarn", "yarn-scaled"]))
+    rotary = draw(st.sampled_from(["default", "linear", "yarn", "yarn-scaled", "llama3"]))
     base = dict(rope_theta=draw(st.sampled_from([100.0, 10000.0])))
     changes["rope_parameters"] = {
         "default": base | dict(rope_type="default"),
         "linear": base | dict(rope_type="linear", factor=2.0),
         "yarn": YARN | base,
         "yarn-scaled": YARN | base | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, truncate=False),
+        "llama3": LLAMA3 | base,
     }[rotary]
     if kind == "pangu_ultra_moe":
         changes["rope_theta"] = changes.pop("rope_parameters")["rope_theta"]

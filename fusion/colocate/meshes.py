@@ -82,6 +82,13 @@ class Meshes:
             checkpoint_group=None,
         )
 
+    def leave_actor(self) -> None:
+        """Leaves the group `actor`, in which a collective has failed, so that no other rank waits for this one in it.
+        `renew_actor` must follow."""
+        if self.actor is not None:
+            dist.destroy_process_group(self.actor)
+            self.actor = None
+
     def renew_actor(self, spec: WorkerSpec, restart: int, backend: str) -> None:
         """Replaces the group `actor`, of which a member has ended and was restarted. Collective over the actor's cards,
         of which no one is in a collective of the group."""

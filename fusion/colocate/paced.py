@@ -100,9 +100,9 @@ class PacedTrainEngine(EmbeddedTrainEngine):
         super().__init__(*args, **options)
         self.pacer, self.cost = pacer, cost
 
-    def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
         with self.pacer.step(self.cost.train(sequences.lengths), group=self.mesh.world_group):
-            return super().forward_backward(sequences, loss)
+            return super().forward_backward(sequences, loss, continued=continued)
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
         with self.pacer.step(self.cost.update()):

@@ -51,7 +51,7 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
         phase: in which it waited.
         trains: whether it is a card that trains.
     """
-    if stage in ("train", "reference", "score"):
+    if stage in ("train", "accumulate", "reference", "score"):
         return WAIT_DATA
     if stage == "switch to train":  # cards that did not generate waited for those that did
         return WAIT_DATA if phase is not Phase.INFER else ""

@@ -12,8 +12,8 @@ from the host). What a card consists of is `Card`; how it changes its phase is i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from fusion.inference.pooled import KVPeers
 from fusion.model import Mesh
 from fusion.npu import Device, open_device
 from fusion.npu.all_or_none import all_or_none
+from fusion.npu.failures import CollectiveFailed, clear_frames
 from fusion.rollout import SuspendedSample
 from fusion.rollout.drafts.history_files import MAX_TOKENS, read_history, write_history
 from fusion.rollout.drafts.pieces import Piece
@@ -79,6 +80,8 @@ class Worker:
         self._card: Card | None = None
         self._drafts_to_save: list[Piece] = []
         self._rendezvous: Rendezvous | None = None
+        self._continues = False
+        """Whether the next minibatch continues the one that was accumulated last"""
 
     @property
     def card(self) -> Card:
@@ -145,6 +148,16 @@ class Worker:
             card.meshes.renew_actor(self.spec, restart, card.device.process_group_backend)
             card.weights.renew_groups()
 
+    def recover(self) -> None:
+        """Returns a card from a transfer of weights that has failed because another card has died; `rejoin` and another
+        transfer must follow. On cards that only train, which have kept their weights, and cards that only generate,
+        which receive theirs again."""
+        assert not self.spec.deployment.shared, "cards that train and generate have given up their training layout"
+        if self.phases.phase is Phase.BROKEN:
+            self.phases.arrive(Phase.TRAIN if self.rank in self.spec.deployment.train else Phase.STANDBY)
+        if self.card.receiver is not None:
+            self.card.receiver.recover()
+
     def switch(
         self, phase: str, version: int = 0, share: InferenceShare | None = None, while_generating: bool = False
     ) -> StageReport:
@@ -160,7 +173,12 @@ class Worker:
         with self._stage(name, "switch"):
             if target is Phase.INFER:
                 share = share or InferenceShare.of(self.spec.rollout, len(self.spec.engines))
-                card.switcher.to_infer(version, share, while_generating)
+                with self._leaving_after_failure():
+                    try:
+                        card.switcher.to_infer(version, share, while_generating)
+                    except CollectiveFailed:
+                        self.phases.arrive(Phase.BROKEN)  # also if the ranks could not agree to begin
+                        raise
             else:
                 card.switcher.to_train()
         if target is Phase.TRAIN and not card.roles.needs_room:
@@ -173,7 +191,21 @@ class Worker:
         """Receives new weights on a card that only generates, while it generates. The other cards call `switch` to
         ``infer`` with ``while_generating``. Runs on a separate thread."""
         assert self.card.receiver is not None, f"rank {self.rank} does not receive weights while it generates"
-        return self.card.receiver.receive(version, share)
+        with self._leaving_after_failure():
+            return self.card.receiver.receive(version, share)
+
+    @contextmanager
+    def _leaving_after_failure(self) -> Iterator[None]:
+        """Leaves the group of the actor's cards if the block fails and the weights can be sent again: other cards may
+        wait for this one in a collective of it."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.spec.deployment.shared:
+                clear_frames(error)  # the group's connections are closed with the last reference to it
+                self.card.weights.renew_groups()
+                self.card.meshes.leave_actor()
+            raise
 
     def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
         """Runs this card's engine until `pause` or, unless ``stay``, until it is idle. Collective over the engine.
@@ -261,21 +293,25 @@ class Worker:
             card.log.record_memory("reward")
         return card.log.report(scores=dict(zip(batch.ids, outcomes, strict=True)) if _first_of_replica(mesh) else {})
 
-    def train(self, minibatches: Sequence[Sequence[str]], version: int | None = None) -> StageReport:
+    def train(
+        self, minibatches: Sequence[Sequence[str]], version: int | None = None, update: bool = True
+    ) -> StageReport:
         """Runs one optimizer step per minibatch. Gradients accumulated before count for the first one. Collective over
         the cards that train.
 
         Args:
             minibatches: ids of the samples of this card's replica, by minibatch.
             version: the policy version before this call; None: the samples' staleness is not reported.
+            update: False: only accumulates the gradients of a single minibatch, which the next call continues: the
+                loss is then the mean over both.
 
         Returns:
             with `has_lost`.
         """
         card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
         self.phases.require("train")
-        assert mesh is not None
-        with self._stage("train", "train"):
+        assert mesh is not None and (update or len(minibatches) == 1)
+        with self._stage("train" if update else "accumulate", "train"):
             card.switcher.load_optimizer()
             if not trainer.accumulating:
                 all_or_none(
@@ -287,13 +323,18 @@ class Worker:
                 )
             weigh = partial(self._weigh, version)
             for number, batch in enumerate(card.reader.minibatches(trainer, minibatches, weigh)):
+                continued, self._continues = self._continues, not update
                 with card.log.timeline.span("forward_backward", "train"):
-                    card.log.metrics.update(trainer.forward_backward(batch, card.algorithm.loss))
+                    metrics = trainer.forward_backward(batch, card.algorithm.loss, continued=continued)
+                    card.log.metrics.update(metrics)
+                if not update:
+                    break
                 before_update = card.switcher.await_optimizer if number == 0 else None
                 with card.log.timeline.span("optimizer_step", "optimizer"):
                     card.log.metrics.update(trainer.optimizer_step(before_update))
             card.log.record_memory("train")
-        card.switcher.unload_optimizer()
+        if update:
+            card.switcher.unload_optimizer()
         return card.log.report(has_lost=card.reader.take_lost())
 
     def snapshot(self) -> StageReport:

@@ -31,11 +31,11 @@ def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
         raise ValueError(f"{key} is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
     if name in known:
         preset = yaml.safe_load((folder / f"{name}.yaml").read_text())
-        config = ModelConfig.from_hf(preset["config"], key=f"{key}={name}")
+        config = ModelConfig.from_hf(preset["config"], key=f"{key}={name}").without_predictors
         notes = f"source: {preset['source'].strip()}", f"inferred: {preset['inferred'].strip()}"
         return Preset(Shape(name, config), notes)
     if (Path(name) / "config.json").is_file():
-        return Preset(Shape(Path(name).name, ModelConfig.from_hf(name, key=f"{key}={name}")))
+        return Preset(Shape(Path(name).name, ModelConfig.from_hf(name, key=f"{key}={name}").without_predictors))
     raise ValueError(f"{key}={name!r}: expected one of {', '.join(known)}, or a Hugging Face folder")
 
 

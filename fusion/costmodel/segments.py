@@ -81,10 +81,12 @@ def _layers(shape: Shape, source: Parallel, target: Parallel) -> Counter[tuple[i
 
 
 def _dense(shape: Shape, scope: Scope, source: Parallel, target: Parallel) -> Counter[Tensors]:
-    """Returns the elements of what a scope has outside the experts, by how it is divided."""
+    """Returns the elements of what a scope has outside the experts and in units, by how it is divided."""
     numel: Counter[Tensors] = Counter()
     tensors = shape.tensors(scope, source.tp), shape.tensors(scope, target.tp)
     for before, after in zip(*tensors, strict=True):
+        if not before.in_units:
+            continue
         whole = {*before.shares, *after.shares} == {WHOLE}
         cuts = () if whole else (Cut("tp", before.shares, after.shares),)
         numel[Tensors(cuts, source.tp == target.tp or not before.tp_sharded)] += before.numel

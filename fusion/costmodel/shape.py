@@ -5,7 +5,11 @@ hold of a tensor they hold in every layout with this TP: the layers of a kind ar
 EP and ETP divide evenly. So a model of 61 layers with 256 experts each takes some tens of rows for each size of TP, and
 a layout some additions.
 
-Invariant: the elements of a rank are those of `local_params`, tensor by tensor, on every rank of every layout.
+Layers that predict further tokens, which lie on the host, are not counted. Correction biases are counted with their
+layers, though every card holds those of all layers: some KiB, which no switch moves.
+
+Invariant: the elements of a rank are those of `local_params`, but for these, tensor by tensor, on every rank of every
+layout.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from typing import Literal
 
 from fusion.costmodel.attention import AttentionCost, attention_cost
 from fusion.model import ModelConfig, Parallel
+from fusion.model.local_param import Box, LocalParam
 from fusion.model.spec import LayerSpec, Sparse
-from fusion.model.table import Box, LocalParam, local_params
+from fusion.model.table import local_params
 
 Scope = int | Literal["embed", "head"]
 """A kind of layer, by its index in `Shape.kinds`; the embedding; what follows the layers"""
@@ -33,12 +38,13 @@ WHOLE: Share = (0, 1, 1)
 @dataclass(frozen=True)
 class Tensor:
     """A global tensor outside the experts. ``shares``: of each TP rank. ``tp_sharded``: it is stored in a local tensor
-    that TP cuts."""
+    that TP cuts. ``in_units``: switches move it (`LocalParam.storage`)."""
 
     name: str
     numel: int
     shares: tuple[Share, ...]
     tp_sharded: bool
+    in_units: bool
 
     @property
     def held(self) -> int:
@@ -155,7 +161,7 @@ class Shape:
     def _rows(self, kind: LayerSpec, tp: int, tp_rank: int) -> tuple[LocalParam, ...]:
         """Returns the table of a TP rank of a model that has one layer, with one expert on each rank."""
         experts = kind.mlp.num_experts if isinstance(kind.mlp, Sparse) else 1
-        one_layer = replace(self.config, layers=(kind,))
+        one_layer = replace(self.config.without_predictors, layers=(kind,))
         return local_params(one_layer, Parallel(lcm(tp, experts), tp=tp, ep=experts), tp_rank)
 
 
@@ -171,8 +177,9 @@ def _tensors(whole: list[LocalParam], *ranks: list[LocalParam]) -> tuple[Tensor,
     """Returns the tensors of a scope, given its unsharded rows and those of every TP rank."""
     held = [_boxes(rows) for rows in ranks]
     sharded = {part.name for row in whole if row.tp_sharded for part in row.parts}
+    in_units = {part.name for row in whole if row.storage == "unit" for part in row.parts}
     return tuple(
-        Tensor(name, _numel(box), tuple(_share(boxes[name], box) for boxes in held), name in sharded)
+        Tensor(name, _numel(box), tuple(_share(boxes[name], box) for boxes in held), name in sharded, name in in_units)
         for name, box in _boxes(whole).items()
     )
 

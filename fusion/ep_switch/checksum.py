@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model.holder import WeightHolder
-from fusion.model.table import Box
+from fusion.model.local_param import Box
 from fusion.npu.all_or_none import all_or_none, gather_json
 
 _CHUNK = 1 << 18
@@ -79,7 +79,8 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
 
 
 def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> int:
-    """Compute a 64-bit checksum that is equal for equal weights in any layout. Collective over the model's mesh.
+    """Compute a 64-bit checksum that is equal for equal weights in any layout. Collective over the model's mesh. What
+    lies on the host of the ranks that train is left out.
 
     Args:
         dtype: dtype that the weights are converted to first (default: their own), to compare a float32 trainer with a
@@ -106,8 +107,9 @@ def _box_sums(model: WeightHolder, dtype: torch.dtype | None) -> list[tuple[str,
     """Return (global tensor, box, checksum) of every part that this rank holds."""
     sums = []
     with torch.no_grad():
-        for param in model.table:
+        for param in (param for param in model.table if param.storage != "host"):
+            compared = torch.float32 if param.float32 else dtype or model.weights.dtype
             for part in param.parts:
-                view = part.view(model.weights.views[param.name]).to(dtype or model.weights.dtype)
+                view = part.view(model.weights.views[param.name]).to(compared)
                 sums.append((part.name, part.region, int(box_checksum(view, part.name, part.region))))
     return sums

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fusion.ep_switch.layout import Layout, is_contiguous, places_in
 from fusion.ep_switch.moves import Regions
 from fusion.model.bucket_plan import BucketPlan
-from fusion.model.table import Box
+from fusion.model.local_param import Box
 
 
 class Slab:

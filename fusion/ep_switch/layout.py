@@ -14,8 +14,9 @@ import torch
 
 from fusion.model.bucket_plan import BucketPlan, plan_units, unit_bytes
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import Box, LocalParam, Part
 from fusion.model.parallel import Parallel
-from fusion.model.table import Box, LocalParam, Part, local_params
+from fusion.model.table import local_params
 
 
 class Place(NamedTuple):
@@ -74,9 +75,15 @@ class Layout:
         return tuple(tuple(group) for group in groups.values())
 
     def table(self, place: int) -> tuple[LocalParam, ...]:
-        """Return the local tensors at a place of the grid, in the order of the forward pass, cut to fit units."""
+        """Return the local tensors at a place of the grid, in the order of the forward pass, cut to fit units. Those
+        that are stored elsewhere are in no unit."""
         max_numel = unit_bytes(self.bucket_bytes) // self.dtype.itemsize
         return local_params(self.config, self.parallel, place, max_numel=max_numel)
+
+    @cached_property
+    def card_numel(self) -> int:
+        """Elements that every rank holds on its card apart from the units (`Buckets.card`)."""
+        return sum(param.numel for param in self.table(0) if param.storage == "card")
 
     def units(self, rank: int) -> tuple[BucketPlan, ...]:
         """Return the storage units of a global rank; none if it is not in the layout."""

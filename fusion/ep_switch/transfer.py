@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
+from fusion.ep_switch.card_values import are_sent, copy_values, values_of
 from fusion.ep_switch.exchange import STAGE, Alone, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
 from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.opening import open_exchange
@@ -75,6 +76,7 @@ class Switcher:
         self._fill = HostFill(device)
         self._source: Buckets | None = None
         self._target: Buckets | None = None
+        self._card_values: torch.Tensor | None = None
         self._shared: dict[int, int] = {}
         self._unread: tuple[int, ...] = ()
         self._round = -1
@@ -125,6 +127,7 @@ class Switcher:
             program, rank = self._check(exchange.rank), exchange.rank
             units, staging_bytes = self.plan.hosted_units(rank), self.plan.staging_bytes(rank)
             self._fill.open(self._target, units, host, staging_bytes=staging_bytes)
+            self._card_values = values_of(self.plan, self._source, self.device)
             exchange.open(program, checksum)
             self._note_memory()
             return program
@@ -175,9 +178,15 @@ class Switcher:
         return self._program
 
     def _carry_out(self, exchange: Exchange, program: Program) -> None:
-        """Run the rounds and agree that they succeeded on all ranks; otherwise release the target."""
+        """Run the rounds and agree that they succeeded on all ranks; otherwise release the target. What lies apart from
+        the units follows, as a rank whose rounds failed could not join its broadcast."""
         try:
             self._attempt(exchange, lambda: self._run_rounds(exchange, program))
+            if are_sent(self.plan):
+                self._attempt(exchange, self._copy_card_values)
+            else:
+                self._copy_card_values()
+            self._card_values = None
         except SwitchError:
             if self._target is not None:
                 self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
@@ -206,6 +215,9 @@ class Switcher:
         except Exception:
             exchange.abandon()
             raise
+
+    def _copy_card_values(self) -> None:
+        copy_values(self.plan, self._card_values, self._target, self._group)
 
     def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
         if stage.allocate:

@@ -3,7 +3,8 @@
 spec          LayerSpec: what a layer consists of;   families   reads it from a config.json, one file per model_type
 config        ModelConfig: the layers and what surrounds them, from and to a Hugging Face config.json
 parallel      Parallel: the grid of ranks as arithmetic;   mesh   Mesh: one rank's process groups
-table         LocalParam and Part: logical slices of global tensors, physical places in local ones
+local_param   LocalParam and Part: logical slices of global tensors, physical places in local ones
+table         the local tensors of every rank of a layout
 bucket_plan   which parameters are stored together in a unit or a bucket (pure)
 weights       Buckets: their storage, which can be released, reallocated and shared under live views
 holder        WeightHolder: the interface of a model that weights are loaded into, switched and exported from
@@ -13,6 +14,7 @@ attention     grouped-query and latent attention with this rank's heads; the cal
 transformer   Transformer: embedding, layers, logits
 moe           token exchange over EP and expert-TP, grouped experts, load-balancing loss;   router   chooses the experts
 replay        record the experts of a forward pass as a column and replay them in another pass
+stored        which tensors the files of a folder hold, from their headers;   hf_quantization   scales of float8 blocks
 huggingface   load_weights, save_folder: directly into and out of any layout;   folder   check_folder: reads the index
 """
 

@@ -10,6 +10,8 @@ from .folder import check_folder as check_folder
 from .holder import WeightHolder as WeightHolder
 from .huggingface import load_weights as load_weights
 from .huggingface import save_folder as save_folder
+from .local_param import LocalParam as LocalParam
+from .local_param import Part as Part
 from .mesh import Mesh as Mesh
 from .moe import load_balancing_loss as load_balancing_loss
 from .parallel import Parallel as Parallel
@@ -17,8 +19,6 @@ from .replay import Replay as Replay
 from .replay import Routed as Routed
 from .replay import routing_dtype as routing_dtype
 from .replay import routing_of as routing_of
-from .table import LocalParam as LocalParam
-from .table import Part as Part
 from .table import global_params as global_params
 from .table import local_params as local_params
 from .transformer import Transformer as Transformer

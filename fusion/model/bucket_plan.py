@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
-from fusion.model.table import LocalParam
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,10 @@ class BucketPlan:
 
 
 def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> tuple[BucketPlan, ...]:
-    """Pack parameters into units of at most ``max_bytes``, in the order in which a forward pass uses them."""
+    """Pack parameters into units of at most ``max_bytes``, in the order in which a forward pass uses them; those that
+    are stored elsewhere (`LocalParam.storage`) are left out."""
     kinds: dict[tuple[str, str], list[LocalParam]] = {}
-    for param in params:
+    for param in (param for param in params if param.storage == "unit"):
         kinds.setdefault(_unit_kind(param), []).append(param)
     units = []
     for members in kinds.values():

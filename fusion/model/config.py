@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 from fusion.model.families.base import Family
 from fusion.model.families.registry import ALIASES, FAMILIES
 from fusion.model.hf_fields import Fields
+from fusion.model.hf_quantization import read_quantization
 from fusion.model.hf_rotary import write_rotary
 from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, LayerSpec, Sparse
+from fusion.model.stored import read_json, tensor_names
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 GENERATION = "generation_config.json"
@@ -23,7 +24,8 @@ class ModelConfig:
     """Holds the specification of a model: one `LayerSpec` per layer, and what is before and after the layers.
 
     ``num_labels > 0`` is a reward model (`Qwen3ForSequenceClassification`): its head returns ``num_labels`` scores
-    instead of logits. ``family``: the `model_type`.
+    instead of logits. ``family``: the `model_type`. ``num_predictors``: layers after the last that predict further
+    tokens, of its kind; they are loaded and exported, and neither computed with nor trained.
 
     Invariants: all layers have the same attention, so that a token has the same KV cache and the same rotation in each;
     all sparse layers have the same experts, so that a routing column holds any of them.
@@ -42,6 +44,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     num_labels: int = 0
+    num_predictors: int = 0
 
     def __post_init__(self) -> None:
         assert all(layer.attention == self.attention for layer in self.layers)
@@ -50,6 +53,20 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def predictors(self) -> range:
+        """The numbers of the layers that predict further tokens."""
+        return range(self.num_layers, self.num_layers + self.num_predictors)
+
+    @cached_property
+    def without_predictors(self) -> ModelConfig:
+        """The model that an engine holds."""
+        return replace(self, num_predictors=0)
+
+    def layer(self, index: int) -> LayerSpec:
+        """Return a layer's specification; a predictor's is that of the last layer."""
+        return self.layers[min(index, self.num_layers - 1)]
 
     @property
     def attention(self) -> AttentionSpec:
@@ -126,7 +143,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> ModelConfig:
         """Read the config of a checkpoint folder, or of the dictionary of its `config.json`. Of a folder, the end
-        tokens are those of `generation_config.json`, if it names any, as in transformers' `generate`.
+        tokens are those of `generation_config.json`, if it names any, as in transformers' `generate`; and there are no
+        predictors of further tokens if it holds no tensor of one.
 
         Args:
             key: the user's config key that named the folder, for error messages.
@@ -138,6 +156,8 @@ class ModelConfig:
             return cls._of_fields(source, f"{key}: config.json", key)
         path = Path(source) / "config.json"
         config = cls._of_fields(read_json(path, key), f"{key}: {path}", key)
+        if config.num_predictors and not _holds_layer(Path(source), config.num_layers, key):
+            config = config.without_predictors
         generation = Path(source) / GENERATION
         if not generation.is_file():
             return config
@@ -172,6 +192,9 @@ class ModelConfig:
         if config.num_experts and family.router_aux_field:
             coef = fields.non_negative(family.router_aux_field, defaults.router_aux_coef)
             config = replace(config, router_aux_coef=coef)
+        if family.predictors_field:
+            config = replace(config, num_predictors=fields.count(family.predictors_field, 1))
+        read_quantization(fields)  # of the files, not of the model: `load_weights` dequantizes
         fields.refuse_rest(family.only, family.inert)
         config._check(place)
         return config
@@ -234,24 +257,15 @@ class ModelConfig:
             hf |= {"id2label": {str(label): f"LABEL_{label}" for label in range(self.num_labels)}}
         if family.router_aux_field:
             hf[family.router_aux_field] = self.router_aux_coef
+        if family.predictors_field:
+            hf[family.predictors_field] = self.num_predictors
         return hf | family.write(self)
 
 
-def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
-    """Read a JSON object from a file of a checkpoint folder.
-
-    Raises:
-        ValueError: the file does not exist, or holds something else (named, with the config key).
-    """
-    if not path.is_file():
-        raise ValueError(f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{key}: {path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{key}: {path} holds a {type(found).__name__}; expected a JSON object")
-    return found
+def _holds_layer(folder: Path, index: int, key: str) -> bool:
+    """Whether a folder holds tensors of layer ``index``, or no weights at all, so that its config is all there is."""
+    names = tensor_names(folder, key)
+    return names is None or any(name.startswith(f"model.layers.{index}.") for name in names)
 
 
 def _labels(hf: dict[str, Any], fields: Fields, family: Family) -> int:

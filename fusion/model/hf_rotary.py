@@ -29,6 +29,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """rope_type → the fields that it reads, besides `rope_theta` and `partial_rotary_factor`."""
 
@@ -62,6 +63,8 @@ def read_rotary(
         rotary = _yarn(stated, rotary, max_positions)
     elif kind == "linear":
         rotary = Rotary(rotary.width, rotary.theta, "linear", stated.number("factor"))
+    elif kind == "llama3":
+        rotary = _llama3(stated, rotary, max_positions)
     stated.refuse_rest()
     return rotary
 
@@ -84,6 +87,21 @@ def _yarn(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
         truncate=stated.flag("truncate", True),
         mscale=scale or 0.0,
         mscale_all_dim=scale_all or 0.0,
+    )
+
+
+def _llama3(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
+    low, high = stated.number("low_freq_factor"), stated.number("high_freq_factor")
+    if low >= high:
+        stated.refuse("high_freq_factor", (f"a number above low_freq_factor={low}",))
+    return Rotary(
+        rotary.width,
+        rotary.theta,
+        "llama3",
+        stated.number("factor"),
+        original_max_positions=stated.size("original_max_position_embeddings", max_positions),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )
 
 
@@ -119,6 +137,12 @@ def write_rotary(rotary: Rotary, head_dim: int, states_share: bool = False) -> d
         }
         scales = {"mscale": rotary.mscale, "mscale_all_dim": rotary.mscale_all_dim}
         table |= {name: scale for name, scale in scales.items() if scale}
+    if rotary.kind == "llama3":
+        table |= {
+            "original_max_position_embeddings": rotary.original_max_positions,
+            "low_freq_factor": rotary.low_freq_factor,
+            "high_freq_factor": rotary.high_freq_factor,
+        }
     former = {"rope_scaling": dict(table)} if rotary.kind != "default" else {}
     share = rotary.width / head_dim
     if int(head_dim * share) < rotary.width:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam
 from fusion.model.mesh import Mesh
-from fusion.model.table import LocalParam
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 
@@ -34,11 +34,12 @@ class WeightHolder(Protocol):
     @property
     def table(self) -> tuple[LocalParam, ...]:
         """This rank's local tensors in the order of the forward pass: which box of which global tensor is stored
-        where."""
+        where, and which lie apart from the units (`LocalParam.storage`)."""
 
     @property
     def weights(self) -> Buckets:
-        """The storage of every parameter of `table`, in units that can be released and allocated one by one."""
+        """The storage of every parameter of `table`, most of it in units that can be released and allocated one by
+        one."""
 
     @property
     def max_numel(self) -> int:

@@ -22,11 +22,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fusion.model.config import GENERATION, ModelConfig, read_json
-from fusion.model.folder import INDEX, SINGLE, check_tensor, stored_tensors
+from fusion.model.config import GENERATION, ModelConfig
+from fusion.model.folder import FLOAT8, block_scales, check_tensor
+from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
+from fusion.model.local_param import Box, LocalParam, Part
 from fusion.model.parallel import Parallel
-from fusion.model.table import Box, LocalParam, Part, global_params, local_params
+from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
+from fusion.model.table import global_params, local_params
 from fusion.telemetry.files import replace_folder, sync
 
 TOKENIZER_FILES = (
@@ -42,26 +45,61 @@ WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "tf_model*.h5*", "flax_
 
 
 def load_weights(model: WeightHolder, folder: str | Path) -> None:
-    """Load the model's local tensors from a checkpoint folder, converted to their dtype.
+    """Load the model's local tensors from a checkpoint folder, converted to their dtype; float8 matrices are
+    dequantized box by box.
 
     Raises:
         ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json` implies.
     """
     folder = Path(folder)
     stored, shapes = stored_tensors(folder), global_params(model.config)
+    scales = block_scales(folder, stored)
     with ExitStack() as stack, torch.no_grad():
-        opened: dict[Path, Any] = {}
+        reader = BoxReader(stored, scales, stack)
         for param in model.table:
             view = model.weights.views[param.name]
             for part in param.parts:
-                found = stored.get(part.name)
-                if found is None:
+                if part.name not in stored:
                     raise ValueError(f"model.path: {folder} lacks the tensor {part.name!r}")
-                check_tensor(found, part.name, shapes[part.name])
-                if found.file not in opened:
-                    opened[found.file] = stack.enter_context(safe_open(found.file, framework="pt"))
-                tensor = opened[found.file].get_slice(part.name)
-                part.view(view).copy_(tensor[tuple(slice(start, stop) for start, stop in part.region)])
+                check_tensor(stored, part.name, shapes[part.name], scales)
+                part.view(view).copy_(reader.read(part.name, part.region))
+
+
+class BoxReader:
+    """Reads boxes of stored tensors, and nothing around them. ``stack`` closes the files."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], scales: BlockScales | None, stack: ExitStack):
+        self._stored, self._scales, self._stack = stored, scales, stack
+        self._files: dict[Path, Any] = {}
+
+    def read(self, name: str, region: Box) -> torch.Tensor:
+        """Return the box ``region`` of the tensor ``name`` as it is stored, or in float32 if it is quantized."""
+        values = self._slice(name, region)
+        if self._stored[name].dtype != FLOAT8:
+            return values
+        assert self._scales is not None
+        return dequantize(values, self._slice(scale_of(name), self._scales.scales(region)), region, self._scales)
+
+    def _slice(self, name: str, region: Box) -> torch.Tensor:
+        file = self._stored[name].file
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._files[file].get_slice(name)[tuple(slice(start, stop) for start, stop in region)]
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, region: Box, blocks: BlockScales) -> torch.Tensor:
+    """Return the box ``region`` of a float8 matrix in float32: each element times the scale of its block, one rounding.
+
+    Args:
+        values: float8 [rows, columns] of the box.
+        scales: float32, of the blocks that the box touches (`BlockScales.scales`).
+    """
+    (top, bottom), (left, right) = region
+    matrix = values.to(torch.float32)
+    by_column = torch.arange(left, right) // blocks.columns - left // blocks.columns
+    for scales_C, start in zip(scales[:, by_column], range(top - top % blocks.rows, bottom, blocks.rows), strict=True):
+        matrix[max(start - top, 0) : start - top + blocks.rows].mul_(scales_C)
+    return matrix
 
 
 def save_folder(
@@ -103,7 +141,8 @@ def write_folder(
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write the folder of `save_folder` from whole CPU tensors of ``dtype``, of which a shard is held at a time."""
+    """Write the folder of `save_folder` from whole CPU tensors, of which a shard is held at a time. ``dtype``: of those
+    that are not kept in float32."""
     folder = Path(folder).resolve()  # a link to a folder stays one
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -167,9 +206,10 @@ def gather_tensors(
     group = group if group is not None else mesh.world_group
     for name, holders in _owners(model.config, mesh.parallel, model.max_numel).items():
         whole = None
+        dtype = torch.float32 if holders[0][1].float32 else model.weights.dtype
         if mesh.rank == 0:
             shape = [max(part.region[d][1] for _, _, part in holders) for d in range(len(holders[0][2].region))]
-            whole = torch.empty(shape, dtype=model.weights.dtype)
+            whole = torch.empty(shape, dtype=dtype)
         for rank, param, part in holders:
             if rank == mesh.rank:
                 piece = part.view(views[param.name]).cpu().contiguous()

@@ -41,9 +41,10 @@ class MoE(nn.Module):
     def __init__(self, spec: Sparse, mesh: Mesh, weights: Weights):
         super().__init__()
         self.spec, self.mesh = spec, mesh
+        self.keep_probabilities = False
         self.router = parameter("router", weights)
-        # No gradient reaches the correction, so no optimizer step changes it.
-        self.correction = nn.Parameter(weights["correction"]) if spec.router.correction else None
+        corrected = spec.router.correction
+        self.correction = nn.Parameter(weights["correction"], requires_grad=False) if corrected else None
         num_local = spec.num_experts // mesh.parallel.ep
         local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
         weights_by_expert: dict[int, Weights] = {expert: {} for expert in local_experts}
@@ -117,8 +118,9 @@ class MoE(nn.Module):
         counts_E = _count(expert_nk.flatten(), self.spec.num_experts, on_card)
         routed = None
         if record:
-            stats = torch.stack([counts_E.to(torch.float32), probabilities(scores_nE, router).sum(0)])
-            routed = Routed(stats, expert_nk, num_mismatched)
+            probs_nE = probabilities(scores_nE, router)
+            stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
+            routed = Routed(stats, expert_nk, num_mismatched, probs_nE if self.keep_probabilities else None)
 
         order = expert_nk.flatten().argsort(stable=True)
         if operators is not None:
@@ -242,3 +244,31 @@ def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor,
     """
     probs_E = torch.stack(stats)[:, 1].sum(0)
     return probs_E.numel() * (total_counts_E / total_rows * probs_E / total_rows).sum()
+
+
+def sequence_balancing_loss(routed: Routed, owner_n: torch.Tensor, lengths: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Compute this rank's share of one layer's load-balancing loss of each sequence, and sum them (DeepSeek-V3, arXiv
+    2412.19437, equations 17 to 20).
+
+    Σ_e f_e P_e, with f_e = E / (k T) times the number of the sequence's T tokens that are routed to expert e, of which
+    replayed ones count, and P_e their mean probability. Collective over TP, whose ranks have rows of the same
+    sequences: the shares add up to the loss.
+
+    Args:
+        routed: with ``probs_nE``, of this TP rank's rows.
+        owner_n: int64 [n], the sequence of each row.
+        lengths: float32 [S], the tokens of each sequence.
+
+    Returns:
+        A float32 scalar.
+    """
+    assert routed.probs_nE is not None
+    num_experts, top_k = routed.probs_nE.shape[1], routed.expert_nk.shape[1]
+    places = (owner_n.unsqueeze(1) * num_experts + routed.expert_nk).flatten()
+    counts = routed.probs_nE.new_zeros(len(lengths) * num_experts)
+    counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.float32))
+    if mesh.tp_group is not None:
+        dist.all_reduce(counts, group=mesh.tp_group)
+    probs_SE = routed.probs_nE.new_zeros(len(lengths), num_experts).index_add(0, owner_n, routed.probs_nE)
+    shares_S = (counts.view_as(probs_SE) * probs_SE).sum(-1)
+    return (num_experts / top_k * shares_S / lengths.clamp(min=1).square()).sum()

@@ -29,11 +29,13 @@ class Routed(NamedTuple):
         expert_nk: int64 [n, k], the experts of each row.
         num_mismatched: float32 scalar, the number of replayed rows for which the pass's own router chooses a different
             set of experts; None: nothing was replayed.
+        probs_nE: float32 [n, E], the probabilities of each row; only where the model's ``keep_probabilities`` is set.
     """
 
     stats: torch.Tensor
     expert_nk: torch.Tensor
     num_mismatched: torch.Tensor | None = None
+    probs_nE: torch.Tensor | None = None
 
 
 class Forced(NamedTuple):

@@ -22,6 +22,19 @@ def inverse_frequencies(rotary: Rotary) -> torch.Tensor:
         case "yarn":
             kept = 1 - _ramp(rotary)
             return 1.0 / (rotary.factor * powers) * (1 - kept) + frequencies * kept
+        case "llama3":
+            return _llama3(frequencies, rotary)
+
+
+def _llama3(frequencies: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Return the frequencies as transformers blends them: its order of operations, so that both are bitwise equal."""
+    positions, low, high = rotary.original_max_positions, rotary.low_freq_factor, rotary.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    is_long, is_short = wavelengths > positions / low, wavelengths < positions / high
+    scaled = torch.where(is_long, frequencies / rotary.factor, frequencies)
+    kept = (positions / wavelengths - low) / (high - low)
+    blended = (1 - kept) * scaled / rotary.factor + kept * scaled
+    return torch.where(is_long | is_short, scaled, blended)
 
 
 def _ramp(rotary: Rotary) -> torch.Tensor:

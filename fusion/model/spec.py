@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-RotaryKind = Literal["default", "linear", "yarn"]
+RotaryKind = Literal["default", "linear", "yarn", "llama3"]
 QKNorm = Literal["none", "head", "projection"]
 Scores = Literal["softmax", "sigmoid"]
 GroupScores = Literal["sum_of_two", "best"]
@@ -31,7 +31,9 @@ class Rotary:
     multiplies cosines and sines by ``attention_factor`` (arXiv 2309.00071): ``beta_fast`` and ``beta_slow`` are the
     rotations over ``original_max_positions`` between which frequencies are blended, ``truncate`` rounds that range to
     whole channels. ``mscale`` and ``mscale_all_dim``: what ``attention_factor`` and the softmax scale of latent
-    attention follow from; 0: not stated.
+    attention follow from; 0: not stated. ``llama3`` (arXiv 2407.21783) divides frequencies of fewer than
+    ``low_freq_factor`` rotations over ``original_max_positions``, keeps those of more than ``high_freq_factor``, and
+    blends between them.
 
     ``interleaved``: channels 2i and 2i + 1 are rotated together, not i and i + width / 2.
     """
@@ -45,6 +47,8 @@ class Rotary:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     interleaved: bool = False

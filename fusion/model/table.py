@@ -28,7 +28,7 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     layers.i.mlp.gate_up            [2 Fl, D]          dense: gate rows, then up rows
     layers.i.mlp.down               [D, Fl]            dense
     layers.i.moe.router             [E, D]
-    layers.i.moe.correction         [E]
+    layers.i.moe.correction         [E]                on every rank, of all layers; in float32, on the card apart
     layers.i.moe.experts.e.gate_up  [2 Fl, D]
     layers.i.moe.experts.e.down     [D, Fl]
     layers.i.moe.shared.gate_up     [2 Fl, D]          cut by TP, as a dense MLP
@@ -37,9 +37,16 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     norm                            [D]                last stage
     lm_head                         [Vl, D]            last stage; absent where embeddings are tied
     score                           [labels, D]        last stage of a reward model, in place of lm_head
+    layers.p.…                                         layer p of those that predict further tokens: on the last stage,
+                                                       on the host, each once; as the model's last layer, and
+    layers.p.embed, .head           [Vl, D]
+    layers.p.enorm, .hnorm          [D]
+    layers.p.head_norm              [D]
+    layers.p.eh_proj                [Dl, 2 D]          rows, split over TP
 
 A matrix that is too large for a storage unit is cut along its rows into separate local tensors `name.0`, `name.1`, …,
-whose outputs are concatenated. `kv_b` is cut only between heads.
+whose outputs are concatenated. `kv_b` is cut only between heads. `LocalParam.storage` says where a local tensor lies:
+most are trained and lie in the units that a switch moves.
 
 Invariant: over the ranks of one grid the parts cover every element of every global tensor, and every element of a local
 tensor belongs to exactly one part.
@@ -47,82 +54,12 @@ tensor belongs to exactly one part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
-
-if TYPE_CHECKING:
-    import torch
-
-Box = tuple[tuple[int, int], ...]
-"""One (start, stop) per dimension."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Maps a box of the global tensor ``name`` to its place in a local tensor.
-
-    ``local`` has one range for each dimension of the local tensor, which may have more leading dimensions of size one
-    than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped.
-    """
-
-    name: str
-    region: Box
-    local: Box
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.region)
-
-    def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part's elements as a view in the global orientation, shape `Part.shape`."""
-        view = local_tensor[tuple(slice(start, stop) for start, stop in self.local)]
-        for _ in range(view.dim() - len(self.region)):
-            view = view.squeeze(0)
-        return view.transpose(-1, -2) if self.transposed else view
-
-
-@dataclass(frozen=True)
-class LocalParam:
-    """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
-    elements. ``row_group``: rows that `cut` keeps together."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    expert: bool = False
-    tp_sharded: bool = False
-    row_group: int = 1
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def cut(self, max_numel: int) -> list[LocalParam]:
-        """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is
-        not split. A block is larger where a group of rows is."""
-        if self.numel <= max_numel or len(self.shape) < 2:
-            return [self]
-        rows = max(1, max_numel * self.shape[0] // self.numel // self.row_group) * self.row_group
-        starts = range(0, self.shape[0], rows)
-        return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
-
-    def _rows(self, name: str, start: int, stop: int) -> LocalParam:
-        parts = []
-        for part in self.parts:
-            assert not part.transposed
-            first, last = part.local[0]
-            a, b = max(first, start), min(last, stop)
-            if a < b:
-                base = part.region[0][0] - first
-                region = ((a + base, b + base), *part.region[1:])
-                parts.append(Part(part.name, region, ((a - start, b - start), *part.local[1:])))
-        return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
 
 
 def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
@@ -143,6 +80,12 @@ def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def float32_params(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors of a checkpoint that are kept in float32."""
+    table = local_params(config, Parallel(), 0)
+    return frozenset(part.name for param in table if param.float32 for part in param.parts)
+
+
 def local_params(
     config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None
 ) -> tuple[LocalParam, ...]:
@@ -152,8 +95,9 @@ def local_params(
     first, last = stage == 0, stage == parallel.pp - 1
     head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
     table = [rows.vocabulary("embed", "model.embed_tokens.weight")] if first else []
-    for layer in parallel.layers(config.num_layers, stage):
-        table += rows.layer(layer)
+    own_layers = parallel.layers(config.num_layers, stage)
+    for layer in range(config.num_layers):
+        table += rows.layer(layer) if layer in own_layers else rows.on_every_rank(layer)
     if last:
         table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
         if head == "score":
@@ -162,6 +106,8 @@ def local_params(
             table.append(rows.vocabulary("lm_head", "lm_head.weight"))
         elif not first:
             table.append(rows.vocabulary("embed", "model.embed_tokens.weight"))
+        for layer in config.predictors:
+            table += rows.predictor(layer)
     if max_numel is None:
         return tuple(table)
     return tuple(block for param in table for block in param.cut(max_numel))
@@ -172,6 +118,7 @@ class _TableRows:
         self.config, self.parallel = config, parallel
         self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
         self.etp_rank = parallel.coordinate("etp", rank)
+        self.dp_rank, self.edp_rank = parallel.coordinate("dp", rank), parallel.coordinate("edp", rank)
 
     def tp_range(self, size: int) -> tuple[int, int]:
         per_rank = size // self.parallel.tp
@@ -209,7 +156,7 @@ class _TableRows:
         return LocalParam(name, (offset,), tuple(parts), tp_sharded=True)
 
     def layer(self, index: int) -> list[LocalParam]:
-        spec, hidden = self.config.layers[index], self.config.hidden_size
+        spec, hidden = self.config.layer(index), self.config.hidden_size
         hf, local = f"model.layers.{index}", f"layers.{index}"
         names, mlp = self.config.family_spec.names.sandwich, spec.mlp
         rows = [
@@ -234,6 +181,36 @@ class _TableRows:
                 return self.grouped_query(spec, hf=hf, local=local)
             case Latent():
                 return self.latent(spec, hf=hf, local=local)
+
+    def on_every_rank(self, index: int) -> list[LocalParam]:
+        """Return what ranks of other stages hold of a layer: its correction bias, if it has one."""
+        mlp = self.config.layer(index).mlp
+        if isinstance(mlp, Dense) or not mlp.router.correction:
+            return []
+        return [self.correction(mlp, hf=f"model.layers.{index}", local=f"layers.{index}.moe")]
+
+    def predictor(self, index: int) -> list[LocalParam]:
+        """Return the local tensors of a layer that predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section
+        2.2), of which only the first replica holds any."""
+        hf, local, hidden = f"model.layers.{index}", f"layers.{index}", self.config.hidden_size
+        rows = [
+            self.vocabulary(f"{local}.embed", f"{hf}.embed_tokens.weight"),
+            self.whole(f"{local}.enorm", f"{hf}.enorm.weight", (hidden,)),
+            self.whole(f"{local}.hnorm", f"{hf}.hnorm.weight", (hidden,)),
+            self.projection(f"{local}.eh_proj", f"{hf}.eh_proj.weight"),
+            *self.layer(index),
+            self.whole(f"{local}.head_norm", f"{hf}.shared_head.norm.weight", (hidden,)),
+            self.vocabulary(f"{local}.head", f"{hf}.shared_head.head.weight"),
+        ]
+        held = (row for row in rows if (self.edp_rank if row.expert else self.dp_rank) == 0)
+        return [replace(row, storage="host") for row in held]
+
+    def projection(self, name: str, hf_name: str) -> LocalParam:
+        """Return this rank's rows of a predictor's projection, as equal a share as TP allows."""
+        hidden, tp = self.config.hidden_size, self.parallel.tp
+        start, stop, width = self.tp_rank * hidden // tp, (self.tp_rank + 1) * hidden // tp, 2 * hidden
+        part = Part(hf_name, ((start, stop), (0, width)), ((0, stop - start), (0, width)))
+        return LocalParam(name, (stop - start, width), (part,), tp_sharded=True)
 
     def grouped_query(self, spec: GroupedQuery, *, hf: str, local: str) -> list[LocalParam]:
         c = spec.head_dim
@@ -287,7 +264,7 @@ class _TableRows:
         share = self.etp_rank * width, (self.etp_rank + 1) * width
         rows = [self.whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
         if spec.router.correction:
-            rows.append(self.whole(f"{local}.correction", f"{hf}.{names.correction}", (experts,)))
+            rows.append(self.correction(spec, hf=hf, local=local))
         num_local = experts // self.parallel.ep
         for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
             hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
@@ -297,6 +274,11 @@ class _TableRows:
             if spec.shared.gated:
                 rows.append(self.whole(f"{local}.shared_gate", f"{hf}.{names.shared_gate}", (1, hidden)))
         return rows
+
+    def correction(self, spec: Sparse, *, hf: str, local: str) -> LocalParam:
+        name = self.config.family_spec.names.correction
+        row = self.whole(f"{local}.correction", f"{hf}.{name}", (spec.num_experts,))
+        return replace(row, storage="card", float32=True)
 
     def swiglu(
         self, hf: str, local: str, names: SwiGLUNames, *, share: tuple[int, int], expert: bool

@@ -67,7 +67,8 @@ class Transformer(nn.Module):
         self.bucket_bytes, self.max_numel = bucket_bytes, unit_bytes(bucket_bytes) // dtype.itemsize
         self.table = local_params(config, mesh.parallel, mesh.rank, max_numel=self.max_numel)
         plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
-        self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident)
+        apart = [param for param in self.table if param.storage != "unit"]
+        self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident, apart=apart)
         views = self.weights.views
         own_layers = mesh.parallel.layers(config.num_layers, mesh.pp_rank)
         self.layers = nn.ModuleDict(
@@ -88,6 +89,12 @@ class Transformer(nn.Module):
         rotary = config.attention.rotary
         self.inv_freq = inverse_frequencies(rotary).to(device.torch_device)
         self.rope_scale = rotary.attention_factor
+
+    def keep_probabilities(self) -> None:
+        """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.keep_probabilities = True
 
     def forward(
         self,

@@ -1,6 +1,8 @@
 """Store one rank's weights in flat pieces whose memory can be released and reallocated while every view stays valid.
 
-What a piece holds is planned by bucket_plan.py. Invariant: `release` frees every byte.
+What a piece holds is planned by bucket_plan.py. Parameters that are in no piece (`LocalParam.storage`) keep their
+memory in every phase: small vectors in float32 on the card, and on the host what no forward pass needs. Invariant:
+`release` frees every byte of the pieces.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fusion.model.bucket_plan import BucketPlan
+from fusion.model.local_param import LocalParam
 from fusion.npu import Device
 
 
@@ -20,6 +23,7 @@ class Buckets:
         share: pieces equal to one of these (same parameters, slices and dtype) use its storage, which only ``share``
             allocates and releases; `shared` maps their indices.
         resident: False: hold no memory after construction, which allocates and frees one piece after the other.
+        apart: parameters that are in no piece. ``share`` has their values on the card, too.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class Buckets:
         owner: str,
         share: Buckets | None = None,
         resident: bool = True,
+        apart: Sequence[LocalParam] = (),
     ):
         self.plans, self.dtype, self.owner, self._device = plans, dtype, owner, device
         shareable = {plan.entries: i for i, plan in enumerate(share.plans)} if share and share.dtype == dtype else {}
@@ -48,6 +53,13 @@ class Buckets:
                 self.views |= plan.views(flat)
                 if not resident:
                     flat.untyped_storage().resize_(0)
+        self.apart = tuple(apart)
+        self.card = self._card_values(share)
+        """float32 on the card: the values of the parameters ``apart`` that lie there, in order"""
+        self.views |= views_apart(self.apart, self.card)
+        for param in self.apart:
+            if param.storage == "host":
+                self.views[param.name] = torch.zeros(param.shape, dtype=torch.float32 if param.float32 else dtype)
 
     def __iter__(self) -> Iterator[tuple[BucketPlan, torch.Tensor]]:
         return zip(self.plans, self.flats, strict=True)
@@ -79,7 +91,23 @@ class Buckets:
         for i in self._own(index):
             self.flats[i].untyped_storage().resize_(0)
 
+    def _card_values(self, share: Buckets | None) -> torch.Tensor:
+        numel = sum(param.numel for param in self.apart if param.storage == "card")
+        if share is not None and share.card.numel():
+            assert share.card.numel() == numel
+            return share.card
+        with self._device.owner(self.owner):
+            return torch.zeros(numel, dtype=torch.float32, device=self._device.torch_device)
+
     def _own(self, index: int | Sequence[int] | None) -> Sequence[int]:
         if index is None:
             return [i for i in range(len(self.flats)) if i not in self.shared]
         return [index] if isinstance(index, int) else index
+
+
+def views_apart(apart: Sequence[LocalParam], card: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return views of the parameters ``apart`` on the card, by name, in a tensor of their values."""
+    params = [param for param in apart if param.storage == "card"]
+    assert all(param.float32 for param in params)
+    pieces = card.split([param.numel for param in params]) if params else ()
+    return {param.name: piece.view(param.shape) for param, piece in zip(params, pieces, strict=True)}

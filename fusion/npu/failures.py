@@ -13,6 +13,7 @@ inside torch.distributed, or by `wait_for`.
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -50,6 +51,10 @@ class FailureKind(str, Enum):
     """Another rank of its group failed, and all ranks aborted."""
     PEER_LOST = "peer_lost"
     """A collective failed because another rank has ended or left it."""
+
+
+CONSEQUENCES = (FailureKind.PEER_FAILED, FailureKind.PEER_LOST)
+"""Kinds of failures that only follow from that of another rank"""
 
 
 class CollectiveFailed(RuntimeError):
@@ -189,15 +194,23 @@ def wait_for(work: dist.Work) -> None:
         raise CollectiveFailed(str(error)) from error
 
 
+def clear_frames(error: BaseException | None) -> None:
+    """Clears the local variables of the frames in which an error and its causes were raised, which live as long as the
+    error does."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def format_owners(bytes_by_owner: Mapping[str, int]) -> str:
     """Format the owners with any memory, in MiB."""
     return ", ".join(f"{owner} {nbytes / MIB:.1f} MiB" for owner, nbytes in bytes_by_owner.items() if nbytes)
 
 
-def _raised_in_collective(traceback: TracebackType | None) -> bool:
+def _raised_in_collective(raised_at: TracebackType | None) -> bool:
     module = name = ""
-    while traceback is not None:
-        frame = traceback.tb_frame
+    while raised_at is not None:
+        frame = raised_at.tb_frame
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        traceback = traceback.tb_next
+        raised_at = raised_at.tb_next
     return module == COLLECTIVES and name not in SETUP

@@ -1,7 +1,7 @@
 """Measure, show and record a run. Every package may import it; it imports none.
 
     worker                     controller                                       writes / shows
-    Metrics.take()        ──►  Metrics.merge, throughput            ──►  RunFolder.log       metrics.jsonl, TensorBoard
+    Metrics.take()        ──►  Metrics.merge, throughput            ──►  RunFolder.log       metrics.jsonl, loggers
     Timeline.drain()      ──►  Usage.count → a row's perf/…         ──►  RunFolder.log_spans timeline.json (Perfetto)
     MemoryLedger.record() ──►  MemoryLedger.merge → .metrics()      ──►  a row's memory/…, a table at the end
                                finished samples                     ──►  RunFolder.log_samples

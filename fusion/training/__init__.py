@@ -17,6 +17,7 @@
     engine        EmbeddedTrainEngine: the same code for every layout
     shards        which elements an optimizer owns, shares and counts, pure
     optimizer     ShardedAdamW, bucket by bucket;                   states     storage of its states
+    router_bias   moves correction biases against the load of experts
     schedule      learning rate by step, pure
     checkpoint    saves global tensors and loads them in any layout, bitwise
     chunk_files   writes boxes of global tensors to files;          chunk_reader reads them with torch's resharding

@@ -1,6 +1,7 @@
 """Save the trainer's state as global tensors, and load it in any layout and on any number of cards.
 
-    rank-00000.safetensors, …   each rank's own chunks of `master/…`, `exp_avg/…`, `exp_avg_sq/…` (float32)
+    rank-00000.safetensors, …   each rank's own chunks of `master/…`, `exp_avg/…`, `exp_avg_sq/…` (float32; what is not
+                                trained has only the first, in its own dtype)
     tensors.json                which chunk of which global tensor is in which file
     trainer.json                steps, dtype, layout and model
     manifest.json               sizes and digests of these files, written last

@@ -15,6 +15,7 @@ CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", 
 """The keys of `corrections.CORRECTIONS`, likewise."""
 USE_CAP = CORRECTION_NAMES[1:]
 USE_FLOOR = ("icepop", "mask_sequence")
+LOAD_BALANCING = ("batch", "sequence")
 REPLAYS = ("none", "train", "rollout")
 
 
@@ -51,6 +52,15 @@ class TrainingConfig:
     load_balancing_coef: float | None = None
     """Weight of the load-balancing loss of the experts; null: `router_aux_loss_coef` of the model; 0: none."""
 
+    load_balancing: str = "batch"
+    """What that loss is computed over: `batch`: all rows of the batch in all layers at once, as transformers does;
+    `sequence`: each sequence in each layer, averaged over sequences and summed over layers (DeepSeek-V3, with a weight
+    of 0.0001)."""
+
+    router_bias_rate: float = 0.0
+    """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer
+    step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
+
     def validate(self) -> None:
         """Checks every value of the group.
 
@@ -58,7 +68,7 @@ class TrainingConfig:
             ValueError: a value that is not accepted, by key.
         """
         check = Checks("training", self)
-        check.number("lr", "weight_decay", "clip_grad", at_least=0)
+        check.number("lr", "weight_decay", "clip_grad", "router_bias_rate", at_least=0)
         betas = list(self.betas)
         rates = len(betas) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
         check.that("betas", rates, "two numbers in [0, 1)")
@@ -67,6 +77,7 @@ class TrainingConfig:
         check.integer("token_budget", at_least=1)
         check.boolean("recompute")
         check.number("load_balancing_coef", at_least=0, null=True)
+        check.one_of("load_balancing", LOAD_BALANCING)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Train the policy on one rank: accumulate gradients from packed sequences, then update the weights.
 
     sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
-    optimizer_step: gradients ─ ShardedAdamW ─► weights
+    optimizer_step: gradients ─ ShardedAdamW ─► weights; rows of each expert ─ RouterBias ─► correction biases
 
 Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
 depend on the layout, on micro-batches or on packing, except for rounding. All ranks run the same number of
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Buckets, Mesh, PackedAttention, Routed, Transformer, routing_of
+from fusion.model.weights import views_apart
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.chunks import Chunk
@@ -30,9 +31,13 @@ from fusion.training.loss import Loss
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
+from fusion.training.router_bias import RouterBias
 from fusion.training.schedule import learning_rate
 from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
+
+CARD_VALUES = "weights.card"
+"""Name of `Buckets.card` in a `state_dict`"""
 
 
 class EmbeddedTrainEngine:
@@ -68,6 +73,9 @@ class EmbeddedTrainEngine:
         self.balancing_coef = model.config.router_aux_coef if coef is None else coef
         if not model.config.num_experts:
             self.balancing_coef = 0.0
+        self._balances_sequences = self.balancing_coef > 0 and config.load_balancing == "sequence"
+        if self._balances_sequences:
+            model.keep_probabilities()
         self.optimizer = ShardedAdamW(
             model,
             betas=(config.betas[0], config.betas[1]),
@@ -75,8 +83,11 @@ class EmbeddedTrainEngine:
             clip_grad=config.clip_grad,
             states=states,
         )
+        self.router_bias = RouterBias(model, config.router_bias_rate)
         self.stage = Stage(model)
         self._accumulated = False
+        self._normaliser = 0.0
+        """Divisor of the losses in the gradients that no step has used, where they are those of one batch"""
         self._collect_gradients()
 
     def learning_rate(self, step: int) -> float:
@@ -90,7 +101,7 @@ class EmbeddedTrainEngine:
             total_steps=self.total_steps,
         )
 
-    def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
 
         Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
@@ -98,12 +109,18 @@ class EmbeddedTrainEngine:
         loss; a column may be None on a stage that does not read it. With `Sequences.routing` tokens are sent to those
         experts, weighted by this router. The metrics are the same on every rank: means over the trained tokens of the
         global batch, and `actor/loss`, the minimised loss; `training/routing_mismatch` is the share of (token, layer)
-        pairs that this router would have sent to other experts. The load-balancing loss needs the routing of the whole
-        batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass without
-        gradients computes it.
+        pairs that this router would have sent to other experts. The load-balancing loss of a batch needs the routing of
+        the whole batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass
+        without gradients computes it. That of sequences needs none.
+
+        Args:
+            continued: these are further sequences of the batch whose gradients no step has used yet: those are scaled,
+                so that the sum is the gradient of the mean over all of it. The load-balancing loss of a part is that of
+                its own routing.
         """
         batches, _, totals = self._micro_batches(sequences)
-        needs_counts = self.balancing_coef and len(batches) * self.mesh.parallel.pp > 1
+        of_batch = self.balancing_coef and not self._balances_sequences
+        needs_counts = of_batch and len(batches) * self.mesh.parallel.pp > 1
         counts_E = self._routing_counts(batches) if needs_counts else None
         objective = Objective(
             loss,
@@ -111,14 +128,17 @@ class EmbeddedTrainEngine:
             config=self.model.config,
             mesh=self.mesh,
             balancing_coef=self.balancing_coef,
+            balances_sequences=self._balances_sequences,
             counts_E=counts_E,
+            share=self._begin_batch(totals, continued),
         )
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             routed: list[Routed] = []
             out = self._hidden(batches[i], hidden, routed)
-            of_routing = objective.of_routing(routed)
+            of_routing = objective.of_routing(batches[i], routed)
             objective.of_replay(batches[i], routed)
+            self.router_bias.count(routed)
             if not self.mesh.last_stage:
                 return out, of_routing
             of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
@@ -126,10 +146,12 @@ class EmbeddedTrainEngine:
 
         self._accumulated = True
         self.stage.train(_rows(batches), forward)
+        self.router_bias.collect()
         return objective.metrics()
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Updates the weights with the gradients accumulated since the last update. Collective over the mesh.
+        """Updates the weights with the gradients accumulated since the last update, and the routers' correction biases
+        by the load of the experts in the same batches. Collective over the mesh.
 
         Args:
             before_update: called before the optimizer's states are used; they may still be loading until then.
@@ -139,6 +161,7 @@ class EmbeddedTrainEngine:
         """
         lr = self.learning_rate(self.optimizer.steps)
         norm = self.optimizer.step(lr, before_update)
+        self.router_bias.update()
         self._accumulated = False
         return {"actor/grad_norm": norm, "actor/lr": lr}
 
@@ -221,12 +244,16 @@ class EmbeddedTrainEngine:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's weights and optimizer states (live tensors, which must be resident) and the step."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
+        if self.model.weights.card.numel():
+            weights[CARD_VALUES] = self.model.weights.card
         return {"tensors": weights | self.optimizer.tensors(), "steps": self.optimizer.steps}
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
         """Returns this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
-        tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name)."""
-        return list(self.optimizer.chunks(state["tensors"], self.weight_views(state)))
+        tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name); and what is not
+        trained as `master/NAME`, in its own dtype."""
+        views = self.weight_views(state)
+        return [*self.optimizer.chunks(state["tensors"], views), *self.optimizer.untrained_chunks(views)]
 
     def resume_at(self, steps: int) -> None:
         """Continues from the live `chunks`, which were overwritten: publishes the masters as weights on all replicas,
@@ -235,16 +262,34 @@ class EmbeddedTrainEngine:
         self.optimizer.steps = steps
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the weights in a copy of `state_dict` by local name, as views of the copy."""
-        views: dict[str, torch.Tensor] = {}
+        """Returns the weights in a copy of `state_dict` by local name, as views of the copy. Those on the host, which
+        never change, are not copied."""
+        weights = self.model.weights
+        views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
+        if weights.card.numel():
+            views |= views_apart(weights.apart, state["tensors"][CARD_VALUES])
         for index, plan in enumerate(self.model.weights.plans):
             views |= plan.views(state["tensors"][f"weights.{index}"])
         return views
+
+    def _begin_batch(self, totals: Totals, continued: bool) -> float:
+        """Returns the share of a batch in that which it continues, to whose gradients the others' share is given."""
+        if not continued:
+            self._normaliser = totals.normaliser
+            return 1.0
+        assert self.accumulating, "there is no batch to continue"
+        share = totals.share_after(self._normaliser)
+        self._normaliser += totals.normaliser
+        for flat in self.optimizer.gradients.flats:
+            flat.mul_(1.0 - share)
+        return share
 
     def _collect_gradients(self) -> None:
         # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor is freed once it is added.
         views = self.optimizer.gradients.views
         for name, param in self.model.named_parameters():
+            if name not in views:  # not trained
+                continue
 
             def add(param: torch.Tensor, gradient: torch.Tensor = views[name]) -> None:
                 if param.grad is not None:  # an expert that no token chose has none
@@ -258,13 +303,16 @@ class EmbeddedTrainEngine:
         ``sequences`` in each that is not padding, and the totals. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
         places = [sequences.rows_of(indices) for indices in plan]
-        local = torch.tensor([[*sequences.loss_totals(), sequences.rows, len(plan)]], dtype=torch.float64)
+        counts = sequences.rows, sum(length > 0 for length in sequences.lengths), len(plan)
+        local = torch.tensor([[*sequences.loss_totals(), *counts]], dtype=torch.float64)
         by_rank = local
         if self.mesh.dp_group is not None:
-            by_rank = local.new_empty(self.mesh.parallel.dp, 4)
+            by_rank = local.new_empty(self.mesh.parallel.dp, 5)
             dist.all_gather_into_tensor(by_rank, local, group=self.mesh.dp_group)
-        weight, normaliser, rows, _ = by_rank.sum(0).tolist()
-        totals = Totals(weight, normaliser, rows=int(rows), micro_batches=int(by_rank[:, 3].max()))
+        weight, normaliser, rows, num_sequences, _ = by_rank.sum(0).tolist()
+        totals = Totals(
+            weight, normaliser, rows=int(rows), sequences=int(num_sequences), micro_batches=int(by_rank[:, 4].max())
+        )
         batches = [sequences.select(indices, rows) for indices, rows in zip(plan, places, strict=True)]
         batches += [sequences.select([])] * (totals.micro_batches - len(plan))
         return batches, places, totals

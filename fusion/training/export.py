@@ -9,14 +9,15 @@ import torch
 
 from fusion.model import ModelConfig, global_params
 from fusion.model.huggingface import write_folder
+from fusion.model.table import float32_params
 from fusion.training.checkpoint import read_trainer
 from fusion.training.chunk_reader import ChunkReader, read_chunks
 from fusion.training.chunks import Chunk
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | None = None) -> None:
-    """Writes the weights of a folder of `save_checkpoint`, in the dtype that the run trained in. Holds one shard of the
-    folder in memory at a time.
+    """Writes the weights of a folder of `save_checkpoint`, in the dtype that the run trained in, and in float32 those
+    that are kept in it. Holds one shard of the folder in memory at a time.
 
     Args:
         checkpoint: its files must be whole: they are not verified here.
@@ -28,9 +29,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | Non
     saved, reader = read_trainer(checkpoint), ChunkReader(checkpoint)
     config, dtype = ModelConfig.from_hf(saved["model"]), getattr(torch, saved["dtype"])
 
+    in_float32 = float32_params(config)
+
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in global_params(config).items():
-            whole = torch.empty(shape, dtype=dtype)
+            whole = torch.empty(shape, dtype=torch.float32 if name in in_float32 else dtype)
             read_chunks(reader, [Chunk(f"master/{name}", shape, offset=(0,) * len(shape), tensor=whole)])
             yield name, whole
 

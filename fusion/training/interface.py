@@ -32,18 +32,21 @@ class TrainEngine(Protocol):
 
     # Computing
 
-    def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
         """Adds the gradient of the mean loss over the global batch to the gradients. Collective.
 
         Args:
             sequences: this data-parallel rank's part, the same on its TP ranks and on every stage; may be empty.
+            continued: these are further sequences of the global batch that was accumulated since the last step; the
+                gradients then hold those of the mean over all of it.
 
         Returns:
             metrics, the same on every rank: means over the trained tokens of the global batch; `actor/loss`.
         """
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Updates the weights with the gradients accumulated since the last step, and zeroes them. Collective.
+        """Updates the weights with the gradients accumulated since the last step, and zeroes them; with
+        `training.router_bias_rate` also the routers' correction biases. Collective.
 
         Args:
             before_update: called once, before the optimizer's states are first used; they may still be loading from the

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
+from fusion.model.collectives import shard_sizes
+from fusion.model.moe import sequence_balancing_loss
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums
@@ -31,12 +33,20 @@ REPLAYED = "replayed (token, layer) pairs"
 
 class Totals(NamedTuple):
     """Totals over all data-parallel ranks: the sum of the tokens' weights, the divisor of the losses
-    (`Sequences.loss_totals`), the number of rows, and the largest number of micro-batches of a rank."""
+    (`Sequences.loss_totals`), the numbers of rows and of sequences, and the largest number of micro-batches of a
+    rank."""
 
     weight: float
     normaliser: float
     rows: int
+    sequences: int
     micro_batches: int
+
+    def share_after(self, normaliser: float) -> float:
+        """Returns the share of these tokens in a batch to which tokens with this ``normaliser`` came before; in (0, 1],
+        or 0 if only those count."""
+        together = normaliser + self.normaliser
+        return self.normaliser / together if together > 0 else 1.0
 
 
 class TrainedTokens(NamedTuple):
@@ -52,8 +62,10 @@ class Objective:
     """Computes each micro-batch's share of the loss and accumulates the metrics.
 
     Args:
+        balances_sequences: balance each sequence instead of the batch; needs no ``counts_E``.
         counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
             one micro-batch and one stage, and `of_routing` counts its routing.
+        share: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much.
     """
 
     def __init__(
@@ -64,10 +76,14 @@ class Objective:
         config: ModelConfig,
         mesh: Mesh,
         balancing_coef: float,
+        balances_sequences: bool = False,
         counts_E: torch.Tensor | None,
+        share: float = 1.0,
     ):
+        self.share = share
         self.loss, self.totals, self.config, self.mesh = loss, totals, config, mesh
         self.balancing_coef, self.counts_E = balancing_coef, counts_E
+        self.balances_sequences = balances_sequences
         self._sums: dict[str, torch.Tensor] = {}
 
     def of_tokens(self, batch: Sequences, tokens: TrainedTokens) -> torch.Tensor:
@@ -102,13 +118,15 @@ class Objective:
         if inputs.behaviour_logprobs is not None:
             for name, sums in gap_sums(inputs, weight_n).items():
                 self._add(name, sums)
-        return total(out.loss) / max(self.totals.normaliser, 1e-12)
+        return self._of_share(total(out.loss) / max(self.totals.normaliser, 1e-12))
 
-    def of_routing(self, routed: list[Routed]) -> torch.Tensor | None:
+    def of_routing(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
         """Returns the share of this stage's sparse layers in the load-balancing loss: scalar, weighted; None without
         one."""
         if not self.balancing_coef:
             return None
+        if self.balances_sequences:
+            return self._of_sequences(batch, routed)
         if self.counts_E is None:
             device = routed[0].stats.device  # with one stage, which has all sparse layers
             self.counts_E = routing_counts(routed, self.mesh, self.config.num_experts, device)
@@ -117,7 +135,21 @@ class Objective:
         stats = [layer.stats for layer in routed]
         balance = load_balancing_loss(stats, self.counts_E, self.totals.rows * self.config.num_sparse_layers)
         self._add(BALANCE, balance.detach())
-        return self.balancing_coef * balance
+        return self._of_share(self.balancing_coef * balance)
+
+    def _of_sequences(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
+        if not routed:
+            return None
+        lengths = torch.tensor(batch.lengths, dtype=torch.int64)
+        sizes = shard_sizes(batch.rows, self.mesh.parallel.tp)
+        first = sum(sizes[: self.mesh.tp_rank])
+        owner_n = torch.arange(len(lengths)).repeat_interleave(lengths)[first : first + sizes[self.mesh.tp_rank]]
+        device = routed[0].stats.device
+        owner_n, lengths_S = owner_n.to(device), lengths.to(device, torch.float32)
+        losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in routed]
+        balance = torch.stack(losses).sum() / max(self.totals.sequences, 1)
+        self._add(BALANCE, balance.detach())
+        return self._of_share(self.balancing_coef * balance)
 
     def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
         """Counts the (row, layer) pairs of this stage for which the router would have chosen other experts than the
@@ -145,6 +177,9 @@ class Objective:
             means[BALANCE] = float(balance)
             means[LOSS] = means.get(LOSS, 0.0) + self.balancing_coef * means[BALANCE]
         return means
+
+    def _of_share(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.share == 1.0 else self.share * loss
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value

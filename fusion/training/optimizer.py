@@ -25,7 +25,16 @@ from torch.optim.adamw import adamw
 
 from fusion.model import BucketPlan, Buckets, Transformer, global_params, local_params
 from fusion.training.chunks import Chunk
-from fusion.training.shards import Piece, ShardBox, SharedElements, Wire, gradient_buckets, own_range, shard_pieces
+from fusion.training.shards import (
+    Piece,
+    ShardBox,
+    SharedElements,
+    Wire,
+    gradient_buckets,
+    own_range,
+    shard_pieces,
+    untrained_parts,
+)
 from fusion.training.states import MakeStates, ResidentStates, StateGroups, States
 
 EPSILON = 1e-8
@@ -81,18 +90,20 @@ class ShardedAdamW:
         self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
         tp_ranks = next(group for group in parallel.groups("tp") if self.mesh.rank in group)
         tables = [local_params(config, parallel, rank, max_numel=model.max_numel) for rank in tp_ranks]
-        shared = SharedElements(tables, self.mesh.tp_rank)
-        self.shards = [self._shard(index, shared, index >= len(plans) - tied) for index in range(len(plans))]
+        self._shared = SharedElements(tables, self.mesh.tp_rank)
+        self.shards = [self._shard(index, index >= len(plans) - tied) for index in range(len(plans))]
         masters = [] if self.weights.dtype == torch.float32 else ["master"]
         kinds = [*masters, "exp_avg", "exp_avg_sq"]
         self.states: StateGroups = states(
             self.device, [dict.fromkeys(kinds, shard.stop - shard.start) for shard in self.shards]
         )
         self._shapes = global_params(config)
+        self._untrained = [param for param in model.table if param.storage != "unit"]
         self.take_masters()
 
-    def _shard(self, index: int, shared: SharedElements, tied: bool) -> _Shard:
+    def _shard(self, index: int, tied: bool) -> _Shard:
         plan, gradient, mesh = self.gradients.plans[index], self.gradients.flats[index], self.mesh
+        shared = self._shared
         start, stop = own_range(plan, mesh.parallel, mesh.rank)
         pieces = shard_pieces(plan, start, stop)
         boxes = [box for piece in pieces for box in shared.boxes(piece)]
@@ -151,6 +162,22 @@ class ShardedAdamW:
                         tensor=flat[at : at + box.numel].view(box.shape),
                         owned=box.owned,
                     )
+
+    def untrained_chunks(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
+        """Yields this rank's parameters without gradients as boxes of the global tensors `master/NAME`, in the dtype
+        that they are kept in, each a view. Over all ranks the owned ones cover every element once.
+
+        Args:
+            weights: as of `chunks`.
+        """
+        for param, part, owned in untrained_parts(self._untrained, self._shared, self.mesh.rank):
+            yield Chunk(
+                name=f"master/{part.name}",
+                shape=self._shapes[part.name],
+                offset=tuple(start for start, _ in part.region),
+                tensor=part.view(weights[param.name]),
+                owned=owned,
+            )
 
     def publish(self) -> None:
         """Copies the masters to the weights, on all replicas. Collective."""

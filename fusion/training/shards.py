@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 
 from fusion.model import BucketPlan, LocalParam, ModelConfig, Parallel, plan_buckets
-from fusion.model.table import Box
+from fusion.model.local_param import Box, Part
 
 _Slice = tuple[str, Box]
 """Name of a global tensor and a box of it."""
@@ -93,9 +93,10 @@ def gradient_buckets(
     config: ModelConfig, parallel: Parallel, params: Iterable[LocalParam], bucket_bytes: int
 ) -> tuple[tuple[BucketPlan, ...], int]:
     """Return a rank's buckets of gradients and optimizer states (float32) in order, and the number of buckets at the
-    end that hold tied embeddings, of which the first and the last stage have a copy each."""
+    end that hold tied embeddings, of which the first and the last stage have a copy each. Parameters outside of units
+    are not trained and are left out."""
     separate = parallel.pp > 1 and config.tie_embeddings and not config.num_labels
-    params = list(params)
+    params = [param for param in params if param.storage == "unit"]
     tied = [param for param in params if separate and param.name.split(".")[0] == "embed"]
     untied = [param for param in params if param not in tied]
     itemsize = torch.float32.itemsize
@@ -183,6 +184,19 @@ class SharedElements:
                 for box in boxes_of_run(region, first - start, last - start):
                     yield ShardBox(piece, name, region=box, start=at, owned=owned)
                     at += prod(end - begin for begin, end in box)
+
+
+def untrained_parts(
+    params: Iterable[LocalParam], shared: SharedElements, rank: int
+) -> Iterator[tuple[LocalParam, Part, bool]]:
+    """Yield the parts of a rank's parameters that are in no unit, and whether it owns them: over all ranks of the
+    layout every element is owned once."""
+    for param in params:
+        for part in param.parts if param.storage != "unit" else ():
+            if param.storage == "card":  # whole on every rank
+                yield param, part, rank == 0
+            else:
+                yield param, part, param.expert or shared.holders[part.name, part.region][0] == shared.tp_rank
 
 
 def boxes_of_run(region: Box, first: int, last: int) -> Iterator[Box]:

@@ -65,7 +65,6 @@ class Evaluation:
                 )
         except RewardsFailed as error:
             raise RewardsFailed(f"evaluation of {file.describe()} after step {step}: {error}") from error
-        rewards = [outcome.reward for _, outcome in outcomes]
         lengths = [answers[prompt.id].response_tokens for prompt in asked]
         starts = range(0, len(asked), samples)
         return FileResult(
@@ -77,12 +76,12 @@ class Evaluation:
             samples=samples,
             failed=len(errors),
             estimates=estimates_of(
-                [rewards[start : start + samples] for start in starts],
+                [[outcome for _, outcome in outcomes[start : start + samples]] for start in starts],
                 [lengths[start : start + samples] for start in starts],
                 self.config.pass_reward,
             ),
             answers=[
-                {"prompt": asked[start].text, "response": outcomes[start][0], "reward": rewards[start]}
+                {"prompt": asked[start].text, "response": outcomes[start][0], "reward": outcomes[start][1].reward}
                 for start in starts[:ANSWERS_KEPT]
             ],
         )

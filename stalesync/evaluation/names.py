@@ -28,6 +28,11 @@ def length_mean(file: str, samples: int) -> str:
     return f"val-aux/{file}/response_length/mean@{samples}"
 
 
+def term_mean(file: str, statistic: str) -> str:
+    """Returns the name of the mean of a term of the reward, ``statistic``: `reward/<term>/mean@<samples>`."""
+    return f"val-aux/{file}/{statistic}"
+
+
 def failed(file: str) -> str:
     """Returns the name of the number of answers that could not be scored."""
     return f"val-aux/{file}/reward/failed"

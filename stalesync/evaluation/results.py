@@ -2,7 +2,9 @@
 Pure.
 
 A prompt counts with those of its answers that could be scored: its mean reward is theirs, and it counts for pass@k if
-there are at least k of them. A prompt without any is left out.
+there are at least k of them. A prompt without any is left out. Where a reward has several terms
+(`RewardOutcome.terms`), its mean is that of their weighted sum, each term has a mean of its own, and an answer is
+correct by the first, the reward itself.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion.rewards import RewardOutcome
 from stalesync.evaluation import names
 from stalesync.evaluation.estimates import Estimate, estimate, pass_at_k
 
@@ -26,7 +29,8 @@ class FileResult:
         digest: of the file's content; None: the prompts are held out of `data.source`.
         prompts, samples: number of prompts, and of answers to each.
         failed: number of answers that could not be scored.
-        estimates: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`.
+        estimates: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`, and of a reward
+            of several terms `reward/<term>/mean@<k>`.
         answers: a few of them: prompt, response, reward.
     """
 
@@ -60,6 +64,8 @@ class FileResult:
         named = {names.reward_mean(self.file, self.samples): f"reward/mean@{self.samples}"}
         named |= {names.pass_at(self.file, k, self.samples): f"reward/pass@{k}" for k in names.logged_k(self.samples)}
         named |= {names.length_mean(self.file, self.samples): f"response_length/mean@{self.samples}"}
+        terms = [name for name in self.estimates if name.startswith("reward/") and name.count("/") > 1]
+        named |= {names.term_mean(self.file, statistic): statistic for statistic in terms}
         metrics: dict[str, float] = {}
         for metric, statistic in named.items():
             if (one := self.estimates.get(statistic)) is not None:
@@ -77,21 +83,31 @@ class FileResult:
 
 
 def estimates_of(
-    rewards: Sequence[Sequence[float | None]], lengths: Sequence[Sequence[int]], pass_reward: float
+    outcomes: Sequence[Sequence[RewardOutcome]], lengths: Sequence[Sequence[int]], pass_reward: float
 ) -> dict[str, Estimate]:
     """Estimates the statistics of a file; those that no prompt has are left out.
 
     Args:
-        rewards: of every prompt's answers; None: it could not be scored.
+        outcomes: of every prompt's answers.
         lengths: number of tokens of every prompt's answers.
         pass_reward: minimum reward of a correct answer.
     """
     samples = max(map(len, lengths), default=0)
-    scored = [[reward for reward in answers if reward is not None] for answers in rewards]
-    found = {f"reward/mean@{samples}": estimate([sum(one) / len(one) for one in scored if one])}
-    counts = [(len(one), sum(reward >= pass_reward for reward in one)) for one in scored]
+    scored = [[one for one in answers if one.reward is not None] for answers in outcomes]
+    rewards = [[one.reward for one in answers if one.reward is not None] for answers in scored]
+    found = {f"reward/mean@{samples}": _mean_of_prompts(rewards)}
+    terms = next((one.terms for answers in scored for one in answers if one.terms), {})
+    by_term = {name: [[(one.terms or {})[name] for one in answers] for answers in scored] for name in terms}
+    found |= {f"reward/{name}/mean@{samples}": _mean_of_prompts(parts) for name, parts in by_term.items()}
+    graded = by_term[next(iter(by_term))] if by_term else rewards
+    counts = [(len(one), sum(reward >= pass_reward for reward in one)) for one in graded]
     for k in range(1, samples + 1):
         by_prompt = [pass_at_k(total, correct, k) for total, correct in counts if total >= k]
         found[f"reward/pass@{k}"] = estimate(by_prompt, within=(0.0, 1.0))
-    found[f"response_length/mean@{samples}"] = estimate([sum(one) / len(one) for one in lengths])
+    found[f"response_length/mean@{samples}"] = _mean_of_prompts(lengths)
     return {statistic: one for statistic, one in found.items() if one is not None}
+
+
+def _mean_of_prompts(by_prompt: Sequence[Sequence[float]]) -> Estimate | None:
+    """Estimates the mean over prompts of the mean over answers; a prompt without any is left out."""
+    return estimate([sum(answers) / len(answers) for answers in by_prompt if answers])

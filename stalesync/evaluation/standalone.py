@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stalesync.overrides import check_overrides, composed, load
 @dataclass(frozen=True)
 class Arguments:
     """What is evaluated, and how. ``json``: where the results are written; None: into the evaluation's folder; `-`:
-    they are printed."""
+    they are printed to the standard output, and all else to the standard error."""
 
     source: Path
     config: Config
@@ -56,15 +57,16 @@ def evaluate(arguments: Arguments, usage: str) -> None:
     config is wrong."""
     from stalesync.command_line import fail, refuse, run_job
 
-    with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
-        config = arguments.config
-        exported = str(arguments.source)
+    config, checkpoint = arguments.config, None
+    shown = redirect_stdout(sys.stderr) if arguments.json == "-" else nullcontext()
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as folder, shown:
         if not arguments.is_model:
-            from stalesync.conversion import convert
+            from stalesync.conversion import checkpoint_in, convert
 
             config.model.path = str(Path(folder) / "model")
             try:
-                exported = convert(arguments.source, Path(config.model.path))
+                checkpoint = checkpoint_in(arguments.source)
+                convert(checkpoint, Path(config.model.path))
             except (ValueError, OSError) as error:
                 fail(f"error: {error}", error)
         try:
@@ -72,15 +74,22 @@ def evaluate(arguments: Arguments, usage: str) -> None:
         except ValueError as error:
             refuse(usage, error)
         run = run_job(config, trains=False)
-    _write(arguments, exported, run)
+    _write(arguments, checkpoint, run)
 
 
-def _write(arguments: Arguments, exported: str, run: Path) -> None:
+def _write(arguments: Arguments, checkpoint: Path | None, run: Path) -> None:
     from fusion.telemetry.files import read_jsonl, write_atomic
     from fusion.telemetry.run_folder import EVALUATIONS
+    from stalesync import savepoint
 
     results = [{key: value for key, value in row.items() if key != "step"} for row in read_jsonl(run / EVALUATIONS)]
-    text = json.dumps({"model": exported, "results": results}, indent=2, ensure_ascii=False) + "\n"
+    step = None if checkpoint is None else savepoint.read(checkpoint)["step"]
+    model = {
+        "model": str(arguments.source),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "step": step,
+    }
+    text = json.dumps(model | {"results": results}, indent=2, ensure_ascii=False) + "\n"
     if arguments.json == "-":
         print(text, end="")
         return

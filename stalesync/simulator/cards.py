@@ -122,9 +122,9 @@ class SimulatedCards:
 
     # Training
 
-    def begin_training(self, samples_by_group: Mapping[str, Sequence[int]]) -> float:
+    def begin_training(self, samples_by_group: Mapping[str, Sequence[int]], update: bool = True) -> float:
         """Begins to train groups, oldest first; returns the time of its end. ``samples_by_group``: tokens of prompt
-        and response of each sample."""
+        and response of each sample; ``update``: with optimizer steps, else gradients are accumulated."""
         time = self.clock.now
         replicas = self.setup.worker.train.dp
         minibatches = []
@@ -136,8 +136,9 @@ class SimulatedCards:
             time += max(self._reference_s(reference, minibatches, replica) for replica in range(replicas))
         for number, shares in enumerate(minibatches):
             time += max(sum(self.setup.trainer.train(share).values()) for share in shares)
-            time = max(time, self._loaded_s) if number == 0 else time
-            time += sum(self.setup.trainer.update().values())
+            if update:
+                time = max(time, self._loaded_s) if number == 0 else time
+                time += sum(self.setup.trainer.update().values())
         return time
 
     @staticmethod

@@ -31,7 +31,7 @@ KEYS = {
     "algorithm": ("group_size", "minibatches", "kl_coef"),
     "training": ("recompute",),
     "fusion": ("infer_cards", "offload", "double_buffer"),
-    "stalesync": ("train_tokens",),
+    "stalesync": ("train_tokens", "lend"),
 }
 """Keys of `scripts/train.py` with the same meaning here, by group; those of `rollout` are all but NOT_SIMULATED."""
 NOT_SIMULATED = frozenset(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from fusion.rollout import SuspendedSample
 from stalesync.admission import Admission
 from stalesync.commands import (
+    Accumulate,
     AdmitGroups,
     AwaitSamples,
     Command,
@@ -109,9 +110,13 @@ class SimulatedRun:
                 record.switch_s += self.clock.now - start_s
             case Score():
                 pass
+            case Accumulate(groups):
+                self._train(groups, update=False)
+                record.train_s += self.clock.now - start_s
             case Train(groups):
                 self._train(groups)
                 record.train_s += self.clock.now - start_s
+        self.admission.observe_seconds(command, self.clock.now - start_s)
 
     def totals(self) -> Totals:
         """Returns the totals of all steps. Called at the end of the run, when all engines have stopped."""
@@ -202,22 +207,23 @@ class SimulatedRun:
         for engine, suspended in self.cards.suspend(engines).items():
             self.admission.observe_stopped(engine, self._merged(suspended))
 
-    def _train(self, groups: Sequence[str]) -> None:
-        """Trains groups, while cards that do not train generate."""
+    def _train(self, groups: Sequence[str], update: bool = True) -> None:
+        """Trains groups, while cards that do not train generate; without ``update`` it accumulates their gradients."""
         config, ledger, record = self.setup.config, self.admission.ledger, self._record
         prompts = [self._prompts.pop(group) for group in groups]
-        record.groups, record.lags = list(groups), [ledger.lag(group) for group in groups]
+        record.groups += groups
+        record.lags += [ledger.lag(group) for group in groups]
         self._observe(Decision("train", groups))
         scale = self.setup.engine.cost.pace.token_scale
         lengths = {one.group: [one.prompt_tokens + tokens for tokens in one.response_tokens] for one in prompts}
         for one in prompts:
             record.work.generate(one.prompt_tokens, one.response_tokens, scale)
             record.work.train(lengths[one.group], scale)
-        record.work.updates = config.algorithm.minibatches if groups else 0
-        record.tokens = sum(map(sum, lengths.values()))
+        record.work.updates = config.algorithm.minibatches if update and groups else 0
+        record.tokens += sum(map(sum, lengths.values()))
         if groups:
             self._call(len(self.setup.worker.deployment.train) * (1 + (self.setup.reference is not None)))
-            start_s, end_s = self.clock.now, self.cards.begin_training(lengths)
+            start_s, end_s = self.clock.now, self.cards.begin_training(lengths, update)
             self._training_s += end_s - start_s
             self.clock.at(end_s, lambda: None)
             while self.clock.now < end_s:
@@ -225,7 +231,7 @@ class SimulatedRun:
                 self._observe_arrived()
                 for command in self.admission.feed():
                     self.execute(command)
-        self.admission.observe_trained(groups)
+        (self.admission.observe_trained if update else self.admission.observe_accumulated)(groups)
 
     # Observations
 

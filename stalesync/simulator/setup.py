@@ -80,7 +80,12 @@ class SimulationSetup:
             config=config,
             worker=worker,
             admission=admission_spec(
-                config, worker, scores_beside=True, filters=False, num_rows=config.data.rows or MAX_ROWS
+                config,
+                worker,
+                scores_beside=True,
+                filters=False,
+                by_group=True,
+                num_rows=config.data.rows or MAX_ROWS,
             ),
             share=InferenceShare.of(rollout, len(worker.engines)),
             engine=engine,

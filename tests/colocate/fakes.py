@@ -53,7 +53,7 @@ class FakeTrainer:
         self._moment = torch.zeros(4, device=device.torch_device)
         self._weights = model.weights
 
-    def forward_backward(self, sequences: Sequences, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
         self.accumulating = True
         self._gradient += sequences.rows
         return {"actor/loss": first_weight(self._weights)}

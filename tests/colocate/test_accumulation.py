@@ -50,3 +50,33 @@ def test_an_accumulation_that_a_switch_interrupts_steps_bitwise_as_one_that_none
         assert held == [0, 0], "the card generates without them"
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def one_batch_in_parts(rank, device, spec, parts):
+    """First moments after a step whose batch was trained in parts, between which the card generated."""
+    card = Card(rank, device, spec)
+    card.step(0)
+    worker = card.worker
+    for number, ids in enumerate(parts):
+        last = number + 1 == len(parts)
+        report = worker.train([card.own(ids)], update=last)
+        assert ("actor/grad_norm" in report.metrics) == last and worker.card.trainer.accumulating == (not last)
+        if not last:
+            worker.switch("infer", 1)
+            worker.switch("train")
+    worker.card.switcher.load_optimizer()
+    worker.card.switcher.await_optimizer()
+    tensors = worker.card.trainer.state_dict()["tensors"]
+    return {name: tensor.cpu() for name, tensor in tensors.items() if name.startswith("exp_avg.")}
+
+
+@pytest.mark.parametrize("offload", ["switch", pytest.param("stream", marks=pytest.mark.extended)])
+def test_a_batch_that_is_accumulated_in_parts_steps_as_the_whole_batch(tmp_path, offload):
+    path = tiny_checkpoint(tmp_path, router_aux_loss_coef=0.0)
+    spec = make_spec(path, 2, {"ep": 2}, {"tp": 2}, offload=offload)
+    whole = run_ranks(one_batch_in_parts, 2, spec, [IDS])
+    parted = run_ranks(one_batch_in_parts, 2, spec, [IDS[:GROUP], IDS[GROUP:]], device="adversarial")
+    for expected, found in zip(whole, parted, strict=True):
+        assert found.keys() == expected.keys() and found
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-5 * float(tensor.abs().max()), rtol=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from fusion.costmodel.presets import load_shape
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.model import ModelConfig, Parallel, global_params, local_params
-from fusion.model.table import LocalParam
+from fusion.model.local_param import LocalParam
 from tests.costmodel.meta_device import meta_card
 from tests.families import KINDS, MLA, family_config
 
@@ -51,6 +52,7 @@ def test_every_rank_holds_what_the_parameter_table_says(kind, data):
     kv_heads = 8 if kind in MLA else data.draw(st.sampled_from([1, 2, 8]))
     tied = data.draw(st.booleans())
     config = family_config(kind, num_attention_heads=8, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    config = replace(config, num_labels=data.draw(st.sampled_from([0, 0, 2])))
     check_ranks(Shape(kind, config), parallel := data.draw(layouts(config)), ranks=range(parallel.world))
 
 
@@ -64,7 +66,13 @@ def test_every_rank_of_the_real_models_holds_what_the_parameter_table_says(name)
 def check_ranks(shape: Shape, parallel: Parallel, ranks) -> None:
     sizes = global_params(shape.config)
     for rank in ranks:
-        table = local_params(shape.config, parallel, rank)
+        stage = parallel.layers(shape.config.num_layers, parallel.coordinate("pp", rank))
+        of_stage = tuple(f"layers.{layer}." for layer in stage)
+        table = tuple(
+            param  # every rank also holds the correction biases of other stages' layers
+            for param in local_params(shape.config, parallel, rank)
+            if param.storage == "unit" or param.name.startswith(of_stage)
+        )
         weights = stage_weights(shape, parallel, parallel.coordinate("pp", rank))
         assert weights.dense == sum(param.numel for param in table if not param.expert)
         assert weights.expert == sum(param.numel for param in table if param.expert)

@@ -83,14 +83,15 @@ def element_values(name: str, region, dtype: torch.dtype) -> torch.Tensor:
 def fill(model: Transformer) -> None:
     for param in model.table:
         for part in param.parts:
-            values = element_values(part.name, part.region, model.weights.dtype)
+            values = element_values(part.name, part.region, torch.float32 if param.float32 else model.weights.dtype)
             part.view(model.weights.views[param.name]).copy_(values)
 
 
 def assert_filled(model: Transformer | None, via: torch.dtype) -> None:
     for param in model.table if model else ():
         for part in param.parts:
-            want = element_values(part.name, part.region, via).to(model.weights.dtype)
+            dtypes = (torch.float32, torch.float32) if param.float32 else (via, model.weights.dtype)
+            want = element_values(part.name, part.region, dtypes[0]).to(dtypes[1])
             assert torch.equal(part.view(model.weights.views[param.name]).cpu(), want), part.name
 
 

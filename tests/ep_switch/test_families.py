@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion.ep_switch import Switcher, Topology, plan_switch
 from fusion.model import ModelConfig, Parallel
 from tests.ep_switch.oracle import BUCKETS, check_contents, random_layout
-from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair
+from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute
 from tests.families import KINDS, family_config, random_fields
 from tests.helpers import run_ranks
 
@@ -26,6 +26,27 @@ def test_a_plan_brings_every_element_to_its_place(kind: str, data: st.DataObject
         for _ in range(2)
     )
     check_contents(plan_switch(source, target, bucket_bytes, topology=Topology.single_node()))
+
+
+def onto_other_cards(rank: int, device: Any, config: ModelConfig, ends: tuple[End, End], exchange: Any) -> None:
+    layouts = [end.layout(config) for end in ends]
+    source, target = build_pair(*layouts, device)
+    for _ in range(2):
+        if target is not None:
+            target.weights.release()
+            target.weights.card.zero_()
+        plan = plan_switch(*layouts, BUCKET, keep=True)
+        execute(plan, source, target, device=device, exchange=exchange)
+        assert_filled(source, via=torch.bfloat16)
+        assert_filled(target, via=torch.bfloat16)
+
+
+@pytest.mark.parametrize("exchange", ["collective", pytest.param("shared", marks=pytest.mark.extended)])
+def test_cards_that_only_generate_receive_correction_biases_in_float32(exchange: Any) -> None:
+    """They train on the first two, in two stages; the last card has no part in it."""
+    bf16 = torch.bfloat16
+    ends = End(Parallel(2, pp=2), (1, 0), bf16), End(Parallel(2, tp=2), (2, 3), bf16)
+    run_ranks(onto_other_cards, 5, family_config("glm4_moe"), ends, exchange)
 
 
 def there_and_back(rank: int, device: Any, config: ModelConfig, one: End, other: End) -> None:

@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch import SwitchError, plan_switch
+from fusion.ep_switch import SwitchError, plan_switch, transfer
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import SharedExchange
 from fusion.ep_switch.segment import Segment
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute, own_bytes
+from tests.families import family_config
 from tests.helpers import processes, run_ranks, tiny_config
 from tests.machine import patience, within
 
@@ -244,3 +245,36 @@ def test_the_end_of_a_process_is_noticed_and_named(tmp_path, late_s):
             assert within(seconds, 20)
         if exchange == "shared":
             assert found[0][0] == found[1][0]
+
+
+def mortal_at_the_broadcast(rank: int, folder: str, exchange) -> None:
+    """A switch onto a card that only generates; one of the two that train is killed when its rounds are done."""
+    from fusion.npu import open_device
+
+    torch.set_num_threads(1)
+    device = open_device("emulated", index=rank)
+    store = f"file://{folder}/store"
+    dist.init_process_group(device.process_group_backend, init_method=store, rank=rank, world_size=3)
+    config = family_config("glm4_moe")
+    layouts = [End(Parallel(2, pp=2), (0, 1)).layout(config), End(Parallel(), (2,)).layout(config)]
+    plan, (source, target) = plan_switch(*layouts, BUCKET, keep=True), build_pair(*layouts, device)
+    if rank == 1:
+        transfer.copy_values = die
+    message, held = outcome(plan, rank, source, target, device, exchange=exchange)
+    Path(folder, f"{rank}").write_text(json.dumps([message, held]))
+    os._exit(0)  # the default group is broken: leaving it in order would wait
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_end_of_a_process_after_the_rounds_is_noticed_and_named(tmp_path, exchange):
+    arguments = [(rank, str(tmp_path), exchange) for rank in range(3)]
+    ranks = [processes().Process(target=mortal_at_the_broadcast, args=one) for one in arguments]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(patience(100))
+        assert not process.is_alive(), "a rank hangs"
+    for rank in (0, 2):
+        message, held = json.loads((tmp_path / f"{rank}").read_text())
+        assert "rank 1 " in message and "its process has ended" in message, message
+        assert held == 0

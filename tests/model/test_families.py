@@ -31,10 +31,21 @@ from fusion.model import (
 )
 from fusion.model.families.pangu import OTHER_NAMES
 from fusion.model.families.registry import FAMILIES
+from fusion.model.rotary import inverse_frequencies
 from fusion.model.router import score
 from fusion.npu import open_device
 from tests.ep_switch.oracle import grids
-from tests.families import KINDS, MLA, YARN, family_checkpoint, family_config, family_fields, family_hf, random_fields
+from tests.families import (
+    KINDS,
+    LLAMA3,
+    MLA,
+    YARN,
+    family_checkpoint,
+    family_config,
+    family_fields,
+    family_hf,
+    random_fields,
+)
 from tests.helpers import run_ranks
 from tests.model.test_layouts import LENGTHS, logits_and_export, packed
 
@@ -103,6 +114,32 @@ def test_random_models_compute_what_transformers_does(kind: str, data: st.DataOb
         found = gradient_norm(ours, ours.logits(ours(ids, positions, PackedAttention(LENGTHS))))
         theirs_logits = torch.cat([theirs(ids[None]).logits[0] for ids in packed()[0].split(LENGTHS)])
         assert found == pytest.approx(gradient_norm(theirs, theirs_logits), rel=1e-4)
+
+
+@given(
+    theta=st.sampled_from([1e4, 5e5]),
+    factor=st.sampled_from([2.0, 8.0, 32.0]),
+    low=st.sampled_from([0.5, 1.0]),
+    high=st.sampled_from([2.0, 4.0]),
+    positions=st.sampled_from([64, 1000, 8192]),
+)
+def test_llama3_frequencies_are_bitwise_those_of_transformers(
+    theta: float, factor: float, low: float, high: float, positions: int
+) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stated = LLAMA3 | dict(
+        rope_theta=theta,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=positions,
+    )
+    rotary = family_config("llama", head_dim=64, rope_parameters=stated).attention.rotary
+    theirs = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=stated)
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
+    assert torch.equal(inverse_frequencies(rotary), wanted) and rotary.attention_factor == attention_factor
 
 
 @cache
@@ -213,6 +250,8 @@ def test_an_appended_predictor_is_dropped_as_transformers_does(tmp_path: Path) -
     [
         ("mixtral", {"sliding_window": 4096}, "sliding_window=4096, which is not supported; supported: None"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor=1.0, .* above low_freq"),
+        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "lacks rope_parameters.low_freq_factor"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("olmoe", {"head_dim": 16}, "head_dim=16, which is not supported; supported: 8"),
         ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "leaves no sparse layer"),

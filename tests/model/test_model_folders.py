@@ -114,7 +114,7 @@ def test_absent_fields_are_what_transformers_takes_them_for(kind: str) -> None:
         ({"mlp_only_layers": [True]}, r"mlp_only_layers=\[True\]; expected a list of whole numbers"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor=4.0"),
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e6}, "contradicts itself: .*rope_theta"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None, .*; supported: 'fp8'"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map="),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),

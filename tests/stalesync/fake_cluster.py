@@ -6,7 +6,17 @@ from types import SimpleNamespace
 from fusion.rollout import SuspendedSample
 from stalesync.admission import Admission
 from stalesync.admission_spec import AdmissionSpec
-from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, Publish, Score, Suspend, SwitchToTrain, Train
+from stalesync.commands import (
+    Accumulate,
+    AdmitGroups,
+    AwaitSamples,
+    Dispatch,
+    Publish,
+    Score,
+    Suspend,
+    SwitchToTrain,
+    Train,
+)
 from stalesync.staleness import StalenessLedger
 
 
@@ -28,6 +38,9 @@ class FakeCluster:
         self.admitted, self.trained, self.filtered, self.failed = [], [], [], []
         self.num_admitted_in_step = self.num_suspended = 0
         self.weights = None
+        self.in_training, self.switching = True, False
+        """Whether the cards that train are in the training phase"""
+        self.num_accumulated, self.lent_s = 0, 0.0
 
     def run_step(self, steps_left, share, after_waiting=lambda: None):
         """Obeys one step's commands."""
@@ -40,8 +53,14 @@ class FakeCluster:
                 after_waiting()
 
     def execute(self, command):
+        """Obeys a command, and tells how long it took."""
+        self.obey(command)
+        self.admission.observe_seconds(command, self.random.choice([0.0, 0.1, 5.0]))
+
+    def obey(self, command):
         match command:
             case Publish(version, beside):
+                self.in_training = False
                 assert set(self.engines) == set(beside), "no other engine runs"
                 assert not self.spec.shared_engines & set(beside)
                 assert version == self.ledger.version
@@ -49,36 +68,70 @@ class FakeCluster:
                 assert not self.dead & set(beside)
                 if not beside:
                     self.dead.clear()
+                    self.switching = not self.spec.shared_engines
+                elif not self.spec.shared_engines and self.dies(beside[0]):
+                    self.stop_all()
             case AdmitGroups(count):
                 assert 0 < count
                 names = [f"g{len(self.admitted) + k:04d}" for k in range(count)]
                 self.admitted += names
                 self.num_admitted_in_step += count
-                assert self.ledger.num_untrained + count <= self.steps_left * self.ledger.expected_groups
+                left = self.steps_left * self.ledger.expected_groups - self.ledger.trained_now
+                assert self.ledger.num_untrained + count <= left
                 self.admission.observe_admitted({name: self.random.randint(1, 9) for name in names})
             case Dispatch():
                 self.dispatch(command)
             case AwaitSamples():
                 assert any(self.engines.values()) or self.arriving or self.unscored, "nothing to wait for"
-                self.advance()
+                if self.engines and self.switching and self.dies(min(self.engines)):
+                    self.stop_all(advanced=False)
+                else:
+                    self.advance()
+                self.switching = False
             case Suspend(engines):
                 self.stopping -= {*engines}
                 for engine in engines:
-                    if not self.dies(engine):
+                    if engine in self.engines and not self.dies(engine):
                         self.admission.observe_stopped(engine, self.stop(engine))
             case SwitchToTrain():
                 assert not self.spec.shared_engines & set(self.engines)
+                assert not self.in_training, "its weights are in the training layout"
+                self.in_training = True
             case Score():
                 if not self.spec.scores_beside:
                     self.score()
+            case Accumulate(groups):
+                assert groups and self.spec.lends and self.ledger.max_staleness
+                accumulated = self.ledger.trained_now + len(groups)
+                assert accumulated <= -(-self.ledger.groups_per_step // self.spec.minibatches), "the first minibatch"
+                self.train(groups)
+                self.num_accumulated += len(groups)
+                self.admission.observe_accumulated(groups)
             case Train(groups):
-                assert not self.spec.shared_engines & set(self.engines)
-                for _ in range(self.random.randint(0, 4)):
-                    self.advance()
-                    for fed in self.admission.feed():
-                        self.execute(fed)
-                self.trained += groups
+                self.train(groups)
                 self.admission.observe_trained(groups)
+                self.lent_s += self.admission.take_lent_s()
+
+    def train(self, groups):
+        assert self.in_training and not self.spec.shared_engines & set(self.engines)
+        for _ in range(self.random.randint(0, 4)):
+            self.advance()
+            for fed in self.admission.feed():
+                self.execute(fed)
+        self.trained += groups
+
+    def stop_all(self, advanced=True):
+        """Weights could not be sent, as an engine has died: the others stop, or have not begun at all."""
+        self.stopping.clear()
+        for engine in list(self.engines):
+            if advanced:
+                self.admission.observe_stopped(engine, self.stop(engine))
+            else:
+                self.admission.observe_stopped(engine, [self.unstarted(id) for id in self.engines.pop(engine)])
+
+    def unstarted(self, id):
+        tokens = self.generated.get(id, 0)
+        return SuspendedSample(id, tokens, f"{id}~{tokens}" if tokens else "", None)
 
     def dispatch(self, command):
         assert not self.stopping, "engines that got their last requests"
@@ -126,10 +179,7 @@ class FakeCluster:
         for samples on their way."""
         if not self.death or engine in self.spec.shared_engines or self.random.random() >= self.death:
             return False
-        lost = [
-            SuspendedSample(id, tokens := self.generated.get(id, 0), f"{id}~{tokens}" if tokens else "", None)
-            for id in self.engines.pop(engine)
-        ]
+        lost = [self.unstarted(id) for id in self.engines.pop(engine)]
         self.stopping.discard(engine)
         self.dead.add(engine)
         self.num_deaths += 1

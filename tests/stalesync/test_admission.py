@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +50,8 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         keeps_kv=keeps_kv,
         kv_pool=PoolRouting(random.randint(0, 3), 4) if keeps_kv and random.random() < 0.5 else None,
         num_probes=random.randint(0, 2),
+        lends=bound > 0 and tokens is None and beside and deployment != "colocated" and random.random() < 0.7,
+        minibatches=random.choice([1, 1, 2, 3]),
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
     cluster = FakeCluster(spec, ledger, random, outcomes, chunks, death=random.choice([0, 0, 0.02, 0.2]))
@@ -71,6 +74,20 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
     assert len(cluster.trained) == len(set(cluster.trained)) == cluster.ledger.ended["trained"]
     cluster.settle()
     _check_counts(cluster)
+
+
+@pytest.mark.parametrize("deployment", ["hybrid", "separate"])
+@pytest.mark.parametrize(("death", "minibatches"), [(0, 1), (0.02, 1), (0, 2)])
+def test_in_the_tail_cards_that_train_accumulate_what_is_ready(deployment, death, minibatches):
+    """At staleness 1 each step has a tail, as older groups must be trained first."""
+    spec = spec_of(deployment, group_size=4, ahead=True, lends=True, engine_slots=40, minibatches=minibatches)
+    cluster = FakeCluster(spec, StalenessLedger(1, 12), Random(0), ("ok",), death=death)
+    for step in range(20):
+        cluster.run_step(20 - step, share_of(range(4)))
+        assert len(cluster.trained) == len({*cluster.trained}) == 12 * (step + 1)
+        assert max(cluster.ledger.ages) <= 1
+    assert cluster.num_accumulated > 12 and bool(cluster.lent_s) == (deployment == "hybrid")
+    assert not death or cluster.num_deaths
 
 
 def _check_synchronous(cluster, batch, filtered, failed, filters):

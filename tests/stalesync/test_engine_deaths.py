@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +17,8 @@ SEPARATE = Deployment(train=(0, 1), generate=(2, 3, 4, 5), name="separate")
 HYBRID = Deployment(train=(0, 1), generate=(0, 1, 2, 3, 4, 5), name="hybrid")
 
 
-def failure(rank, kind=FailureKind.DIED):
-    return RankFailure(rank=rank, stage="generate", kind=kind, error="", message="")
+def failure(rank, kind=FailureKind.DIED, stage="generate"):
+    return RankFailure(rank=rank, stage=stage, kind=kind, error="", message="")
 
 
 def deaths(deployment=SEPARATE, max_restarts=9):
@@ -31,6 +32,7 @@ def test_an_engine_of_cards_that_only_generate_is_replaced_whichever_of_them_has
         lost = failure(2, FailureKind.PEER_LOST)
         assert deaths(deployment).observe_failures([lost, failure(3)], {2: {"generate"}}) == [first]
         assert deaths(deployment).watched == [2, 3, 4, 5]
+        assert deaths(deployment).observe_failures([failure(5)], {4: {"answer"}, 5: {"answer"}}) == [first + 1]
 
 
 def test_what_else_fails_ends_the_run_and_an_engine_is_not_replaced_while_others_wait_for_it():
@@ -39,13 +41,28 @@ def test_what_else_fails_ends_the_run_and_an_engine_is_not_replaced_while_others
             assert not deaths(deployment).observe_failures(failures, {}) and not deaths().why_not(failures, {})
     trainer = failure(0, FailureKind.OUT_OF_MEMORY)
     assert not deaths().observe_failures([trainer, failure(2)], {2: {"generate"}})
-    lost = failure(0, FailureKind.PEER_LOST)
+    lost = failure(0, FailureKind.PEER_LOST, "switch")
     stages = {0: {"switch"}, 2: {"generate"}, 3: {"generate", "receive"}}
-    assert not deaths().observe_failures([lost, failure(2)], stages)
-    assert "while its cards run stage 'receive'" in deaths().why_not([lost, failure(2)], stages)
-    assert deaths().observe_failures([failure(4)], stages), "the other engine waits for nobody"
+    assert not deaths(HYBRID).observe_failures([lost, failure(2)], stages)
+    assert "while its cards run stage 'receive'" in deaths(HYBRID).why_not([lost, failure(2)], stages)
+    assert deaths(HYBRID).observe_failures([failure(4)], stages), "the other engine waits for nobody"
     none = deaths(max_restarts=0)
     assert not none.observe_failures([failure(2)], {}) and not none.watched and not none.why_not([failure(2)], {})
+
+
+@pytest.mark.parametrize("stage", ["switch", "receive"])
+def test_weights_are_sent_again_where_no_card_has_given_up_its_own(stage):
+    stages = {0: {"switch"}, 1: {"switch"}, 2: {"generate", stage}, 3: {stage}, 4: {stage}, 5: {stage}}
+    dead = failure(3, stage=stage)
+    for kind in (FailureKind.PEER_LOST, FailureKind.PEER_FAILED):
+        others = [failure(0, kind, "switch"), failure(2, kind, stage), failure(4, kind, stage)]
+        assert deaths().observe_failures([dead, *others], stages) == [0] and not deaths(HYBRID).observe_failures(
+            [dead, *others], stages
+        )
+    assert deaths().observe_failures([dead, failure(4, stage=stage)], stages) == [0, 1]
+    for cause in (failure(1, stage="switch"), failure(1, FailureKind.FAILED, "switch")):
+        assert not deaths().observe_failures([dead, cause], stages), "a trainer has failed by itself"
+    assert not deaths().observe_failures([dead, failure(1, FailureKind.PEER_LOST, "train")], stages)
 
 
 @given(st.integers(0, 4), st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), max_size=12))

@@ -2,13 +2,16 @@
 cards. The reward function kills, so that it comes in the middle of a step's generation."""
 
 import json
+import os
 import re
+import signal
+import time
 
 import pytest
 import torch
 
-from tests.machine import patience
-from tests.stalesync.runs import rows_of, train, weights_of
+from tests.machine import patience, wait_for
+from tests.stalesync.runs import begin, rows_of, train, wait_until, weights_of
 
 STEPS = 4
 OPTIONS = [
@@ -187,3 +190,111 @@ def test_a_death_that_is_not_mended_ends_the_run_and_says_why(base, tmp_path, ov
     assert f"error: rank {rank} died in stage '" in done.stderr and says in done.stderr
     failure = json.loads((folder / "error.json").read_text())
     assert failure["kind"] == "died" and failure["rank"] == rank
+
+
+EVALUATED = ["run.eval_prompts=384", "rollout.max_response_length=12", "rollout.forced_median=4"]
+
+
+@pytest.mark.parametrize(
+    ("number", "overrides"),
+    [
+        pytest.param(1, [], id="before the first step"),
+        pytest.param(2, [], id="after the last step", marks=pytest.mark.extended),
+        pytest.param(1, ONE, id="the only one", marks=pytest.mark.extended),
+    ],
+)
+def test_an_engine_killed_in_an_evaluation_is_replaced_and_the_answers_are_those_of_an_undisturbed_run(
+    base, undisturbed, tmp_path, number, overrides
+):
+    """``number``: of the evaluation."""
+    rank = 1 if overrides is ONE else 2
+    log = tmp_path / "killed" / "run" / "logs" / f"rank-{rank}.log"
+    done = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *EVALUATED, *overrides)
+    wait_until(done, 180, lambda: log.exists() and log.read_text().count("stage answer") == number)
+    pid = int(re.findall(r"process (\d+) on", log.read_text())[-1])
+    os.kill(pid, signal.SIGKILL)
+    out, err = done.communicate(timeout=patience(180))
+    assert done.returncode == 0, out + err
+    folder = tmp_path / "killed" / "run"
+    assert f"rank {rank} died in stage 'answer'" in out and "1 engines died and were replaced" in out
+    assert restarts_of(folder) == 1 and rows_of(folder)[-1]["distqueue/rows"] == 0
+    assert_bitwise(folder, undisturbed(*EVALUATED))
+
+
+def kill_in_transfer(rank, logs, running):
+    """Freezes a card when the first card begins to train, and kills it when the trainer sends weights after that."""
+
+    def begun(stage):
+        assert running.poll() is None, running.communicate()
+        return first.read_text().count(f"stage {stage}") if first.exists() else 0
+
+    first = logs / "rank-0.log"
+    wait_for(lambda: begun("train"), 180, every_s=0.005)
+    pid = int(re.findall(r"process (\d+) on", (logs / f"rank-{rank}.log").read_text())[-1])
+    os.kill(pid, signal.SIGSTOP)
+    switches = begun("switch")
+    wait_for(lambda: begun("switch") > switches, 180, every_s=0.005)
+    time.sleep(patience(0.5))  # until the other cards wait for it
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rank"),
+    [
+        pytest.param([], 2, id="one of two"),
+        pytest.param(ONE, 1, id="the only one", marks=pytest.mark.extended),
+        pytest.param(CHUNKS, 2, id="chunks", marks=pytest.mark.extended),
+    ],
+)
+def test_an_engine_killed_while_weights_are_sent_is_replaced_and_they_are_sent_again(
+    base, undisturbed, tmp_path, overrides, rank
+):
+    running = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *overrides)
+    folder = tmp_path / "killed" / "run"
+    kill_in_transfer(rank, folder / "logs", running)
+    out, err = running.communicate(timeout=patience(180))
+    assert running.returncode == 0, out + err
+    assert f"rank {rank} died in stage 'switch'" in out and restarts_of(folder) == 1
+    assert_bitwise(folder, undisturbed())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param([2], [], id="one of two"),
+        pytest.param([1], CHUNKS, id="chunks", marks=pytest.mark.extended),
+        pytest.param([2, 1], [], id="both", marks=pytest.mark.extended),
+    ],
+)
+def test_so_it_is_where_engines_receive_them_while_they_generate(base, tmp_path, ranks, overrides):
+    options = [*OPTIONS, *AHEAD, "rollout.forced_median=60", "rollout.max_response_length=200", *overrides]
+    running = begin(base, tmp_path / "killed", *options, *judge(tmp_path / "killed", {}))
+    folder = tmp_path / "killed" / "run"
+    for rank in ranks:
+        log = folder / "logs" / f"rank-{rank}.log"
+
+        def receives(log=log):
+            assert running.poll() is None, running.communicate()
+            return log.exists() and "stage receive" in log.read_text()
+
+        wait_for(receives, 180, every_s=0.002)
+        os.kill(int(re.findall(r"process (\d+) on", log.read_text())[-1]), signal.SIGKILL)
+    out, err = running.communicate(timeout=patience(180))
+    assert running.returncode == 0, out + err
+    rows = rows_of(folder)
+    assert re.search(f"rank {ranks[0]} died in stage '(receive|switch|generate)'", out)
+    assert restarts_of(folder) == len(ranks) and max(row["staleness/max"] for row in rows) <= 1
+    groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+    assert all(row["ended"] == "trained" for row in groups)
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * 8
+    assert rows[-1]["distqueue/ended/done"] == 32 * 8
+
+
+def test_where_cards_train_and_generate_a_death_while_weights_are_sent_ends_the_run_and_says_why(base, tmp_path):
+    running = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *HYBRID)
+    kill_in_transfer(2, tmp_path / "killed" / "run" / "logs", running)
+    _, err = running.communicate(timeout=patience(180))
+    assert running.returncode == 1
+    assert (
+        "rank 2 died in stage 'switch'" in err and "an engine is not replaced while its cards run stage 'switch'" in err
+    )

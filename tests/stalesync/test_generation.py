@@ -8,7 +8,7 @@ import pytest
 from fusion.colocate import Deployment, InferenceShare
 from fusion.inference.config import RolloutConfig
 from fusion.inference.request import NO_REWARDS
-from fusion.rollout import SuspendedSample
+from fusion.rollout import EvalAnswer, SuspendedSample
 from fusion.rollout.detokenize import DetokenizerSpec
 from stalesync.commands import Dispatch, DispatchedRequests, Publish
 from stalesync.failures import CardFailed
@@ -235,3 +235,45 @@ def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
         match=r"for 101 s \(cluster.stage_timeout_s\): engine 0 \(ranks \[0, 1\]\) has 2 sam.*; rank 1 did not answer",
     ):
         made.check_silence(101.0, held)
+
+
+class AnsweringCards:
+    """Engines that answer, but for those that die: ``deaths``, of each round of calls."""
+
+    def __init__(self, deaths):
+        self.deaths, self.asked, self.calls = deaths, [], 0
+
+    def begin_each(self, calls):
+        ids = {rank: [one.id for one in call.args[0]] for rank, call in calls.items()}
+        stage = RunningStage("answer", tuple(calls), {})
+        engine = min(calls) // 2
+        self.asked.append((engine, sorted(sum(ids.values(), []))))
+        stage.died = engine in self.deaths.get(len([one for one, _ in self.asked if one == engine]), ())
+        stage.results = {rank: SimpleNamespace(answers=list(map(_answer, ids[rank]))) for rank in calls}
+        return stage
+
+    def wait(self, stage):
+        return [] if stage.died else [stage.results[rank] for rank in stage.ranks]
+
+
+def _answer(id):
+    return EvalAnswer(id, "", 1, "stop")
+
+
+@pytest.mark.parametrize(
+    ("deaths", "answered"), [({}, "abcde"), ({1: [1]}, "abcde"), ({1: [1], 2: [0]}, "ace"), ({1: [0, 1]}, "")]
+)
+def test_prompts_of_an_engine_that_dies_are_answered_by_those_that_live(deaths, answered):
+    made, _ = _generation()
+    made._spec.reward_model = None
+    made._cards, made._running = cards, _ = AnsweringCards(deaths), {}
+    answers = made.answer([Prompt(id, (1, 2), "", "") for id in "abcde"], [0, 1])
+    assert "".join(sorted(answers)) == answered
+    asked = [id for _, ids in cards.asked for id in ids]
+    lost = [id for engine, ids in cards.asked[:2] if engine in deaths.get(1, ()) for id in ids]
+    again = lost if len(deaths.get(1, ())) == 1 else []
+    assert sorted(asked) == sorted([*"abcde", *again])
+    dead = set()
+    for number, (engine, _) in enumerate(cards.asked):
+        assert engine not in dead, "it has no weights"
+        dead |= set(deaths.get(1, ())) if number == 1 else set()

@@ -93,6 +93,9 @@ def test_a_run_trains_the_sum_and_an_evaluation_scores_by_it_or_by_the_reward_th
         assert parts["polite"] == pytest.approx(0.3) and -1 <= parts["length"] <= 0 <= parts["format"] <= 1
         total = parts["arithmetic"] + 0.5 * parts["format"] + parts["length"] + parts["polite"]
         assert row["critic/rewards/mean"] == pytest.approx(total)
+    last = rows_of(tmp_path / "run")[-1]
+    assert last["val-core/held_out/reward/pass@1"] == last["val-aux/held_out/reward/arithmetic/mean@1"]
+    assert last["val-aux/held_out/reward/polite/mean@1"] == pytest.approx(0.3)
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     weights = {"arithmetic": 1, "format": 0.5, "length": 1, "polite": 1}
     assert sample["reward"] == pytest.approx(sum(weights[name] * part for name, part in sample["terms"].items()))

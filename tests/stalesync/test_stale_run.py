@@ -59,6 +59,24 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
+@pytest.mark.parametrize("deployment", ["hybrid", pytest.param("separate", marks=pytest.mark.extended)])
+def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(base, tmp_path, deployment):
+    """They return when a tail was measured that is longer than a switch: not in the first step."""
+    steps = 10
+    options = [f"run.steps={steps}", f"fusion={deployment}", "stalesync.max_staleness=1", *TWO, *LONG]
+    done = train(base, tmp_path, *STALE, *options, "rollout.max_response_length=1600")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
+    assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= 1
+    assert [row["staleness/lag_0_count"] + row["staleness/lag_1_count"] for row in rows] == [32] * steps
+    assert [sum(group["step"] == row["step"] for group in groups) for row in rows] == [8] * steps
+    lent_s = [row["rollout/lent_card_s"] for row in rows]
+    assert lent_s[0] == 0 and (sum(lent_s) > 0) == (deployment == "hybrid")
+    assert '"accumulate"' in (tmp_path / "run" / "timeline.json").read_text()
+    assert rows[-1]["distqueue/rows"] == 0 and rows[-1]["distqueue/ended/done"] == 32 * steps
+
+
 def test_a_run_of_two_epochs_in_the_order_histopipe_keeps_the_bound_and_knows_lengths_in_the_second(base, tmp_path):
     steps = 4
     pipe = ["rollout.order=histopipe", "rollout.length_classes=2", "data.rows=16", "stalesync.max_staleness=1"]

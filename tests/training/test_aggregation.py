@@ -23,7 +23,7 @@ from tests.training.ranks import LONGEST, sample_batch
 def totals_of(parts: list[Sequences]) -> Totals:
     """As the ranks add them up."""
     weights, normalisers = zip(*(part.loss_totals() for part in parts), strict=True)
-    return Totals(sum(weights), sum(normalisers), 0, 0)
+    return Totals(sum(weights), sum(normalisers), 0, 0, 0)
 
 
 def gradient(batch: Sequences, logprobs_N: torch.Tensor, loss, weigh_, division: list[list[list[int]]]):

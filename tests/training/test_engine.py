@@ -140,6 +140,27 @@ def test_gradients_of_several_calls_add_up(checkpoint, device):
     close(gradients(engine), {name: 2 * tensor for name, tensor in once.items()})
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo"])
+def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch_and_steps_alike(checkpoint, device, name):
+    algorithm = make_algorithm(AlgorithmConfig(name=name, kl_coef=0.1), LONGEST)
+    whole, parted = (engine_of(checkpoint, device, load_balancing_coef=0.0) for _ in range(2))
+    batch = algorithm.weigh(with_policy(sample_batch(12, seed=3), whole))
+    whole.forward_backward(batch, algorithm.loss)
+    for number, part in enumerate([range(2), range(2, 9), [], range(9, 12)]):
+        parted.forward_backward(batch.select(list(part)), algorithm.loss, continued=number > 0)
+    close(gradients(parted), gradients(whole))
+    assert parted.optimizer_step() == pytest.approx(whole.optimizer_step(), rel=1e-5)
+    parted.forward_backward(batch, algorithm.loss)
+    whole.forward_backward(batch, algorithm.loss)
+    close(gradients(parted), gradients(whole), 1e-3)
+
+
+def test_a_batch_that_nothing_came_before_is_not_continued(checkpoint, device):
+    engine = engine_of(checkpoint, device)
+    with pytest.raises(AssertionError, match="no batch to continue"):
+        engine.forward_backward(sample_batch(3, seed=1), SFT, continued=True)
+
+
 def test_recompute_gives_the_same_gradients(checkpoint, device):
     plain, again = engine_of(checkpoint, device), engine_of(checkpoint, device, recompute=True)
     batch = with_policy(sample_batch(12, seed=3), plain)

@@ -138,7 +138,7 @@ class FrozenRoles:
 
     def _load(self, path: str, mesh: Mesh) -> Transformer:
         options = self.spec.model
-        config, bucket_bytes = ModelConfig.from_hf(path), self.spec.fusion.bucket_bytes
+        config, bucket_bytes = ModelConfig.from_hf(path).without_predictors, self.spec.fusion.bucket_bytes
         model = Transformer(config, mesh, self.device, dtype=options.torch_dtype, bucket_bytes=bucket_bytes)
         model.requires_grad_(False)
         load_weights(model, path)
@@ -147,7 +147,9 @@ class FrozenRoles:
     def _copy_of_trainer(self) -> Buckets:
         assert self.policy.train is not None
         source = self.policy.train.weights
-        copy = Buckets(source.plans, self.device, source.dtype, owner="weights")
+        apart = [param for param in source.apart if param.storage == "card"]
+        copy = Buckets(source.plans, self.device, source.dtype, owner="weights", apart=apart)
+        copy.card.copy_(source.card)
         for into, flat in zip(copy.flats, source.flats, strict=True):
             into.copy_(flat)
         return copy

@@ -28,7 +28,7 @@ from fusion.ep_switch.fill import HostPart
 from fusion.ep_switch.fragments import intersect
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.unit_sources import Part, plan_return
-from fusion.model.table import Box
+from fusion.model.local_param import Box
 from fusion.training.shards import gradient_buckets, own_range, shard_pieces
 
 

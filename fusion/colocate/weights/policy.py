@@ -58,7 +58,7 @@ class PolicyWeights:
             load_weights(self.train, spec.model.path)
         if meshes.engine is not None:
             self.infer = infer_model(
-                config,
+                config.without_predictors,
                 meshes.engine,
                 device,
                 dtype,
@@ -79,7 +79,7 @@ class PolicyWeights:
         """Returns the route to these engines, planned once."""
         engines = tuple(engines)
         if engines not in self._routes:
-            self._routes[engines] = plan_route(self.spec, self.config, engines)
+            self._routes[engines] = plan_route(self.spec, self.config.without_predictors, engines)
         return self._routes[engines]
 
     def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:

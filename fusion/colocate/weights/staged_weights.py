@@ -22,7 +22,8 @@ from fusion.colocate.weights.policy import PolicyWeights, WeightsDiffer
 from fusion.colocate.weights.route import Route
 from fusion.ep_switch import SwitchReport, weights_checksum
 from fusion.model.bucket_plan import BucketPlan
-from fusion.model.weights import Buckets
+from fusion.model.local_param import LocalParam
+from fusion.model.weights import Buckets, views_apart
 from fusion.npu import Device
 from fusion.offload import HostPool
 
@@ -30,13 +31,17 @@ from fusion.offload import HostPool
 class HostBuckets(Buckets):
     """`Buckets` in pinned host memory that is never freed: `allocate` and `release` only mark units as held or not."""
 
-    def __init__(self, plans: tuple[BucketPlan, ...], pool: HostPool, dtype: torch.dtype):
+    def __init__(
+        self, plans: tuple[BucketPlan, ...], pool: HostPool, dtype: torch.dtype, apart: tuple[LocalParam, ...] = ()
+    ):
         self.plans, self.dtype, self.owner, self.shared = plans, dtype, "host", {}
         regions = pool.take([plan.numel * dtype.itemsize for plan in plans])
         self.flats = [region.view(dtype) for region in regions]
         self.views = {}
         for plan, flat in zip(plans, self.flats, strict=True):
             self.views |= plan.views(flat)
+        self.apart, self.card = apart, torch.zeros(sum(param.numel for param in apart))
+        self.views |= views_apart(apart, self.card)
         self._held: set[int] = set()
 
     def held(self, index: int) -> int:
@@ -98,6 +103,7 @@ class StagedWeights:
         began = time.perf_counter()
         for current, staged in zip(self._model.weights.flats, self._storage.flats, strict=True):
             current.copy_(staged, non_blocking=True)
+        self._model.weights.card.copy_(self._storage.card)
         self._device.current_stream().synchronize()
         self.pause_s = time.perf_counter() - began
         if self._checksum is not None and (adopted := weights_checksum(self._model)) != self._checksum:
@@ -108,9 +114,10 @@ class StagedWeights:
     @property
     def _storage(self) -> Buckets:
         if self._buckets is None:
-            plans, dtype = self._model.weights.plans, self._model.weights.dtype
+            weights = self._model.weights
+            plans, dtype, apart = weights.plans, weights.dtype, weights.apart
             if self._in_hbm:
-                self._buckets = Buckets(plans, self._device, dtype, owner="weights", resident=False)
+                self._buckets = Buckets(plans, self._device, dtype, owner="weights", resident=False, apart=apart)
             else:
-                self._buckets = HostBuckets(plans, self._pool, dtype)
+                self._buckets = HostBuckets(plans, self._pool, dtype, apart)
         return self._buckets

@@ -96,6 +96,10 @@ class WeightReceiver:
             report, metrics=self._metrics.merge(report.metrics).take(), spans=report.spans + self._timeline.drain()
         )
 
+    def recover(self) -> None:
+        """Returns from a transfer that has failed because another card has died."""
+        self.switcher.phases.arrive(Phase.INFER)
+
     def abort(self, error: BaseException) -> None:
         """Ends `receive`, now and later, with the error that has ended the engine's stage, whose adoption it would wait
         for in vain. On the engine's thread."""

@@ -40,8 +40,8 @@ class Family:
         renamed: other name of a field → its name here.
         router_aux_field: the coefficient of the load-balancing loss; None: the family has no such loss.
         classifier: whether its `ForSequenceClassification` can be used as a reward model.
-        dropped: the prefix of tensors of a checkpoint that transformers ignores, of a model with ``L`` layers: an
-            appended predictor of further tokens.
+        predictors_field: the number of layers after the last that predict further tokens, which transformers ignores;
+            None: the family has none. Absent: 1, where the checkpoint holds the tensors of one.
     """
 
     model_type: str
@@ -55,7 +55,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     router_aux_field: str | None = None
     classifier: bool = False
-    dropped: str | None = None
+    predictors_field: str | None = None
 
 
 WINDOW = frozenset({"max_window_layers", "sliding_window"})

@@ -66,7 +66,6 @@ def _write_v3(config: ModelConfig) -> dict[str, Any]:
         "n_group": router.groups,
         "topk_group": router.top_groups,
         "rope_interleave": config.attention.rotary.interleaved,
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -90,7 +89,7 @@ DEEPSEEK_V3 = Family(
     _write_v3,
     defaults=Defaults(max_positions=POSITIONS_V3, eos_token_id=1),
     only=ONLY | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
-    inert=REMOTE | {"num_nextn_predict_layers", "num_mtp_layers"},
+    inert=REMOTE | {"num_mtp_layers"},
     names=NAMES,
-    dropped="model.layers.{L}.",
+    predictors_field="num_nextn_predict_layers",
 )

@@ -58,7 +58,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "n_group": router.groups,
         "topk_group": router.top_groups,
         "routed_scaling_factor": router.scale,
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -68,7 +67,7 @@ GLM4_MOE = Family(
     _read,
     _write,
     defaults=Defaults(rms_norm_eps=1e-5, max_positions=POSITIONS),
-    inert=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    inert=frozenset({"num_mtp_layers"}),
     names=Names(shared="mlp.shared_experts"),
-    dropped="model.layers.{L}.",
+    predictors_field="num_nextn_predict_layers",
 )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fusion.model.config import ModelConfig
 
 POSITIONS, THETA = 131072, 25600000.0
+PREDICTORS = "num_nextn_predict_layers"
 OTHER_NAMES = {
     "attention_q_lora_dim": "q_lora_rank",
     "attention_kv_lora_dim": "kv_lora_rank",
@@ -59,7 +60,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "sandwich_norm": config.layers[0].sandwich,
             "router_enable_expert_bias": config.experts.router.correction,
             "rope_interleave": config.attention.rotary.interleaved,
-            "num_mtp_layers": 0,
+            "num_mtp_layers": config.num_predictors,
         }
     )
 
@@ -71,8 +72,8 @@ PANGU_ULTRA_MOE = Family(
     _write,
     defaults=Defaults(rms_norm_eps=1e-5, max_positions=POSITIONS, eos_token_id=1),
     only={"attention_bias": (False,), "mlp_bias": (False,)},
-    inert=REMOTE | {"num_nextn_predict_layers", "num_mtp_layers"},
+    inert=REMOTE,
     names=Names(shared="mlp.shared_experts"),
-    renamed=OTHER_NAMES,
-    dropped="model.layers.{L}.",
+    renamed=OTHER_NAMES | {"num_mtp_layers": PREDICTORS},
+    predictors_field=PREDICTORS,
 )

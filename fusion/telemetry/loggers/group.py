@@ -16,6 +16,9 @@ from fusion.telemetry.loggers.interface import LoggedRun, Logger
 NAME = "loggers.json"
 """File of the run folder: the run's id, and the loggers that have logged it."""
 
+MAX_CHARACTERS = 300
+"""Of an error in a note; the whole of it is in the log."""
+
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +73,9 @@ class LoggerGroup:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Returns the first line of an error, shortened: some libraries' messages are pages long."""
+    message = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {message[:MAX_CHARACTERS]}"
 
 
 def _read(path: Path) -> tuple[str, list[str]]:

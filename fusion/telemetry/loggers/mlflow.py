@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
+from mlflow.utils.async_logging.run_operations import RunOperations
 
 from fusion.telemetry.loggers.interface import PROJECT, LoggedRun
 from fusion.telemetry.page.settings import flatten
@@ -22,9 +23,11 @@ MAX_PARAM_CHARACTERS = 500
 
 
 class MlflowLogger:
-    """Keeps one run of MLflow over all starts of a run, by a tag."""
+    """Keeps one run of MLflow over all starts of a run, by a tag. A step is written while the next one runs; an error
+    of that is raised by the next call."""
 
     def __init__(self, run: LoggedRun) -> None:
+        self._writing: list[RunOperations] = []
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.resolve() / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), run)
@@ -41,11 +44,21 @@ class MlflowLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 10**6
         values = [Metric(name, float(value), now_ms, step) for name, value in metrics.items()]
+        self._wait()
         for some in _chunks(values, MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=some)
+            written = self._client.log_batch(self._run_id, metrics=some, synchronous=False)
+            assert written is not None  # as it is not synchronous
+            self._writing.append(written)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        try:
+            self._wait()
+        finally:
+            self._client.set_terminated(self._run_id)
+
+    def _wait(self) -> None:
+        while self._writing:
+            self._writing.pop(0).wait()
 
     def _experiment(self, name: str, run: LoggedRun) -> str:
         known = self._client.get_experiment_by_name(name)

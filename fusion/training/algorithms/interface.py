@@ -44,6 +44,8 @@ class Algorithm:
     """Default of `algorithm.loss_aggregation`, one of `config.AGGREGATIONS`."""
     filters: bool = False
     """Whether `filter_rule` may exclude a group."""
+    by_group: bool = True
+    """Whether the advantages of a group depend on no other group."""
     overlong_share: float = 0.0
     """Default overlong buffer as a fraction of max_response_length."""
 

@@ -14,6 +14,7 @@ from fusion.training.algorithms.interface import EPSILON, Algorithm
 
 class ReinforcePlusPlus(Algorithm):
     name = "reinforce_plus_plus"
+    by_group = False
 
     def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
         """Subtract the mean of the step's samples from each reward and divide by their standard deviation (with n - 1).

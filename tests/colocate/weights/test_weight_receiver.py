@@ -11,6 +11,7 @@ from fusion.colocate.weights.policy import WeightsDiffer
 from fusion.ep_switch import Topology, weights_checksum
 from fusion.inference import Request
 from tests.colocate.cards import Card, make_spec
+from tests.families import family_checkpoint
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.machine import patience
 
@@ -46,6 +47,7 @@ def new_weights_arrive(rank, device, spec, versions):
             dist.barrier()
             for flat in model.weights.flats:
                 flat.mul_(1.25)
+            model.weights.card.add_(0.1)
             sums.append(weights_checksum(model))
             worker.switch("infer", version, share, while_generating=True)
         dist.barrier()
@@ -102,6 +104,15 @@ def test_an_engine_goes_on_while_its_weights_arrive_and_adopts_them_whole(path, 
     assert trainers[0]["relays"] == (topology is not None)
     spans = [span for card in engines for span in card["spans"]]
     assert any(oldest < newest for oldest, newest in spans), "samples go on over a change of weights"
+
+
+@pytest.mark.parametrize("fusion", [{}, {"double_buffer": True}], ids=["host", "hbm"])
+def test_correction_biases_arrive_in_float32_and_are_adopted_with_the_weights(tmp_path, fusion):
+    spec = make(family_checkpoint(tmp_path, "glm4_moe"), **fusion)
+    spec = replace(spec, model=replace(spec.model, dtype="bfloat16"))
+    trainers, engines = (ranks := run_ranks(new_weights_arrive, 4, spec, 1))[:2], ranks[2:]
+    for card in engines:
+        assert card["version"] == 1 and card["sums"] == trainers[0]["sums"][-1:]
 
 
 def test_an_engine_that_adopts_other_weights_than_were_sent_fails_with_both_of_its_threads(path):

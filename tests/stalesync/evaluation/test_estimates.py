@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.rewards import RewardOutcome
 from stalesync.evaluation.estimates import Estimate, estimate, pass_at_k, student_quantile
-from stalesync.evaluation.results import estimates_of
+from stalesync.evaluation.results import FileResult, estimates_of
 
 correctness = st.lists(st.booleans(), min_size=1, max_size=9)
 
@@ -84,7 +85,7 @@ def test_an_interval_covers_the_mean_of_all_prompts_in_95_of_100_evaluations(num
     expected = k / (k + 1)  # the mean of 1 - (1 - p)^k over p from 0 to 1
     for _ in range(trials):
         solved = [chance.random() for _ in range(num_prompts)]
-        rewards = [[float(chance.random() < p) for _ in range(samples)] for p in solved]
+        rewards = [[RewardOutcome(float(chance.random() < p)) for _ in range(samples)] for p in solved]
         found = estimates_of(rewards, [[1] * samples] * num_prompts, 1.0)[statistic]
         covered += found.low <= expected <= found.high
     assert 0.92 <= covered / trials <= 0.98
@@ -96,7 +97,10 @@ rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]))
 @given(st.integers(1, 4).flatmap(lambda k: st.lists(st.lists(rewards, min_size=k, max_size=k), min_size=1, max_size=6)))
 def test_a_prompt_counts_with_the_answers_that_could_be_scored(by_prompt):
     k = len(by_prompt[0])
-    found = estimates_of(by_prompt, [[3] * k for _ in by_prompt], pass_reward=0.5)
+    outcomes = [
+        [RewardOutcome(reward, None if reward is not None else "raised") for reward in answers] for answers in by_prompt
+    ]
+    found = estimates_of(outcomes, [[3] * k for _ in by_prompt], pass_reward=0.5)
     scored = [[reward for reward in answers if reward is not None] for answers in by_prompt]
     means = [sum(answers) / len(answers) for answers in scored if answers]
     assert (f"reward/mean@{k}" in found) == bool(means)
@@ -113,3 +117,24 @@ def test_a_prompt_counts_with_the_answers_that_could_be_scored(by_prompt):
         assert (one is not None) == bool(enough)
         assert one is None or one.value == pytest.approx(sum(passed) / len(passed))
     assert found[f"response_length/mean@{k}"].value == 3
+
+
+def test_of_several_terms_each_has_a_mean_and_the_first_tells_which_answer_is_correct():
+    def outcome(exact, brief):
+        return RewardOutcome(exact + 2 * brief, terms={"exact": exact, "brief": brief})
+
+    failed = RewardOutcome(None, "raised")
+    outcomes = [[outcome(1.0, -0.5), outcome(0.0, 0.0)], [outcome(0.0, 1.0), failed], [failed, failed]]
+    found = estimates_of(outcomes, [[1, 1]] * 3, pass_reward=1.0)
+    assert {name: one.value for name, one in found.items()} == {
+        "reward/mean@2": (0.0 + 2.0) / 2,
+        "reward/exact/mean@2": (0.5 + 0.0) / 2,
+        "reward/brief/mean@2": (-0.25 + 1.0) / 2,
+        "reward/pass@1": (0.5 + 0.0) / 2,
+        "reward/pass@2": 1.0,
+        "response_length/mean@2": 1.0,
+    }
+    result = FileResult(3, "aime", "math", "d", prompts=3, samples=2, failed=3, estimates=found)
+    metrics = result.metrics()
+    assert metrics["val-aux/aime/reward/exact/mean@2"] == 0.25
+    assert {"val-core/aime/reward/mean@2", "val-aux/aime/reward/brief/mean@2/low"} <= metrics.keys()

@@ -82,15 +82,20 @@ def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_ev
     assert sum("val/rewards/before" in row for row in rows) == 1
 
     for source, name, step in ((run, "run", 4), (run / "checkpoints" / "step-1", "run-step-1", 1)):
-        command = ["scripts/evaluate.py", str(source), "eval.files=[]", f"run.dir={tmp_path}"]
+        printed = ["--json", "-"] if source == run else []
+        command = ["scripts/evaluate.py", str(source), "eval.files=[]", f"run.dir={tmp_path}", *printed]
         done = launcher().session().run(command, 180)
         assert done.returncode == 0, done.stdout + done.stderr
-        written = json.loads((tmp_path / f"evaluate-{name}" / "evaluation.json").read_text())
-        assert f"after step {step} " in written["model"]
+        table = done.stderr if printed else done.stdout
+        assert "evaluation   step   answers" in table
+        written = json.loads(
+            done.stdout if printed else (tmp_path / f"evaluate-{name}" / "evaluation.json").read_text()
+        )
+        assert (written["model"], written["step"]) == (str(source), step)
+        assert written["checkpoint"] == str(run / "checkpoints" / f"step-{step}")
         (result,) = written["results"]
         expected = history["held_out", step]
         assert result["estimates"] == expected["estimates"] and result["answers"] == expected["answers"]
-        assert "evaluation   step   answers" in done.stdout
     assert not (tmp_path / "evaluate-run" / "checkpoints").exists()
 
 

@@ -22,7 +22,7 @@ class Recorder:
 
     def log(self, step, metrics):
         if step == self.fails_at:
-            raise ConnectionError("no server")
+            raise ConnectionError("no server" + " !" * 200 + "\nmore")
         self.rows.append((step, dict(metrics)))
 
     def close(self):
@@ -59,7 +59,7 @@ def test_one_that_fails_is_stopped_and_reported_and_the_others_go_on(tmp_path, c
         for step in (1, 2, 3):
             folder.log(step, {"a": float(step)})
         assert folder.notes == [
-            "run.loggers: bad was stopped at step 2: ConnectionError: no server",
+            "run.loggers: bad was stopped at step 2: ConnectionError: no server" + (" !" * 200)[:291],
             "run.loggers: bad could not be closed: TimeoutError: too late",
         ]
     assert [step for step, _ in good.made[0].rows] == [1, 2, 3] and bad.made[0].num_closed == 1

@@ -3,6 +3,7 @@ import hashlib
 import html.parser
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.report_page import make_run
 from fusion.telemetry.page import document, read_run
 from fusion.telemetry.page.document import escaped_json, render
+from tests import machine
 from tests.telemetry.page.runs import HOSTILE, leave_a_run
 
 UPLOT = Path(document.ASSETS) / "uplot"
@@ -75,6 +77,13 @@ def test_nothing_of_the_page_names_another_file(tmp_path):
     assert not re.findall(r"<(?:link|img|iframe|script|audio|video)[^>]*\b(?:src|href)=", text)
     own = "".join((document.ASSETS / name).read_text() for name in document.SCRIPTS if not name.startswith("uplot"))
     assert not re.findall(r"https?:|fetch\(|XMLHttpRequest|innerHTML|insertAdjacentHTML|document\.write|eval\(", own)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_the_script_is_free_of_syntax_errors(tmp_path):
+    [script] = [text for tag, kind, text in Elements(render([])).texts if tag == "script" and kind is None]
+    (tmp_path / "page.js").write_text(script)
+    assert machine.run(["node", "--check", str(tmp_path / "page.js")], 20).returncode == 0
 
 
 def test_several_runs_state_what_differs(tmp_path):

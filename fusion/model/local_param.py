@@ -1,0 +1,83 @@
+"""Describe a local tensor of a rank: which boxes of which global tensors it is made of, and where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Box = tuple[tuple[int, int], ...]
+"""One (start, stop) per dimension."""
+
+Storage = Literal["unit", "card", "host"]
+"""Where a local tensor lies: in a ``unit`` of the weights, which is trained, released and moved; on the ``card``, apart
+from the units and resident in every phase; or on the ``host`` of the ranks that train."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Maps a box of the global tensor ``name`` to its place in a local tensor.
+
+    ``local`` has one range for each dimension of the local tensor, which may have more leading dimensions of size one
+    than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped.
+    """
+
+    name: str
+    region: Box
+    local: Box
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.region)
+
+    def view(self, local_tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part's elements as a view in the global orientation, shape `Part.shape`."""
+        view = local_tensor[tuple(slice(start, stop) for start, stop in self.local)]
+        for _ in range(view.dim() - len(self.region)):
+            view = view.squeeze(0)
+        return view.transpose(-1, -2) if self.transposed else view
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
+    elements. ``row_group``: rows that `cut` keeps together. ``float32``: kept in float32, whatever the weights' dtype.
+    Only tensors in units have gradients and optimizer states."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    expert: bool = False
+    tp_sharded: bool = False
+    row_group: int = 1
+    storage: Storage = "unit"
+    float32: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def cut(self, max_numel: int) -> list[LocalParam]:
+        """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is
+        not split. A block is larger where a group of rows is."""
+        if self.numel <= max_numel or len(self.shape) < 2:
+            return [self]
+        rows = max(1, max_numel * self.shape[0] // self.numel // self.row_group) * self.row_group
+        starts = range(0, self.shape[0], rows)
+        return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
+
+    def _rows(self, name: str, start: int, stop: int) -> LocalParam:
+        parts = []
+        for part in self.parts:
+            assert not part.transposed
+            first, last = part.local[0]
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                base = part.region[0][0] - first
+                region = ((a + base, b + base), *part.region[1:])
+                parts.append(Part(part.name, region, ((a - start, b - start), *part.local[1:])))
+        return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
