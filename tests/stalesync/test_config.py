@@ -21,6 +21,7 @@ from stalesync.config import Config
 from stalesync.overrides import check_overrides, known_keys, register
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
+from tests.families import family_checkpoint
 from tests.helpers import tiny_checkpoint
 
 PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
@@ -92,6 +93,13 @@ def test_replay_needs_experts(checkpoint, tmp_path):
         dense = _config(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
         with pytest.raises(ValueError, match=f"algorithm.replay='{replay}': expected none, as the model is dense"):
             dense.validate()
+
+
+def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="training.router_bias_rate=0.001: expected 0, as the routers of .* have no"):
+        _config(checkpoint, training__router_bias_rate=0.001).validate()
+    corrected = family_checkpoint(tmp_path, "glm4_moe")
+    _config(corrected, training__router_bias_rate=0.001).validate()
 
 
 @pytest.mark.parametrize(
