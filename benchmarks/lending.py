@@ -1,7 +1,7 @@
 """Measure what it brings to lend cards: in the tail of a step, cards that train leave generation, and train what is
 ready. The same run with and without (`stalesync.lend`), in turns, on eight emulated cards of modelled speed.
 
-    python benchmarks/lending.py --json lending.json          (10 minutes on two cores)
+    python benchmarks/lending.py --json lending.json          (6 minutes on two idle cores)
 
 Processes, Ray, queue and switches are real; only the time that cards take is modelled. Lengths, prompts and order are
 the same in every run. The floor is the work-conserving bound (`benchmarks/stalesync.py`), which no order reaches.
@@ -24,7 +24,7 @@ from benchmarks.stalesync_modes import Figures, Mode, Workload, make_model, run 
 STEPS = 14
 """Measured steps, after the warm-up"""
 
-WORKLOAD = Workload(training=1.0, speed=16.0, sequences=64)
+WORKLOAD = Workload(training=1.0, speed=32.0, sequences=64)
 
 
 def figures_of(figures: Figures) -> dict[str, Any]:
