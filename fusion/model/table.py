@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, int], ...]
 """One (start, stop) per dimension."""
 
+EMBEDDING = "model.embed_tokens.weight"
+"""The global tensor that the first stage and, where embeddings are tied, also the last stage holds."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -86,11 +89,32 @@ class Part:
             view = view.squeeze(0)
         return view.transpose(-1, -2) if self.transposed else view
 
+    def rows(self, start: int, stop: int) -> Part | None:
+        """Return the part within rows [start, stop) of the local tensor, placed in a tensor of these rows alone; None
+        if it has no element there."""
+        first, last = self.local[0]
+        a, b = max(first, start), min(last, stop)
+        if a >= b:
+            return None
+        region = list(self.region)
+        if len(self.local) == len(region):  # else the local rows are not a dimension of the global tensor
+            dim = 1 if self.transposed and len(region) == 2 else 0
+            base = region[dim][0] - first
+            region[dim] = a + base, b + base
+        return replace(self, region=tuple(region), local=((a - start, b - start), *self.local[1:]))
+
 
 @dataclass(frozen=True)
 class LocalParam:
-    """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
-    elements. ``row_group``: rows that `cut` keeps together."""
+    """Describes a local tensor. All that other packages need to know of it is in its fields; its name is its owner's.
+
+    Attributes:
+        expert: it is replicated over edp, not dp.
+        tp_sharded: TP ranks hold different elements.
+        row_group: number of rows that `cut` keeps together.
+        layer: its layer in the whole model; None: it belongs to no layer.
+        expert_index: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -98,6 +122,8 @@ class LocalParam:
     expert: bool = False
     tp_sharded: bool = False
     row_group: int = 1
+    layer: int | None = None
+    expert_index: int | None = None
 
     @property
     def numel(self) -> int:
@@ -113,15 +139,7 @@ class LocalParam:
         return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
 
     def _rows(self, name: str, start: int, stop: int) -> LocalParam:
-        parts = []
-        for part in self.parts:
-            assert not part.transposed
-            first, last = part.local[0]
-            a, b = max(first, start), min(last, stop)
-            if a < b:
-                base = part.region[0][0] - first
-                region = ((a + base, b + base), *part.region[1:])
-                parts.append(Part(part.name, region, ((a - start, b - start), *part.local[1:])))
+        parts = [piece for part in self.parts if (piece := part.rows(start, stop))]
         return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
 
 
@@ -151,7 +169,7 @@ def local_params(
     stage = parallel.coordinate("pp", rank)
     first, last = stage == 0, stage == parallel.pp - 1
     head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
-    table = [rows.vocabulary("embed", "model.embed_tokens.weight")] if first else []
+    table = [rows.vocabulary("embed", EMBEDDING)] if first else []
     for layer in parallel.layers(config.num_layers, stage):
         table += rows.layer(layer)
     if last:
@@ -161,7 +179,7 @@ def local_params(
         elif head == "lm_head":
             table.append(rows.vocabulary("lm_head", "lm_head.weight"))
         elif not first:
-            table.append(rows.vocabulary("embed", "model.embed_tokens.weight"))
+            table.append(rows.vocabulary("embed", EMBEDDING))
     if max_numel is None:
         return tuple(table)
     return tuple(block for param in table for block in param.cut(max_numel))
@@ -226,7 +244,7 @@ class _TableRows:
             rows += self.sparse(mlp, hf=hf, local=f"{local}.moe")
         if spec.sandwich:
             rows.append(self.whole(f"{local}.mlp_norm", f"{hf}.{names.mlp}", (hidden,)))
-        return rows
+        return [replace(row, layer=index) for row in rows]
 
     def attention(self, spec: AttentionSpec, *, hf: str, local: str) -> list[LocalParam]:
         match spec:
@@ -291,7 +309,8 @@ class _TableRows:
         num_local = experts // self.parallel.ep
         for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
             hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
-            rows += self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
+            matrices = self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
+            rows += [replace(matrix, expert_index=expert) for matrix in matrices]
         if spec.shared:
             rows += self.dense(spec.shared.width, hf=f"{hf}.{names.shared}", local=f"{local}.shared")
             if spec.shared.gated:
