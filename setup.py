@@ -32,5 +32,8 @@ setup(
         "pyyaml",
         "lazy_loader>=0.6",
     ],
-    extras_require={"test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"]},
+    extras_require={
+        "test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "megatron": ["megatron-core==0.16.1"],
+    },
 )

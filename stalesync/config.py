@@ -20,6 +20,7 @@ from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
 from fusion.telemetry.validation import Checks
+from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.prompts.config import DataConfig
 from stalesync.save_interval import SaveInterval
@@ -228,6 +229,8 @@ class Config:
         check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
         self.infer_layout.check(model, "parallel.infer")
+        if self.training.backend == "megatron":
+            check_megatron(model, self.train_layout)
         self.deployment.engines(engine_size(self.infer_layout))
         if self.fusion.score_cards and self.deployment.reference:
             self.score_layout(model, self.deployment.reference)
