@@ -1,0 +1,55 @@
+"""Whole runs with training.backend=megatron: the embedded trainer's curves, the same first step, kill and resume."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.stalesync.runs import FOUR, kill, rows_of, train, wait_until, weights_of
+from tests.stalesync.test_saving import _whole
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="pip install -e .[megatron]"),
+]
+
+MEGATRON = "training.backend=megatron"
+OPTIONS = ["run.eval_prompts=0", "fusion.checksum=true", "training.lr=1e-3"]
+
+
+def test_four_cards_train_with_megatron_as_with_the_embedded_model(base, tmp_path):
+    rows = {}
+    for name, options in {"embedded": [], "megatron": [MEGATRON]}.items():
+        done = train(base, tmp_path, f"run.name={name}", *FOUR, *OPTIONS, "run.steps=3", *options, timeout_s=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows[name] = rows_of(tmp_path / name)
+    samples = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in rows]
+    first = [sorted(line for line in of_run if '"step": 1,' in line) for of_run in samples]
+    assert first[0] and first[0] == first[1], "the engine samples step 1 from the same weights"
+    for one, other in zip(rows["embedded"], rows["megatron"], strict=True):
+        for figure in ("critic/rewards/mean", "response_length/mean"):
+            assert other[figure] == pytest.approx(one[figure], abs=0.15 * max(1.0, abs(one[figure])))
+    one, other = rows["embedded"][0], rows["megatron"][0]
+    for figure in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        assert other[figure] == pytest.approx(one[figure], rel=1e-4, abs=1e-6), figure
+    assert other["memory/infer/optimizer_mib"] == other["memory/infer/gradients_mib"] == 0
+    ours, theirs = (weights_of(tmp_path / name / "hf") for name in rows)
+    assert ours.keys() == theirs.keys()
+
+
+def test_a_run_on_megatron_that_is_killed_and_resumed_is_bitwise_the_one_that_was_not(base, start, tmp_path):
+    options = [MEGATRON, *OPTIONS, "cluster.npus=1", "parallel=single", "run.steps=6", "run.save_every=1"]
+    whole = train(base, tmp_path / "whole", *options, timeout_s=400)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    run = start(*options)
+    wait_until(run, 200, lambda: any(_whole(tmp_path / "run")))
+    kill(run)
+    done = train(base, tmp_path, *options, "run.resume=true", timeout_s=400)
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
+    figures = [
+        [(row["critic/rewards/mean"], row["actor/grad_norm"]) for row in rows_of(folder / "run")]
+        for folder in (tmp_path, tmp_path / "whole")
+    ]
+    assert figures[0] == figures[1] and len(figures[0]) == 6
+    ours, theirs = (weights_of(folder / "run" / "hf") for folder in (tmp_path, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
