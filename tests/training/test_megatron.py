@@ -46,6 +46,16 @@ def check(results, atol=1e-5):
             torch.testing.assert_close(*(found["routing"].sort(-1).values for found in (ours, theirs)))
 
 
+def test_bfloat16_differs_from_the_embedded_model_by_its_rounding_alone():
+    from tests.training.megatron_ranks import Case, both
+
+    case = Case(MOE, Parallel(4, tp=2, ep=2), dtype="bfloat16", steps=1)
+    for by_model in run_ranks(both, 4, case, timeout_s=300):
+        (ours,), (theirs,) = (by_model[name]["steps"] for name in ("embedded", "megatron"))
+        assert float((ours["logprobs"] - theirs["logprobs"]).abs().mean()) < 0.01
+        assert theirs["actor/grad_norm"] == pytest.approx(ours["actor/grad_norm"], rel=0.02)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logprobs_loss_and_gradient_norm_are_those_of_the_embedded_model(name):
     from tests.training.megatron_ranks import Case, both
