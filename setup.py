@@ -40,5 +40,6 @@ setup(
         "browser": ["playwright"],
         "loggers": LOGGERS,
         **{name: [name] for name in LOGGERS},
+        "megatron": ["megatron-core==0.16.1"],
     },
 )

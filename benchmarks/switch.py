@@ -61,7 +61,7 @@ def main() -> None:
     from benchmarks.switch_ranks import run
 
     if missing := why_not():
-        print(f"Megatron-Core is not measured: {missing} (pip install --no-deps -r requirements/megatron.txt).")
+        print(f"Megatron-Core is not measured: {missing} (pip install -r requirements/megatron.txt).")
     result: dict[str, Any] = {}
     for one, other in PAIRS:
         if args.pairs and not set(args.pairs) & set(names(one, other)):

@@ -20,11 +20,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from benchmarks.megatron_peer import build_peer, megatron_layout
 from benchmarks.switch_clock import check, fill, wall, worst
 from fusion.model import ModelConfig, Parallel
+from fusion.model.formats.megatron import local_params
 from fusion.npu import Device
-from fusion.training.backends.megatron import local_params
-from fusion.training.backends.megatron_model import build_gpt, megatron_layout, megatron_on
+from fusion.training.backends.megatron_device import redirect_to
 
 VERSION = "0.16.1"
 
@@ -44,14 +45,14 @@ class Refit:
     def __init__(self, config: ModelConfig, device: Device, *, one: Parallel, other: Parallel):
         self.device, self.rank = device, dist.get_rank()
         self.models, self.tables = [], []
-        with megatron_on(device):
-            for parallel in (one, other):
-                with megatron_layout(parallel):
-                    self.models.append(build_gpt(config, parallel, self.rank))
-                self.tables.append(local_params(config, parallel, self.rank))
-            from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+        redirect_to(device)
+        for parallel in (one, other):
+            with megatron_layout(parallel):
+                self.models.append(build_peer(config, parallel, self.rank, device))
+            self.tables.append(local_params(config, parallel, self.rank))
+        from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 
-            self.service = NCCLCopyService()
+        self.service = NCCLCopyService()
         for model in self.models:
             model.requires_grad_(False)
         fill(self.tables[0], self._views(0))
@@ -67,7 +68,7 @@ class Refit:
         if verify:
             for param in self.models[target].parameters():
                 param.zero_()
-        with megatron_on(self.device), _experts():
+        with _experts():
             self.device.reset_peak()
             before = self.device.memory().allocated
             seconds = wall(

@@ -107,6 +107,26 @@ def cuda() -> Check:
     return Check("CUDA", "none", "no card")
 
 
+def megatron() -> Check:
+    """Checks whether training.backend=megatron can run: megatron-core, and on Ascend MindSpeed of the same version."""
+    version, name = version_of("megatron-core"), "Megatron-Core"
+    pinned = setup_argument("extras_require")["megatron"][0].partition("==")[2]
+    if version is None:
+        advice = "for training.backend=megatron: pip install -e .[megatron]"
+        return Check(name, "none", "not installed", advice=advice)
+    if not version.startswith(pinned.rpartition(".")[0] + "."):
+        return Check(name, "warn", version, advice=f"training.backend=megatron expects {pinned}")
+    if not glob.glob("/dev/davinci[0-9]*"):
+        return Check(name, "ok", f"{version}; training.backend=megatron can run")
+    if importlib.util.find_spec("mindspeed") is None:
+        advice = "install branch core_r0.16.0 of MindSpeed (docs/backends.md), or train with training.backend=embedded"
+        return Check(name, "warn", f"{version} without MindSpeed", advice=advice)
+    torch_version = version_of("torch") or "not installed"
+    advice = "MindSpeed is released for torch 2.7.1 and Python 3.10: other pairs are untested (docs/backends.md)"
+    found = f"{version} with MindSpeed, torch {torch_version}"
+    return Check(name, "ok" if torch_version.startswith("2.7.") else "warn", found, advice=advice)
+
+
 def compiler() -> Check:
     path = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if path is None:
@@ -172,7 +192,7 @@ def space(name: str, *, free: int, total: int, needed_gib: int, advice: str) -> 
 
 def examine(quick: bool = False) -> list[Check]:
     """Runs all checks, in the order of the table."""
-    checks = [python(), *packages(), ascend(), cuda(), compiler()]
+    checks = [python(), *packages(), ascend(), cuda(), megatron(), compiler()]
     if not quick:
         print("opening the emulated NPU; its first build takes about a minute …", file=sys.stderr, flush=True)
     checks.append(emulator(LOOK if quick else OPEN))

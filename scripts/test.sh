@@ -5,10 +5,14 @@
 #   bash scripts/test.sh quick                 a smoke test of under a minute: a few tests of every package and one
 #                                              whole run, as listed in tests/quick.txt
 #   bash scripts/test.sh extended              other cases of what the default run covers, for CI
+#   bash scripts/test.sh megatron              the tests of training.backend=megatron; installs megatron-core
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
+if [ "${1:-}" = megatron ]; then
+  extra=test,megatron
+fi
 source scripts/environment.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters are started: they need not compile the same files again
 if [ $# -eq 0 ]; then
@@ -19,5 +23,8 @@ elif [ "$1" = quick ]; then
 elif [ "$1" = extended ]; then
   shift
   set -- -n 2 --dist worksteal --durations=10 -m extended "$@"
+elif [ "$1" = megatron ]; then
+  shift
+  set -- -n 2 --dist worksteal --durations=10 -m megatron "$@"
 fi
 exec python -m pytest "$@"

@@ -1,5 +1,6 @@
-"""Create a small base model: some hundred thousand parameters of any architecture (Qwen3-MoE if none is given), trained
-by supervised learning on a generator's solutions until it reaches a target accuracy, and saved as a Hugging Face folder.
+"""Create a small base model: some hundred thousand parameters of any architecture, Qwen3-MoE's if none is given. It is
+trained by supervised learning on a generator's solutions until it reaches a target accuracy, and saved as a Hugging
+Face folder.
 
 The trainer, the engine and the reward are those of the main job, in one process on one card.
 """

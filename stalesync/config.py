@@ -21,6 +21,7 @@ from fusion.npu.config import DeviceConfig
 from fusion.rewards.config import RewardConfig
 from fusion.telemetry.loggers import check_loggers
 from fusion.telemetry.validation import Checks
+from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
 from stalesync.prompts.config import DataConfig
@@ -240,6 +241,8 @@ class Config:
         check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
         self.infer_layout.check(model, "parallel.infer")
+        if self.training.backend == "megatron":
+            check_megatron(model, self.train_layout)
         self.deployment.engines(engine_size(self.infer_layout))
         if self.fusion.score_cards and self.deployment.reference:
             self.score_layout(model, self.deployment.reference)

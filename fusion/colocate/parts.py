@@ -4,7 +4,7 @@ is not paced uses the default ones and does not load the cost model."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion.colocate.frozen.roles import FrozenRoles
@@ -41,8 +41,13 @@ class WorkerParts:
 
 def worker_parts(spec: WorkerSpec) -> WorkerParts:
     """Returns the factories for a card of this run."""
-    if spec.pace is None:
-        return WorkerParts()
-    from fusion.colocate.paced import paced_parts
+    parts = WorkerParts()
+    if spec.pace is not None:
+        from fusion.colocate.paced import paced_parts
 
-    return paced_parts(spec)
+        parts = paced_parts(spec)
+    if spec.training.backend == "megatron":
+        from fusion.training.backends.megatron_model import MegatronModel
+
+        parts = replace(parts, train_model=MegatronModel)
+    return parts

@@ -24,7 +24,7 @@ from fusion.costmodel.attention import AttentionCost, attention_cost
 from fusion.model import ModelConfig, Parallel
 from fusion.model.local_param import Box, LocalParam
 from fusion.model.spec import LayerSpec, Sparse
-from fusion.model.table import local_params
+from fusion.model.table import EMBEDDING, local_params
 
 Scope = int | Literal["embed", "head"]
 """A kind of layer, by its index in `Shape.kinds`; the embedding; what follows the layers"""
@@ -169,8 +169,9 @@ def _scope(row: LocalParam, kind: int) -> Scope | None:
     """Returns the scope of a row of a table with one layer; None for an expert's."""
     if row.expert:
         return None
-    first = row.name.split(".")[0]
-    return kind if first == "layers" else "embed" if first == "embed" else "head"
+    if row.layer is not None:
+        return kind
+    return "embed" if row.parts[0].name == EMBEDDING else "head"
 
 
 def _tensors(whole: list[LocalParam], *ranks: list[LocalParam]) -> tuple[Tensor, ...]:

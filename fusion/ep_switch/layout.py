@@ -1,7 +1,7 @@
 """Describe a layout: which rank holds which box of which global tensor, and where in its storage.
 
-Pure and hashable: shapes and arithmetic only, the same on every rank. It describes exactly what `Transformer` builds on
-a rank with the same arguments. A plan can connect any two engines that can be described as layouts.
+Pure and hashable: shapes and arithmetic only, the same on every rank. It describes exactly what the `WeightHolder` of
+its format builds on a rank with the same arguments. A plan can connect any two of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from fusion.model.bucket_plan import BucketPlan, plan_units, unit_bytes
 from fusion.model.config import ModelConfig
+from fusion.model.formats import EMBEDDED, Format, local_table
 from fusion.model.local_param import Box, LocalParam, Part
 from fusion.model.parallel import Parallel
-from fusion.model.table import local_params
 
 
 class Place(NamedTuple):
@@ -49,7 +49,8 @@ class Layout:
 
     Args:
         parallel: one grid of ``parallel.world`` consecutive ranks; a layout of several engines has a multiple of them.
-        dtype, bucket_bytes: as passed to `Transformer`.
+        dtype, bucket_bytes: as passed to the model.
+        format: of the model that holds the weights: its local tensors and how they are stored.
     """
 
     config: ModelConfig
@@ -57,6 +58,7 @@ class Layout:
     ranks: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 256 << 20
+    format: Format = EMBEDDED
 
     def __post_init__(self) -> None:
         assert self.ranks and len(set(self.ranks)) == len(self.ranks), f"ranks {self.ranks} are not distinct"
@@ -75,10 +77,10 @@ class Layout:
         return tuple(tuple(group) for group in groups.values())
 
     def table(self, place: int) -> tuple[LocalParam, ...]:
-        """Return the local tensors at a place of the grid, in the order of the forward pass, cut to fit units. Those
-        that are stored elsewhere are in no unit."""
-        max_numel = unit_bytes(self.bucket_bytes) // self.dtype.itemsize
-        return local_params(self.config, self.parallel, place, max_numel=max_numel)
+        """Return the local tensors at a place of the grid, in the order of the forward pass. Those that are stored
+        elsewhere are in no unit."""
+        max_bytes, itemsize = unit_bytes(self.bucket_bytes), self.dtype.itemsize
+        return local_table(self.format, self.config, self.parallel, place, max_bytes=max_bytes, itemsize=itemsize)
 
     @cached_property
     def card_numel(self) -> int:
@@ -96,6 +98,12 @@ class Layout:
     def nbytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights."""
         return sum(self.unit_nbytes(rank))
+
+    def external_nbytes(self, rank: int) -> int:
+        """Return the bytes of a rank's largest unit that its format did not cut to fit; 0 if there is none."""
+        if self.format == EMBEDDED:
+            return 0
+        return max((size for size in self.unit_nbytes(rank) if size > unit_bytes(self.bucket_bytes)), default=0)
 
     def places(self, rank: int) -> tuple[Held, ...]:
         """Return every box of a global tensor that a rank holds, in the order of its storage."""
@@ -115,7 +123,8 @@ class Layout:
         return units
 
     def __str__(self) -> str:
-        return f"{self.parallel}x{len(self.ranks) // self.parallel.world}"
+        name = "" if self.format == EMBEDDED else f"{self.format} "
+        return f"{name}{self.parallel}x{len(self.ranks) // self.parallel.world}"
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -150,16 +159,11 @@ def _offset_and_strides(param: LocalParam, start: int, part: Part) -> tuple[int,
 
 
 def shared_units(source: Layout, target: Layout, rank: int) -> dict[int, int]:
-    """Map units of the target to the unit of the source with common storage: same parameters, slices and dtype.
+    """Map units of the target to the unit of the source with common storage: equal content and dtype.
 
     A switch does not copy, move, allocate or release them.
     """
     if source.dtype != target.dtype:
         return {}
-    first = {unit.entries[0][0].name: index for index, unit in enumerate(source.units(rank))}
-    shared = {}
-    for index, unit in enumerate(target.units(rank)):
-        other = first.get(unit.entries[0][0].name)
-        if other is not None and source.units(rank)[other].entries == unit.entries:
-            shared[index] = other
-    return shared
+    held = {unit.content: index for index, unit in enumerate(source.units(rank))}
+    return {index: held[unit.content] for index, unit in enumerate(target.units(rank)) if unit.content in held}

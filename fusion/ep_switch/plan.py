@@ -17,10 +17,12 @@ Invariants, in this order:
 2. Over links of a class each element enters a group of ranks connected by faster links at most once, and never if a
    member holds it; it is forwarded inside the group (`senders`).
 3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
-4. On every rank, at all times, weights + send, receive and staging buffers ≤ max(A, B) + SLACK buckets (with ``keep``:
-   A + B minus shared units), if no storage unit is larger than a bucket. This is the result of a search, not guaranteed
-   by construction: a plan that exceeds the bound issues a warning. In a round no rank sends more than half of
-   ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider dtype.
+4. On every rank, at all times, weights + send, receive and staging buffers ≤ `Plan.bound_bytes`: max(A, B) + SLACK
+   buckets (with ``keep``: A + B minus shared units) + the largest external unit. A unit is external if its format does
+   not cut tensors to fit units: it is allocated as a whole. (Without one, no unit may be larger than a bucket.) This is
+   the result of a search, not guaranteed by construction: a plan that exceeds the bound issues a warning. In a round no
+   rank sends more than half of ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider
+   dtype.
 5. Each source unit that is not shared is released once, after its last read: before the first round if no rank reads
    it, else after the last round that reads it; with ``keep`` none is released. Each target unit that is not shared is
    allocated once, before it is written. A relayed move reads elements that arrived at least two rounds before.
@@ -131,6 +133,14 @@ class Plan:
         """Return the bytes that a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
         return {level: self._received[rank, index] for index, level in enumerate(LEVELS)}
 
+    def bound_bytes(self, rank: int) -> int:
+        """Return the bound on the weights and buffers that a rank holds (invariant 4)."""
+        before, after = self.source.nbytes(rank), self.target.nbytes(rank)
+        kept = [target for owner, target, _ in self.shared if owner == rank] if self.keep else []
+        both = before + after - sum(self.target.unit_nbytes(rank)[unit] for unit in kept)
+        weights = both if self.keep else max(before, after)
+        return weights + SLACK * self.bucket_bytes + _external_bytes(self.source, self.target, rank)
+
     def peak_bytes(self, rank: int) -> int:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
         if rank not in self._peaks:
@@ -191,6 +201,10 @@ class Plan:
         return received
 
 
+def _external_bytes(source: Layout, target: Layout, rank: int) -> int:
+    return max(source.external_nbytes(rank), target.external_nbytes(rank))
+
+
 def _sent_moves(round_: Round) -> Iterator[MoveSketch]:
     """Yield the moves of a round between different ranks."""
     return (sketch for sketch in round_.sketches if not sketch.local)
@@ -220,7 +234,6 @@ def plan_switch(
     jobs, shared = _jobs_between(source, target, hosted)
     choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
     weights = _Weights(source, target, jobs=jobs, shared=shared, keep=keep)
-    bound = {rank: nbytes + SLACK * bucket_bytes for rank, nbytes in weights.max_bytes.items()}
     for rank in {rank for rank, _ in hosted}:
         weights.max_bytes[rank] -= bucket_bytes // STAGING
     tried: list[tuple[int, int, int, Storage, list[int]]] = []
@@ -245,7 +258,7 @@ def plan_switch(
         unread=weights.unread,
         rounds=rounds,
     )
-    excess = max(plan.peak_bytes(rank) - bound[rank] for rank in plan.ranks) if over else 0
+    excess = max(plan.peak_bytes(rank) - plan.bound_bytes(rank) for rank in plan.ranks) if over else 0
     if excess > 0:
         warnings.warn(f"the switch {source} to {target} takes {excess} bytes beyond its bound", stacklevel=2)
     return plan
@@ -295,9 +308,11 @@ class _Weights:
         self.max_bytes = {
             rank: before[rank] + after[rank] if keep else max(before[rank], after[rank]) for rank in ranks
         }
-        """By rank, the bytes of the larger layout; with ``keep`` those of both."""
+        """By rank, the bytes of the larger layout; with ``keep`` those of both; and those of an external unit."""
         for rank, index, _ in shared if keep else ():
             self.max_bytes[rank] -= target.unit_nbytes(rank)[index]
+        for rank in ranks:
+            self.max_bytes[rank] += _external_bytes(source, target, rank)
         for unit in self.unread:
             before[unit[0]] -= self.size[unit]
         self.resident = before

@@ -5,6 +5,7 @@ config        ModelConfig: the layers and what surrounds them, from and to a Hug
 parallel      Parallel: the grid of ranks as arithmetic;   mesh   Mesh: one rank's process groups
 local_param   LocalParam and Part: logical slices of global tensors, physical places in local ones
 table         the local tensors of every rank of a layout
+formats       the tables of other programs' models, by name: Megatron-Core
 bucket_plan   which parameters are stored together in a unit or a bucket (pure)
 weights       Buckets: their storage, which can be released, reallocated and shared under live views
 holder        WeightHolder: the interface of a model that weights are loaded into, switched and exported from

@@ -8,6 +8,7 @@ from .bucket_plan import unit_bytes as unit_bytes
 from .config import ModelConfig as ModelConfig
 from .folder import check_folder as check_folder
 from .holder import WeightHolder as WeightHolder
+from .holder import table_of as table_of
 from .huggingface import load_weights as load_weights
 from .huggingface import save_folder as save_folder
 from .local_param import LocalParam as LocalParam

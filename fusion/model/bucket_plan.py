@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fusion.model.local_param import LocalParam
+from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ class BucketPlan:
     numel: int
     entries: tuple[tuple[LocalParam, int], ...]
 
+    @cached_property
+    def content(self) -> tuple[tuple[int, tuple[int, ...], tuple[Part, ...]], ...]:
+        """(offset, shape, parts) of every parameter: pieces of equal content are stored alike, whatever the formats
+        that name their parameters."""
+        return tuple([(offset, param.shape, param.parts) for param, offset in self.entries])
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the parameters, by name, in a piece of this plan."""
         return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
@@ -62,7 +69,7 @@ class BucketPlan:
 def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> tuple[BucketPlan, ...]:
     """Pack parameters into units of at most ``max_bytes``, in the order in which a forward pass uses them; those that
     are stored elsewhere (`LocalParam.storage`) are left out."""
-    kinds: dict[tuple[str, str], list[LocalParam]] = {}
+    kinds: dict[tuple[int | str, int | str | None], list[LocalParam]] = {}
     for param in (param for param in params if param.storage == "unit"):
         kinds.setdefault(_unit_kind(param), []).append(param)
     units = []
@@ -73,12 +80,11 @@ def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> t
     return tuple(units)
 
 
-def _unit_kind(param: LocalParam) -> tuple[str, str]:
-    """Return (layer or parameter, which ranks replicate it): parameters of one kind may share a unit."""
-    path = param.name.split(".")
-    scope = ".".join(path[:2]) if path[0] == "layers" else path[0]
+def _unit_kind(param: LocalParam) -> tuple[int | str, int | str | None]:
+    """Return (layer or global tensor, which ranks replicate it): parameters of one kind may share a unit."""
+    scope = param.parts[0].name if param.layer is None else param.layer
     if param.expert:
-        return scope, path[4]
+        return scope, param.expert_index
     return scope, "share" if param.tp_sharded else "replicated"
 
 

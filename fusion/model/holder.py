@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from fusion.model.bucket_plan import unit_bytes
 from fusion.model.config import ModelConfig
+from fusion.model.formats import Format, local_table
 from fusion.model.local_param import LocalParam
 from fusion.model.mesh import Mesh
 from fusion.model.weights import Buckets
@@ -13,7 +15,7 @@ from fusion.npu import Device
 
 class WeightHolder(Protocol):
     """Holds one rank's shard of a model's weights in one layout. `Transformer` implements it; so can any trainer or
-    engine that describes its local tensors as a table and keeps them in `Buckets`.
+    engine whose local tensors `formats` describes, and that keeps them in `Buckets`.
 
     Invariant: ``weights.views[param.name]`` has the shape ``param.shape`` for every ``param`` of ``table``, before and
     after its storage is released and reallocated.
@@ -42,5 +44,21 @@ class WeightHolder(Protocol):
         one."""
 
     @property
-    def max_numel(self) -> int:
-        """Upper bound on the elements of a local matrix: larger ones are cut along their rows (`LocalParam.cut`)."""
+    def format(self) -> Format:
+        """The name of the format of `table`: `table_of` returns every rank's."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Upper bound on the bytes of a bucket; determines the size of the units of `weights` (`unit_bytes`)."""
+
+
+def table_of(model: WeightHolder, rank: int) -> tuple[LocalParam, ...]:
+    """Return the table of any ``rank`` of a model's layout."""
+    return local_table(
+        model.format,
+        model.config,
+        model.mesh.parallel,
+        rank,
+        max_bytes=unit_bytes(model.bucket_bytes),
+        itemsize=model.weights.dtype.itemsize,
+    )

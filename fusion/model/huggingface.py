@@ -22,14 +22,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from fusion.model.bucket_plan import unit_bytes
 from fusion.model.config import GENERATION, ModelConfig
 from fusion.model.folder import FLOAT8, block_scales, check_tensor
+from fusion.model.formats import Format, local_table
 from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
 from fusion.model.local_param import Box, LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
-from fusion.model.table import global_params, local_params
+from fusion.model.table import global_params
 from fusion.telemetry.files import replace_folder, sync
 
 TOKENIZER_FILES = (
@@ -204,7 +206,7 @@ def gather_tensors(
     mesh = model.mesh
     views = model.weights.views if views is None else views
     group = group if group is not None else mesh.world_group
-    for name, holders in _owners(model.config, mesh.parallel, model.max_numel).items():
+    for name, holders in _owners(model).items():
         whole = None
         dtype = torch.float32 if holders[0][1].float32 else model.weights.dtype
         if mesh.rank == 0:
@@ -224,17 +226,20 @@ def gather_tensors(
         yield name, whole
 
 
-@lru_cache(maxsize=1)
-def _owners(
-    config: ModelConfig, parallel: Parallel, max_numel: int
-) -> Mapping[str, tuple[tuple[int, LocalParam, Part], ...]]:
-    """Map each global tensor to the parts that make it up, each from the lowest rank that holds it.
+def _owners(model: WeightHolder) -> Mapping[str, tuple[tuple[int, LocalParam, Part], ...]]:
+    """Map each global tensor to the parts that make it up, each from the lowest rank that holds it."""
+    max_bytes, itemsize = unit_bytes(model.bucket_bytes), model.weights.dtype.itemsize
+    return _owners_in_layout(model.format, model.config, model.mesh.parallel, max_bytes, itemsize)
 
-    Cached, as every save of a run asks for the same.
-    """
+
+@lru_cache(maxsize=1)
+def _owners_in_layout(
+    format: Format, config: ModelConfig, parallel: Parallel, max_bytes: int, itemsize: int
+) -> Mapping[str, tuple[tuple[int, LocalParam, Part], ...]]:
+    """Cached, as every save of a run asks for the same."""
     owners: dict[str, dict[Box, tuple[int, LocalParam, Part]]] = {}
     for rank in range(parallel.world):
-        for param in local_params(config, parallel, rank, max_numel=max_numel):
+        for param in local_table(format, config, parallel, rank, max_bytes=max_bytes, itemsize=itemsize):
             for part in param.parts:
                 owners.setdefault(part.name, {}).setdefault(part.region, (rank, param, part))
     return {name: tuple(parts.values()) for name, parts in owners.items()}

@@ -41,12 +41,35 @@ class Part:
             view = view.squeeze(0)
         return view.transpose(-1, -2) if self.transposed else view
 
+    def rows(self, start: int, stop: int) -> Part | None:
+        """Return the part within rows [start, stop) of the local tensor, placed in a tensor of these rows alone; None
+        if it has no element there."""
+        first, last = self.local[0]
+        a, b = max(first, start), min(last, stop)
+        if a >= b:
+            return None
+        region = list(self.region)
+        if len(self.local) == len(region):  # else the local rows are not a dimension of the global tensor
+            dim = 1 if self.transposed and len(region) == 2 else 0
+            base = region[dim][0] - first
+            region[dim] = a + base, b + base
+        return replace(self, region=tuple(region), local=((a - start, b - start), *self.local[1:]))
+
 
 @dataclass(frozen=True)
 class LocalParam:
-    """Describes a local tensor. ``expert``: replicated over edp, not dp. ``tp_sharded``: TP ranks hold different
-    elements. ``row_group``: rows that `cut` keeps together. ``float32``: kept in float32, whatever the weights' dtype.
-    Only tensors in units have gradients and optimizer states."""
+    """Describes a local tensor. All that other packages need to know of it is in its fields; its name is its owner's.
+    Only tensors in units have gradients and optimizer states.
+
+    Attributes:
+        expert: it is replicated over edp, not dp.
+        tp_sharded: TP ranks hold different elements.
+        row_group: number of rows that `cut` keeps together.
+        storage: where it lies.
+        float32: it is kept in float32, whatever the weights' dtype.
+        layer: its layer in the whole model; None: it belongs to no layer.
+        expert_index: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -56,6 +79,8 @@ class LocalParam:
     row_group: int = 1
     storage: Storage = "unit"
     float32: bool = False
+    layer: int | None = None
+    expert_index: int | None = None
 
     @property
     def numel(self) -> int:
@@ -71,13 +96,5 @@ class LocalParam:
         return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
 
     def _rows(self, name: str, start: int, stop: int) -> LocalParam:
-        parts = []
-        for part in self.parts:
-            assert not part.transposed
-            first, last = part.local[0]
-            a, b = max(first, start), min(last, stop)
-            if a < b:
-                base = part.region[0][0] - first
-                region = ((a + base, b + base), *part.region[1:])
-                parts.append(Part(part.name, region, ((a - start, b - start), *part.local[1:])))
+        parts = [piece for part in self.parts if (piece := part.rows(start, stop))]
         return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))

@@ -61,6 +61,9 @@ from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
 
+EMBEDDING = "model.embed_tokens.weight"
+"""The global tensor that the first stage and, where embeddings are tied, also the last stage holds."""
+
 
 def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
     """Return the half-open range of key/value heads of a rank; ranks replicate heads where TP exceeds their number."""
@@ -94,7 +97,7 @@ def local_params(
     stage = parallel.coordinate("pp", rank)
     first, last = stage == 0, stage == parallel.pp - 1
     head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
-    table = [rows.vocabulary("embed", "model.embed_tokens.weight")] if first else []
+    table = [rows.vocabulary("embed", EMBEDDING)] if first else []
     own_layers = parallel.layers(config.num_layers, stage)
     for layer in range(config.num_layers):
         table += rows.layer(layer) if layer in own_layers else rows.on_every_rank(layer)
@@ -105,7 +108,7 @@ def local_params(
         elif head == "lm_head":
             table.append(rows.vocabulary("lm_head", "lm_head.weight"))
         elif not first:
-            table.append(rows.vocabulary("embed", "model.embed_tokens.weight"))
+            table.append(rows.vocabulary("embed", EMBEDDING))
         for layer in config.predictors:
             table += rows.predictor(layer)
     if max_numel is None:
@@ -173,7 +176,7 @@ class _TableRows:
             rows += self.sparse(mlp, hf=hf, local=f"{local}.moe")
         if spec.sandwich:
             rows.append(self.whole(f"{local}.mlp_norm", f"{hf}.{names.mlp}", (hidden,)))
-        return rows
+        return [replace(row, layer=index) for row in rows]
 
     def attention(self, spec: AttentionSpec, *, hf: str, local: str) -> list[LocalParam]:
         match spec:
@@ -187,7 +190,8 @@ class _TableRows:
         mlp = self.config.layer(index).mlp
         if isinstance(mlp, Dense) or not mlp.router.correction:
             return []
-        return [self.correction(mlp, hf=f"model.layers.{index}", local=f"layers.{index}.moe")]
+        correction = self.correction(mlp, hf=f"model.layers.{index}", local=f"layers.{index}.moe")
+        return [replace(correction, layer=index)]
 
     def predictor(self, index: int) -> list[LocalParam]:
         """Return the local tensors of a layer that predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section
@@ -268,7 +272,8 @@ class _TableRows:
         num_local = experts // self.parallel.ep
         for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
             hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
-            rows += self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
+            matrices = self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
+            rows += [replace(matrix, expert_index=expert) for matrix in matrices]
         if spec.shared:
             rows += self.dense(spec.shared.width, hf=f"{hf}.{names.shared}", local=f"{local}.shared")
             if spec.shared.gated:

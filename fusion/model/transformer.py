@@ -24,11 +24,12 @@ from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
 from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
 from fusion.model.config import ModelConfig
+from fusion.model.formats import EMBEDDED, Format
 from fusion.model.matrix import Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
-from fusion.model.replay import Forced, Replay, Routed
+from fusion.model.replay import Forced, Replay, Routed, routing_of
 from fusion.model.rotary import inverse_frequencies
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.model.table import local_params
@@ -48,6 +49,8 @@ class Transformer(nn.Module):
         resident: False: hold no memory for the weights after construction.
     """
 
+    format: Format = EMBEDDED
+
     def __init__(
         self,
         config: ModelConfig,
@@ -64,9 +67,9 @@ class Transformer(nn.Module):
         self.config, self.mesh, self.device = config, mesh, device
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
-        self.bucket_bytes, self.max_numel = bucket_bytes, unit_bytes(bucket_bytes) // dtype.itemsize
-        self.table = local_params(config, mesh.parallel, mesh.rank, max_numel=self.max_numel)
-        plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
+        self.bucket_bytes, max_bytes = bucket_bytes, unit_bytes(bucket_bytes)
+        self.table = local_params(config, mesh.parallel, mesh.rank, max_numel=max_bytes // dtype.itemsize)
+        plans = plan_units(self.table, dtype.itemsize, max_bytes)
         apart = [param for param in self.table if param.storage != "unit"]
         self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident, apart=apart)
         views = self.weights.views
@@ -149,6 +152,11 @@ class Transformer(nn.Module):
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
         return shard_sizes(rows, self.mesh.parallel.tp)[self.mesh.tp_rank]
+
+    def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
+        """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
+        the CPU. Collective over TP."""
+        return routing_of(routed, rows, self.mesh, num_experts=self.config.num_experts)
 
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""

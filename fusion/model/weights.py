@@ -20,7 +20,7 @@ class Buckets:
     """Holds flat storage for every parameter of a plan: weights in units, or gradients in buckets.
 
     Args:
-        share: pieces equal to one of these (same parameters, slices and dtype) use its storage, which only ``share``
+        share: pieces of equal content (same slices in the same places) and dtype use its storage, which only ``share``
             allocates and releases; `shared` maps their indices.
         resident: False: hold no memory after construction, which allocates and frees one piece after the other.
         apart: parameters that are in no piece. ``share`` has their values on the card, too.
@@ -37,8 +37,8 @@ class Buckets:
         apart: Sequence[LocalParam] = (),
     ):
         self.plans, self.dtype, self.owner, self._device = plans, dtype, owner, device
-        shareable = {plan.entries: i for i, plan in enumerate(share.plans)} if share and share.dtype == dtype else {}
-        self.shared = {i: shareable[plan.entries] for i, plan in enumerate(plans) if plan.entries in shareable}
+        shareable = {plan.content: i for i, plan in enumerate(share.plans)} if share and share.dtype == dtype else {}
+        self.shared = {i: shareable[plan.content] for i, plan in enumerate(plans) if plan.content in shareable}
         """Index of a shared piece → its index in ``share``."""
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
@@ -46,7 +46,9 @@ class Buckets:
             for i, plan in enumerate(plans):
                 if share is not None and i in self.shared:
                     self.flats.append(share.flats[self.shared[i]])
-                    self.views |= {param.name: share.views[param.name] for param, _ in plan.entries}
+                    theirs = share.plans[self.shared[i]].entries
+                    names = zip(plan.entries, theirs, strict=True)
+                    self.views |= {param.name: share.views[other.name] for (param, _), (other, _) in names}
                     continue
                 flat = torch.zeros(plan.numel, dtype=dtype, device=device.torch_device)
                 self.flats.append(flat)

@@ -17,11 +17,16 @@ USE_CAP = CORRECTION_NAMES[1:]
 USE_FLOOR = ("icepop", "mask_sequence")
 LOAD_BALANCING = ("batch", "sequence")
 REPLAYS = ("none", "train", "rollout")
+BACKENDS = ("embedded", "megatron")
 
 
 @dataclass
 class TrainingConfig:
     """How an optimizer step is computed."""
+
+    backend: str = "embedded"
+    """Whose model is trained: `embedded`: this project's, all families; `megatron`: Megatron-Core's GPTModel (Qwen3 and
+    Qwen3-MoE; `pip install -e .[megatron]`). Optimizer, checkpoints and switches are the same."""
 
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
@@ -68,6 +73,7 @@ class TrainingConfig:
             ValueError: a value that is not accepted, by key.
         """
         check = Checks("training", self)
+        check.one_of("backend", BACKENDS)
         check.number("lr", "weight_decay", "clip_grad", "router_bias_rate", at_least=0)
         betas = list(self.betas)
         rates = len(betas) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
@@ -77,7 +83,7 @@ class TrainingConfig:
         check.integer("token_budget", at_least=1)
         check.boolean("recompute")
         check.number("load_balancing_coef", at_least=0, null=True)
-        check.one_of("load_balancing", LOAD_BALANCING)
+        check.one_of("load_balancing", LOAD_BALANCING if self.backend == "embedded" else LOAD_BALANCING[:1])
 
 
 @dataclass

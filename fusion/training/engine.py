@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fusion.model import Buckets, Mesh, PackedAttention, Routed, Transformer, routing_of
+from fusion.model import Buckets, Mesh, PackedAttention, Routed
 from fusion.model.weights import views_apart
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
@@ -28,6 +28,7 @@ from fusion.training.config import TrainingConfig
 from fusion.training.interface import TrainEngine
 from fusion.training.logprobs import vocab_parallel_logprobs
 from fusion.training.loss import Loss
+from fusion.training.model import TrainedModel
 from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
@@ -55,7 +56,7 @@ class EmbeddedTrainEngine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: TrainedModel,
         mesh: Mesh,
         device: Device,
         config: TrainingConfig,
@@ -179,8 +180,7 @@ class EmbeddedTrainEngine:
             routed: list[Routed] | None = None if record is None else []
             out = self._hidden(batches[i], hidden, routed)
             if record is not None and routed and i < len(places):
-                num_experts = self.model.config.num_experts
-                record[places[i]] = routing_of(routed, batches[i].rows, self.mesh, num_experts=num_experts)
+                record[places[i]] = self.model.routing_of(routed, batches[i].rows)
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)

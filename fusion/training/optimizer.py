@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from fusion.model import BucketPlan, Buckets, Transformer, global_params, local_params
+from fusion.model import BucketPlan, Buckets, WeightHolder, global_params, table_of
 from fusion.training.chunks import Chunk
 from fusion.training.shards import (
     Piece,
@@ -75,7 +75,7 @@ class ShardedAdamW:
 
     def __init__(
         self,
-        model: Transformer,
+        model: WeightHolder,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -89,8 +89,7 @@ class ShardedAdamW:
         plans, tied = gradient_buckets(config, parallel, model.table, bucket_bytes=model.bucket_bytes)
         self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
         tp_ranks = next(group for group in parallel.groups("tp") if self.mesh.rank in group)
-        tables = [local_params(config, parallel, rank, max_numel=model.max_numel) for rank in tp_ranks]
-        self._shared = SharedElements(tables, self.mesh.tp_rank)
+        self._shared = SharedElements([table_of(model, rank) for rank in tp_ranks], self.mesh.tp_rank)
         self.shards = [self._shard(index, index >= len(plans) - tied) for index in range(len(plans))]
         masters = [] if self.weights.dtype == torch.float32 else ["master"]
         kinds = [*masters, "exp_avg", "exp_avg_sq"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from fusion.model import Replay, Transformer, routing_dtype
+from fusion.model import Replay, routing_dtype
 from fusion.training.batch import Sequences
+from fusion.training.model import TrainedModel
 
 
-def replay_of(batch: Sequences, model: Transformer) -> Replay | None:
+def replay_of(batch: Sequences, model: TrainedModel) -> Replay | None:
     """Return the routing to be replayed in a forward pass of the batch; None if the batch has none.
 
     Raises:
@@ -28,7 +29,7 @@ def replay_of(batch: Sequences, model: Transformer) -> Replay | None:
     return Replay(batch.routing.reshape(batch.rows, *cell).to(device), batch.before_last_N.to(device))
 
 
-def new_record(sequences: Sequences, model: Transformer) -> torch.Tensor:
+def new_record(sequences: Sequences, model: TrainedModel) -> torch.Tensor:
     """Allocate a tensor for the routing of all rows in the L sparse layers of this stage: `routing_dtype` [N, L, k]."""
     config = model.config
     shape = sequences.rows, model.num_sparse_layers, config.top_k

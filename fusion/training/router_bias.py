@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fusion.model import Routed, Transformer
+from fusion.model import Routed
+from fusion.training.model import TrainedModel
 
 
 def bias_steps(rows_SE: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ class RouterBias:
         rate: what a bias moves by in a step; 0: nothing is counted and nothing changes.
     """
 
-    def __init__(self, model: Transformer, rate: float):
+    def __init__(self, model: TrainedModel, rate: float):
         config, mesh = model.config, model.mesh
         assert not rate or model.weights.card.numel(), "the model's routers have no correction bias"
         self._model, self._mesh, self.rate = model, mesh, rate

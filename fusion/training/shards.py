@@ -29,6 +29,7 @@ import torch
 
 from fusion.model import BucketPlan, LocalParam, ModelConfig, Parallel, plan_buckets
 from fusion.model.local_param import Box, Part
+from fusion.model.table import EMBEDDING
 
 _Slice = tuple[str, Box]
 """Name of a global tensor and a box of it."""
@@ -97,7 +98,7 @@ def gradient_buckets(
     are not trained and are left out."""
     separate = parallel.pp > 1 and config.tie_embeddings and not config.num_labels
     params = [param for param in params if param.storage == "unit"]
-    tied = [param for param in params if separate and param.name.split(".")[0] == "embed"]
+    tied = [param for param in params if separate and param.parts[0].name == EMBEDDING]
     untied = [param for param in params if param not in tied]
     itemsize = torch.float32.itemsize
     untied_plans, tied_plans = (
@@ -219,5 +220,6 @@ def boxes_of_run(region: Box, first: int, last: int) -> Iterator[Box]:
 
 def _slices(param: LocalParam) -> list[tuple[_Slice, int, int]]:
     """Return the parts of a local tensor, which are runs of its rows, as elements [start, stop) of it flattened."""
+    assert not any(part.transposed for part in param.parts), f"{param.name}: a trainer stores no transposed parts"
     width = param.numel // param.shape[0]
     return [((part.name, part.region), part.local[0][0] * width, part.local[0][1] * width) for part in param.parts]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusion.model import Transformer
 from fusion.npu.failures import wait_for
+from fusion.training.model import TrainedModel
 from fusion.training.pipeline import Action, Message, Step, forward_only, one_forward_one_backward, program
 
 Forward = Callable[[int, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -38,7 +38,7 @@ class Stage:
     """Runs the micro-batches of a batch through this rank's part of ``model``. Construction and all calls are
     collective over the mesh."""
 
-    def __init__(self, model: Transformer):
+    def __init__(self, model: TrainedModel):
         self.model, self.mesh = model, model.mesh
         if self.mesh.pp_group is not None:
             # NCCL and HCCL require a collective of the whole group before batched messages between some of its ranks

@@ -14,6 +14,8 @@ import torch
 from fusion.ep_switch import Layout, Move, Place, Plan, Topology
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import ModelConfig, Parallel, global_params
+from fusion.model.formats import EMBEDDED, MEGATRON, Format
+from fusion.model.formats.megatron import misfit
 from tests.helpers import tiny_config
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -35,8 +37,11 @@ def random_config(choose: Choose) -> ModelConfig:
     return tiny_config(bool(experts), **(SIZES | changes))
 
 
-def random_layout(choose: Choose, config: ModelConfig, ranks: Sequence[int], bucket_bytes: int) -> Layout:
-    parallel = choose(grids(config, len(ranks)))
+def random_layout(
+    choose: Choose, config: ModelConfig, ranks: Sequence[int], bucket_bytes: int, format: Format = EMBEDDED
+) -> Layout:
+    fitting = [grid for grid in grids(config, len(ranks)) if format == EMBEDDED or not misfit(config, grid)]
+    parallel = choose(fitting)
     engines = choose(range(1, len(ranks) // parallel.world + 1))
     left, taken = list(ranks), []
     in_order = choose((True, True, False))
@@ -44,7 +49,7 @@ def random_layout(choose: Choose, config: ModelConfig, ranks: Sequence[int], buc
     for _ in range(engines * parallel.world):
         taken.append(left.pop(start) if in_order else left.pop(choose(range(len(left)))))
     dtype = choose((torch.float32, torch.float32, torch.bfloat16))
-    return Layout(config, parallel, tuple(taken), dtype, bucket_bytes // choose((1, 1, 1, 2)))
+    return Layout(config, parallel, tuple(taken), dtype, bucket_bytes // choose((1, 1, 1, 2)), format)
 
 
 def grids(config: ModelConfig, most_ranks: int) -> list[Parallel]:
@@ -81,6 +86,15 @@ def random_switch(choose: Choose, most_ranks: int = 8) -> tuple[Layout, Layout, 
     source = random_layout(choose, config, ranks, bucket_bytes)
     target = random_layout(choose, config, ranks, bucket_bytes)
     return source, target, bucket_bytes, random_topology(choose), choose((False, False, False, True))
+
+
+def random_switch_of_formats(choose: Choose, most_ranks: int = 4) -> tuple[Layout, Layout, int, Topology, bool]:
+    """Between Megatron's format, of which some units are larger than a bucket, and the embedded one."""
+    config, bucket_bytes = random_config(choose), choose(BUCKETS)
+    layouts = [random_layout(choose, config, range(most_ranks), bucket_bytes, f) for f in (EMBEDDED, MEGATRON)]
+    if choose((True, False)):
+        layouts.reverse()
+    return *layouts, bucket_bytes, random_topology(choose), choose((False, False, False, True))
 
 
 class Elements:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.model import Parallel, global_params, local_params, plan_buckets, plan_units
+from fusion.model import LocalParam, Parallel, Part, global_params, local_params, plan_buckets, plan_units
+from fusion.model.formats import MEGATRON, local_table
 from tests.helpers import tiny_config
 
 LAYOUTS = [
@@ -81,7 +82,7 @@ def test_units_are_small_hold_everything_once_and_are_equal_where_slices_are(one
             assert sorted(p.name for unit in units for p, _ in unit.entries) == sorted(p.name for p in table)
             for unit in units:
                 assert unit.numel * 4 <= bucket_bytes
-                assert len({p.name.split(".")[1] for p, _ in unit.entries if p.name.startswith("layers")}) <= 1
+                assert len({(p.layer, p.expert_index) for p, _ in unit.entries}) == 1
                 end = 0
                 for param, offset in unit.entries:
                     assert offset % 16 == 0 and offset >= end
@@ -95,6 +96,71 @@ def test_units_are_small_hold_everything_once_and_are_equal_where_slices_are(one
     for left, right in zip(tables.values(), reversed(tables.values()), strict=True):
         mine, theirs = experts(left), experts(right)
         assert all(mine[param].entries == theirs[param].entries for param in mine.keys() & theirs.keys())
+
+
+@given(st.sampled_from(LAYOUTS), st.sampled_from(CONFIGS), st.sampled_from([None, 100]))
+def test_fields_of_a_row_say_which_layer_and_expert_its_global_tensors_belong_to(parallel, config, max_numel):
+    if config.num_experts == 0 and parallel.ep * parallel.etp > 1:
+        return
+    for rank in range(parallel.world):
+        for param in local_params(config, parallel, rank, max_numel):
+            for part in param.parts:
+                words = part.name.split(".")
+                assert param.layer == (int(words[2]) if words[1] == "layers" else None)
+                assert param.expert_index == (int(words[words.index("experts") + 1]) if "experts" in words else None)
+                assert param.expert == (param.expert_index is not None)
+
+
+@st.composite
+def stacked_params(draw):
+    """A local tensor whose rows, or the matrices of a stack, are boxes of global matrices, some transposed."""
+    stack, columns, parts, end = draw(st.booleans()), draw(st.integers(1, 4)), [], 0
+    rows = draw(st.integers(1, 5))
+    for index in range(draw(st.integers(1, 4))):
+        transposed, height = draw(st.booleans()), rows if stack else draw(st.integers(1, 5))
+        first, other = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+        region = ((first, first + height), (other, other + columns))
+        local = ((index, index + 1), (0, height), (0, columns)) if stack else ((end, end + height), (0, columns))
+        parts.append(Part(f"w{index}", region[::-1] if transposed else region, local, transposed))
+        end += 1 if stack else height
+    shape = (end, rows, columns) if stack else (end, columns)
+    return LocalParam("p", shape, tuple(parts))
+
+
+@given(stacked_params(), st.integers(1, 30))
+def test_blocks_of_a_tensor_hold_its_elements_in_order_also_where_it_is_stored_transposed(param, max_numel):
+    globals_ = {part.name: np.arange(64).reshape(8, 8) + 100 * i for i, part in enumerate(param.parts)}
+
+    def filled(block):
+        local = np.full(block.shape, -1)
+        for part in block.parts:
+            box = globals_[part.name][tuple(slice(*span) for span in part.region)]
+            place = local[tuple(slice(*span) for span in part.local)]
+            place[...] = (box.T if part.transposed else box).reshape(place.shape)
+        return local
+
+    blocks = param.cut(max_numel)
+    assert (np.concatenate([filled(block) for block in blocks]) == filled(param)).all()
+    assert filled(param).min() >= 0
+    row = param.numel // param.shape[0]
+    assert all(block.numel <= max(max_numel, row) for block in blocks)
+
+
+def megatron(config, parallel, rank):
+    return local_table(MEGATRON, config, parallel, rank, max_bytes=1 << 20, itemsize=4)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(1), Parallel(4, tp=2, ep=2), Parallel(4, pp=2, ep=2)])
+def test_formats_that_hold_the_same_slices_hold_units_of_equal_content(parallel):
+    config = tiny_config(tie_word_embeddings=False, num_key_value_heads=4)
+    for rank in range(parallel.world):
+        contents = []
+        for table in (local_params(config, parallel, rank), megatron(config, parallel, rank)):
+            units = plan_units(table, 4, 1 << 20)
+            contents.append({unit.content: {param.name for param, _ in unit.entries} for unit in units})
+        shared = {name for content in contents[0].keys() & contents[1].keys() for name in contents[0][content]}
+        own = {name for names in contents[0].values() for name in names}
+        assert {name.rsplit(".", 1)[-1] for name in own - shared} == {"qkv", "out"}
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import drafts_sides, rollout_rhyme
+from benchmarks import backends, drafts_sides, rollout_rhyme
 from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
 from benchmarks.growth_run import calls_of_a_step, growth_of_rss
@@ -30,6 +30,17 @@ def test_every_side_runs_once_a_round_and_first_as_often_as_any_other():
 def test_only_wires_that_need_packed_bytes_pay_for_packing(shared, wire, floor_s):
     seconds = {"all_to_all": 3.0, "p2p": 2.0, "shared": shared, "memcpy": 1.0, "local": 0.25}
     assert floor_of(seconds) == (wire, floor_s)
+
+
+def test_backends_are_compared_round_by_round_and_to_the_floor():
+    seconds = {"floor": [1.0, 2.0, 9.0], "embedded": [2.0, 4.0, 20.0], "megatron": [3.0, 8.0, 10.0]}
+    figures = backends.summary(seconds)
+    assert figures["embedded_to_floor"] == 2.0 and figures["megatron_to_embedded"] == 1.5
+    assert backends.summary({"floor": [2.0], "embedded": [3.0]}) == {
+        "floor_s": 2.0,
+        "embedded_s": 3.0,
+        "embedded_to_floor": 1.5,
+    }
 
 
 def test_a_mode_that_is_repeated_has_a_folder_of_its_own(tmp_path):

@@ -15,13 +15,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fusion.model import Parallel
 from fusion.model.options import LayoutConfig
 from fusion.training.algorithms import ALGORITHMS
+from fusion.training.backends.support import check_megatron
 from stalesync.config import Config
 from stalesync.overrides import check_overrides, known_keys, register
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
-from tests.families import family_checkpoint
+from tests.families import KINDS, family_checkpoint, family_config
 from tests.helpers import tiny_checkpoint
 
 PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
@@ -326,3 +328,35 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="lacks the tensor 'model.layers.1.mlp.experts.3.up_proj.weight'"):
         _config(folder).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(parallel__train__pp=2), "parallel.train.pp=2 does not divide num_hidden_layers=3, as Megatron requires"),
+        (dict(parallel__train__tp=4), "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
+    ],
+)
+def test_the_megatron_backend_refuses_layouts_by_key(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("fusion.training.backends.support.is_installed", lambda: True)
+    checkpoint = tiny_checkpoint(tmp_path, num_hidden_layers=3)
+    _config(checkpoint, **changes).validate()
+    _config(checkpoint, training__backend="megatron").validate()
+    with pytest.raises(ValueError, match=f"{message}.*or training.backend=embedded"):
+        _config(checkpoint, training__backend="megatron", **changes).validate()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"qwen3"}))
+def test_the_megatron_backend_refuses_other_families_and_mixed_layers_by_name(kind, monkeypatch):
+    monkeypatch.setattr("fusion.training.backends.support.is_installed", lambda: True)
+    check_megatron(family_config("qwen3"), Parallel())
+    with pytest.raises(ValueError, match=f"training.backend=megatron: .* {kind} model.*or training.backend=embedded"):
+        check_megatron(family_config(kind), Parallel())
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
+    monkeypatch.setattr("fusion.training.backends.support.is_installed", lambda: False)
+    with pytest.raises(ValueError, match=r"megatron-core is not installed; pip install -e \.\[megatron\]"):
+        _config(checkpoint, training__backend="megatron").validate()
+    with pytest.raises(ValueError, match="training.backend='nemo': expected"):
+        _config(checkpoint, training__backend="nemo").validate()

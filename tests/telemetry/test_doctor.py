@@ -81,3 +81,21 @@ def test_little_room_is_a_warning_that_says_what_to_do(doctor):
     )
     assert doctor.disk("/dev/shm", Path("/no/such/place"), needed_gib=2, advice="advice").found == "does not exist"
     assert "→ do this" in doctor.table([doctor.Check("x", "warn", "little", "do this")])
+
+
+@pytest.mark.parametrize(
+    ("version", "cards", "mindspeed", "status", "words"),
+    [
+        (None, [], False, "none", "pip install -e .[megatron]"),
+        ("0.16.1", [], False, "ok", ""),
+        ("0.12.3", [], False, "warn", "expects 0.16.1"),
+        ("0.16.0", ["/dev/davinci0"], False, "warn", "core_r0.16.0"),
+        ("0.16.0", ["/dev/davinci0"], True, "warn", "torch 2.7.1"),
+    ],
+)
+def test_whether_megatron_can_train_here(doctor, monkeypatch, version, cards, mindspeed, status, words):
+    monkeypatch.setattr(doctor, "version_of", {"megatron-core": version, "torch": "2.10.0"}.get)
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: cards if "davinci" in pattern else [])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: mindspeed or None)
+    check = doctor.megatron()
+    assert check.status == status and words in check.advice

@@ -55,7 +55,14 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
     def inference(ranks: tuple[int, ...]) -> Layout:
         return Layout(config, spec.infer_of_one_engine, ranks, dtype=dtype, bucket_bytes=bucket_bytes)
 
-    train = Layout(config, spec.train, deployment.train, dtype=dtype, bucket_bytes=bucket_bytes)
+    train = Layout(
+        config,
+        spec.train,
+        deployment.train,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        format=spec.training.backend,  # type: ignore[arg-type]
+    )
     to_infer = plan_switch(train, inference(generating), bucket_bytes, topology=spec.topology, keep=not shared)
     to_train = None
     if shared:

@@ -1,7 +1,10 @@
-"""Adapters of other trainers to this project's interfaces.
+"""Other trainers' models inside this project's train engine.
 
-    megatron        describes Megatron-Core's local tensors as a parameter table: names, shapes, boxes. Pure.
-    megatron_model  builds that model with the installed megatron-core on a card
+    support            checks whether Megatron-Core can train a model in a layout; pure
+    megatron_model     MegatronModel: Megatron-Core's GPTModel over our `Buckets`, in place of `Transformer`
+    megatron_layers    its norm, attention of packed sequences, and router
+    megatron_device    redirects Megatron-Core's calls of `torch.cuda` to the card
 
-The other packages import nothing from here; only `megatron_model` imports megatron-core.
+Megatron-Core is imported only when a `MegatronModel` is created. Optimizer, masters, losses, checkpoints and switches
+are those of the embedded trainer: they see the model's table (`fusion.model.formats.megatron`) and its storage.
 """

@@ -1,117 +1,300 @@
-"""Build Megatron-Core's model on any card of `fusion.npu`.
+"""Megatron-Core's GPTModel as the model of the train engine.
 
-    with megatron_on(device), megatron_layout(parallel):
-        model = build_gpt(config, parallel, rank)      # with Megatron's parameters, in their local shapes
+    rows of a packed batch ─ pad to a multiple of TP ─► embedding ─► Megatron's layers of this stage ─► norm ─ gather ─►
 
-Megatron uses the device of `torch.cuda`. On a CUDA card that is correct; on Ascend, MindSpeed redirects these calls; on
-an emulated card `megatron_on` redirects them inside its block. The layers are Megatron's local ones (no Transformer
-Engine): SequentialMLP experts, torch norms, therefore no sequence parallelism. The model can hold, reshard and evaluate
-weights, but not train them.
+The layers, their parallel linear maps and the dispatch of tokens to experts are Megatron's (its local ones, without
+Transformer Engine). Its parameters are views of our `Buckets`. This file calls the layers one by one, so that
+activations are recomputed layer by layer and each router's record is returned, as in `Transformer`.
+
+Sequence parallelism splits equal shares of rows over TP: a batch is padded to a multiple of TP, and an empty one to a
+row per rank. Padding rows are a sequence of their own, at the end; they are routed but never counted.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch.nn.functional import silu
-from torch.nn.init import zeros_
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from fusion.model import ModelConfig, Parallel
+from fusion.model import (
+    Buckets,
+    Mesh,
+    ModelConfig,
+    PackedAttention,
+    Parallel,
+    Replay,
+    Routed,
+    plan_units,
+    routing_dtype,
+    unit_bytes,
+)
+from fusion.model.formats import MEGATRON, Format, local_table
+from fusion.model.replay import Forced
 from fusion.npu import Device
+from fusion.training.backends.megatron_device import redirect_to
 
-SEED = 1
 
-
-@contextmanager
-def megatron_on(device: Device) -> Iterator[None]:
-    """Redirects Megatron-Core's calls of `torch.cuda` to ``device``, and restores torch afterwards.
+class MegatronModel:
+    """Computes one rank's shard of the model with Megatron-Core's layers. Arguments and results are those of
+    `Transformer`.
 
     Raises:
         ImportError: megatron-core is not installed.
+        ValueError: Megatron-Core does not compute this model, or not in this layout.
     """
-    if device.torch_device.type == "cuda":
-        yield
-        return
-    module = torch.get_device_module(device.torch_device)
-    names = ("Event", "Stream", "current_stream", "get_rng_state", "manual_seed", "set_rng_state", "stream")
-    stand_ins: dict[str, Any] = {name: getattr(module, name) for name in names}
-    stand_ins["current_device"] = lambda: device.torch_device
-    to_card = patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self.to(device.torch_device))
-    with warnings.catch_warnings(), patch.multiple(torch.cuda, **stand_ins), to_card:
-        warnings.simplefilter("ignore")  # about Transformer Engine and Apex, which need CUDA
-        import megatron.core.tensor_parallel.random as random
-        import megatron.core.transformer.moe.moe_utils as moe_utils
 
-        rng: dict[str, Any] = {
-            "_get_cuda_rng_state": lambda *args, **kwargs: module.get_rng_state(),
-            "_set_cuda_rng_state": lambda state, *args, **kwargs: module.set_rng_state(state),
-        }
-        # 0.16.1 reads this name, but defines it only if Transformer Engine is installed.
-        no_te = patch.object(moe_utils, "te_general_gemm", None, create=True)
-        with patch.multiple(random, **rng), no_te:
-            yield
+    format: Format = MEGATRON
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        device: Device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        bucket_bytes: int = 256 << 20,
+    ):
+        self.config, self.mesh, self.device, self.bucket_bytes = config, mesh, device, bucket_bytes
+        self.recompute = False
+        max_bytes, parallel = unit_bytes(bucket_bytes), mesh.parallel
+        self.table = local_table(MEGATRON, config, parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize)
+        redirect_to(device)
+        self.gpt = build_gpt(config, parallel, mesh.rank, process_groups(mesh, device), dtype)
+        self.weights = Buckets(plan_units(self.table, dtype.itemsize, max_bytes), device, dtype, owner="weights")
+        self._store_parameters()
+        self._layers = list(self.gpt.decoder.layers)
+        self.num_sparse_layers = len(self._layers) if config.num_experts else 0
+        self._inv_freq = self.gpt.rotary_pos_emb.inv_freq.to(device.torch_device)
+
+    def _store_parameters(self) -> None:
+        """Replace Megatron's parameters, which have no storage, by views of the buckets."""
+        table = {param.name: param.shape for param in self.table}
+        names = {name: tuple(param.shape) for name, param in self.gpt.named_parameters()}
+        assert names == table, f"Megatron's parameters differ from their table: {names.items() ^ table.items()}"
+        for path, module in list(self.gpt.named_modules()):
+            for name, param in module._parameters.items():
+                if param is not None:
+                    stored = nn.Parameter(self.weights.views[f"{path}.{name}"])
+                    stored.__dict__.update(param.__dict__)  # what Megatron has marked it with
+                    module._parameters[name] = stored
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by the names of `table`."""
+        return self.gpt.named_parameters()
+
+    def hidden_rows(self, rows: int) -> int:
+        """Return how many rows of a batch of ``rows`` this TP rank holds between two layers and between two stages."""
+        return self._padded(rows) // self.mesh.parallel.tp
+
+    def _padded(self, rows: int) -> int:
+        tp = self.mesh.parallel.tp
+        return max(rows + -rows % tp, tp)
+
+    def __call__(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        attend: PackedAttention,
+        routed: list[Routed] | None = None,
+        hidden: torch.Tensor | None = None,
+        replay: Replay | None = None,
+    ) -> torch.Tensor:
+        """Compute the hidden states [N, D] after the final norm; on other stages than the last, this TP rank's rows
+        [n, D] before it."""
+        rows = ids_N.shape[0]
+        padding = self._padded(rows) - rows
+        attend = PackedAttention([*attend.lengths, padding] if padding else attend.lengths)
+        rope = self._rope(F.pad(positions_N, (0, padding)))
+        x = self._embed(F.pad(ids_N, (0, padding))) if hidden is None else hidden.unsqueeze(1)
+        forced = self._forced(replay, padding) if replay is not None else None
+        for index, layer in enumerate(self._layers):
+            inputs: dict[str, Any] = dict(
+                layer=layer,
+                rope=rope,
+                attend=attend,
+                rows=self._own_rows(rows),
+                forced=None if forced is None else forced.layer(index),
+                record=routed is not None,
+            )
+            if self.recompute and torch.is_grad_enabled():
+                x, layer_routed = checkpoint(self._layer, x, use_reentrant=False, early_stop=False, **inputs)
+            else:
+                x, layer_routed = self._layer(x, **inputs)
+            if routed is not None and layer_routed is not None:
+                routed.append(layer_routed)
+        if not self.mesh.last_stage:
+            return x.squeeze(1)
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        x = self.gpt.decoder.final_layernorm(x)
+        if self.mesh.tp_group is not None:
+            x = gather_from_sequence_parallel_region(x, group=self.mesh.tp_group)
+        return x[:rows, 0]
+
+    def _layer(
+        self,
+        x: torch.Tensor,
+        *,
+        layer: Any,
+        rope: torch.Tensor,
+        attend: PackedAttention,
+        rows: int,
+        forced: Forced | None,
+        record: bool,
+    ) -> tuple[torch.Tensor, Routed | None]:
+        from fusion.training.backends.megatron_layers import RoutingTrace
+
+        router = layer.mlp.router if self.config.num_experts else None
+        if router is None or not (record or forced):
+            return layer(hidden_states=x, attention_mask=attend, rotary_pos_emb=rope)[0], None
+        router.trace = trace = RoutingTrace(rows, forced)
+        x, _ = layer(hidden_states=x, attention_mask=attend, rotary_pos_emb=rope)
+        router.trace = None
+        return x, trace.routed
+
+    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
+        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
+        tied = self.config.tie_embeddings and self.mesh.first_stage
+        return F.linear(hidden_nD, self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight)
+
+    def keep_probabilities(self) -> None:
+        """Raises: ValueError: always; `TrainingConfig.validate` refuses it before."""
+        raise ValueError("training.load_balancing=sequence is not supported with training.backend=megatron")
+
+    def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
+        """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
+        the CPU. Collective over TP."""
+        experts_nLk = torch.stack([layer.expert_nk for layer in routed], 1).to(routing_dtype(self.config.num_experts))
+        if self.mesh.tp_group is None:
+            return experts_nLk.cpu()
+        own = experts_nLk.new_zeros(self.hidden_rows(rows), *experts_nLk.shape[1:])
+        own[: len(experts_nLk)] = experts_nLk
+        # sent as bytes, since some backends do not support every integer dtype
+        wire = own.flatten(1).view(torch.uint8)
+        gathered = wire.new_empty(self._padded(rows), wire.shape[1])
+        dist.all_gather_into_tensor(gathered, wire, group=self.mesh.tp_group)
+        return gathered.view(own.dtype)[:rows].unflatten(1, own.shape[1:]).cpu()
+
+    def _own_rows(self, rows: int) -> int:
+        """Return how many of this TP rank's rows are no padding."""
+        share = self.hidden_rows(rows)
+        return min(max(rows - self.mesh.tp_rank * share, 0), share)
+
+    def _forced(self, replay: Replay, padding: int) -> Replay:
+        """Return this TP rank's rows of a replay, padded by rows that follow their router."""
+        experts = F.pad(replay.experts_NLk, (0, 0, 0, 0, 0, padding))
+        share = len(experts) // self.mesh.parallel.tp
+        own = slice(self.mesh.tp_rank * share, (self.mesh.tp_rank + 1) * share)
+        return Replay(experts[own], F.pad(replay.known_N, (0, padding))[own])
+
+    def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
+        x = self.gpt.embedding.word_embeddings(ids_N.unsqueeze(0))
+        return x if self.mesh.parallel.tp > 1 else x.transpose(0, 1)  # it has scattered [N, 1, D] over TP
+
+    def _rope(self, positions_N: torch.Tensor) -> torch.Tensor:
+        """Return the angles [N, 1, 1, C] of Megatron's rotary embedding."""
+        angles = positions_N.to(torch.float32)[:, None] * self._inv_freq
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
-@contextmanager
-def megatron_layout(parallel: Parallel) -> Iterator[None]:
-    """Creates Megatron's global process groups for a layout. Collective over all processes, the layout's ranks."""
+def process_groups(mesh: Mesh, device: Device) -> Any:
+    """Return the groups of a mesh as Megatron's `ProcessGroupCollection`. Collective over the mesh."""
     from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-    parallel_state.initialize_model_parallel(
-        parallel.tp,
-        parallel.pp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
+    if not dist.is_initialized():  # Megatron needs groups also of a single card
+        dist.init_process_group(device.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    tp, dp, edp, stage = (group or alone for group in (mesh.tp_group, mesh.dp_group, mesh.edp_group, mesh.stage_group))
+    parallel_state._GLOBAL_MEMORY_BUFFER = TransientBuffer(device)
+    return ProcessGroupCollection(
+        tp=tp,
+        pp=mesh.pp_group or alone,
+        cp=alone,
+        tp_cp=tp,
+        ep=mesh.ep_group or alone,
+        expt_tp=mesh.etp_group or alone,
+        tp_ep=_expert_group(mesh) or alone,
+        tp_dp_cp=stage,
+        dp=dp,
+        dp_cp=dp,
+        expt_dp=edp,
+        embd=None,
     )
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
-def build_gpt(config: ModelConfig, parallel: Parallel, rank: int) -> Any:
-    """Builds a `GPTModel` with zero weights. Call it inside `megatron_on` and the `megatron_layout` of the layout.
+def _expert_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that together hold all experts of a stage. Collective over them."""
+    parallel = mesh.parallel
+    if parallel.ep == 1 or parallel.etp == 1:
+        return mesh.ep_group or mesh.etp_group
+    if parallel.edp == 1:
+        return mesh.stage_group
+    assert mesh.world_group is not None
+    ranks = dist.get_process_group_ranks(mesh.world_group)
+    own = [parallel.coordinate(axis, mesh.rank) for axis in ("pp", "edp")]  # type: ignore[arg-type]
+    members = [
+        rank
+        for place, rank in enumerate(ranks)
+        if [parallel.coordinate(axis, place) for axis in ("pp", "edp")] == own  # type: ignore[arg-type]
+    ]
+    return dist.new_group(members, use_local_synchronization=True)
 
-    The model keeps the process groups it was built with (`pg_collection`), so that models in several layouts can exist
-    at once; only the sharded state dict of tied embeddings still needs Megatron's global state and so the blocks.
+
+class TransientBuffer:
+    """Stands in for Megatron's global buffers, which would stay in HBM while the card generates."""
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    def get_tensor(self, shape: list[int], dtype: torch.dtype, name: str, *_: Any) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device.torch_device)
+
+
+def build_gpt(config: ModelConfig, parallel: Parallel, rank: int, groups: Any, dtype: torch.dtype) -> Any:
+    """Return Megatron's `GPTModel` of a rank, whose parameters have shapes but no storage.
 
     Args:
-        rank: rank of the calling process.
+        groups: `ProcessGroupCollection`.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from fusion.training.backends.megatron_layers import Norm, PackedCoreAttention, TracedRouter
 
     stage = parallel.coordinate("pp", rank)
-    model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    with torch.device(torch.cuda.current_device()):  # Megatron creates norms and routers on torch's default device
+    spec = get_gpt_layer_local_spec(num_experts=config.num_experts or None, qk_layernorm=True, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention, attention.q_layernorm, attention.k_layernorm = PackedCoreAttention, Norm, Norm
+    if config.num_experts:
+        layer.mlp.submodules.router = TracedRouter
+    num_layers = len(parallel.layers(config.num_layers, stage))
+    with torch.device("meta"):
         model = GPTModel(
-            config=transformer_config(config, parallel),
-            transformer_layer_spec=get_gpt_layer_local_spec(
-                num_experts=config.num_experts or None, qk_layernorm=True, normalization="RMSNorm"
-            ),
+            config=transformer_config(config, parallel, dtype),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm),
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_positions,
             pre_process=stage == 0,
             post_process=stage == parallel.pp - 1,
             share_embeddings_and_output_weights=config.tie_embeddings,
             position_embedding_type="rope",
-            rotary_base=int(config.attention.rotary.theta),
+            rotary_base=config.attention.rotary.theta,  # type: ignore[arg-type]
             pg_collection=groups,
         )
-    model.pg_collection = groups
-    return model
+    return model.train()
 
 
-def transformer_config(config: ModelConfig, parallel: Parallel) -> Any:
-    """Returns Megatron's config of a Qwen3 or Qwen3-MoE model."""
+def transformer_config(config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> Any:
+    """Return Megatron's config of a Qwen3 or Qwen3-MoE model."""
     from megatron.core.transformer import TransformerConfig
 
     experts = dict[str, Any]()
@@ -120,8 +303,9 @@ def transformer_config(config: ModelConfig, parallel: Parallel) -> Any:
             num_moe_experts=config.num_experts,
             moe_router_topk=config.top_k,
             moe_ffn_hidden_size=config.moe_intermediate_size,
-            moe_router_load_balancing_type="none",
+            moe_router_load_balancing_type="none",  # the train engine adds its own loss, over the global batch
             moe_router_pre_softmax=not config.experts.router.normalise,
+            moe_token_dispatcher_type="alltoall",
         )
     return TransformerConfig(
         num_layers=config.num_layers,
@@ -135,18 +319,19 @@ def transformer_config(config: ModelConfig, parallel: Parallel) -> Any:
         qk_layernorm=True,
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=silu,
+        activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        init_method=zeros_,
-        output_layer_init_method=zeros_,
-        embedding_init_method=zeros_,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,  # that is, on torch's default device
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,

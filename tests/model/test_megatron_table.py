@@ -1,4 +1,4 @@
-"""The invariants of `fusion.training.backends.megatron`, over random layouts; no megatron-core needed."""
+"""The invariants of `fusion.model.formats.megatron`, over random layouts; no megatron-core needed."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fusion.model import Parallel, global_params
-from fusion.training.backends import megatron
+from fusion.model.formats import megatron
 from tests.helpers import tiny_config
 
 CONFIGS = [tiny_config(tie_word_embeddings=False), tiny_config(), tiny_config(experts=False)]
@@ -52,3 +52,6 @@ def test_more_tensor_ranks_than_groups_cut_a_group():
 def test_stages_that_megatron_cannot_cut_are_refused():
     with pytest.raises(ValueError, match="pp=4 does not divide num_hidden_layers=2"):
         megatron.local_params(CONFIGS[0], Parallel(4, pp=4), 0)
+    rows = r"tp=3 does not divide the 80 rows of linear_qkv"
+    with pytest.raises(ValueError, match=rows):
+        megatron.local_params(tiny_config(num_attention_heads=3, num_key_value_heads=1), Parallel(3, tp=3), 0)

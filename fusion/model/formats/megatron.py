@@ -25,8 +25,11 @@ experts than the order of their numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from fusion.model import LocalParam, ModelConfig, Parallel, Part
+from fusion.model.config import ModelConfig
+from fusion.model.parallel import Parallel
+from fusion.model.table import EMBEDDING, LocalParam, Part
 
 Rows = tuple[str, int, int]
 """Rows [start, stop) of a global tensor."""
@@ -39,14 +42,22 @@ def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[Lo
     groups, each rank holds an even share of the fused rows and gathers them to compute.
 
     Raises:
-        ValueError: the number of layers is not divisible by the number of stages, or `check_supported`.
+        ValueError: Megatron does not divide the model so (`misfit`), or `check_supported`.
     """
     check_supported(config)
-    if config.num_layers % parallel.pp:
-        raise ValueError(
-            f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron requires"
-        )
+    if problem := misfit(config, parallel):
+        raise ValueError(problem)
     return tuple(_Table(config, parallel, rank).params())
+
+
+def misfit(config: ModelConfig, parallel: Parallel) -> str | None:
+    """Return the axis of a layout that does not divide the model as Megatron requires, with both numbers, or None."""
+    if config.num_layers % parallel.pp:
+        return f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron requires"
+    fused_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    if fused_rows % parallel.tp:
+        return f"tp={parallel.tp} does not divide the {fused_rows} rows of linear_qkv, as Megatron requires"
+    return None
 
 
 def check_supported(config: ModelConfig) -> None:
@@ -72,11 +83,12 @@ class _Table:
 
     def params(self) -> Iterator[LocalParam]:
         config, last = self.config, self.stage == self.parallel.pp - 1
-        vocabulary = [("model.embed_tokens.weight", 0, config.vocab_size)]
+        vocabulary = [(EMBEDDING, 0, config.vocab_size)]
         if self.stage == 0:
             yield self.rows("embedding.word_embeddings", vocabulary, self.tp)
         for index, layer in enumerate(self.parallel.layers(config.num_layers, self.stage)):
-            yield from self.layer(f"decoder.layers.{index}", f"model.layers.{layer}")
+            for param in self.layer(f"decoder.layers.{index}", f"model.layers.{layer}"):
+                yield replace(param, layer=layer)
         if last:
             yield self.whole("decoder.final_layernorm", "model.norm", (config.hidden_size,))
         if last and not config.tie_embeddings:
@@ -101,9 +113,10 @@ class _Table:
         yield self.whole(f"{name}.mlp.router", f"{hf}.mlp.gate", (config.num_experts, d))
         num_local_experts = config.num_experts // self.parallel.ep
         for slot in range(num_local_experts):
-            expert = f"{hf}.mlp.experts.{self.ep_rank * num_local_experts + slot}"
-            local = f"{name}.mlp.experts.local_experts.{slot}"
-            yield from self.mlp(local, expert, width=config.moe_intermediate_size, cut=self.etp, expert=True)
+            expert = self.ep_rank * num_local_experts + slot
+            hf_expert, local = f"{hf}.mlp.experts.{expert}", f"{name}.mlp.experts.local_experts.{slot}"
+            for param in self.mlp(local, hf_expert, width=config.moe_intermediate_size, cut=self.etp, expert=True):
+                yield replace(param, expert_index=expert)
 
     def mlp(self, name: str, hf: str, width: int, cut: tuple[int, int], expert: bool) -> Iterator[LocalParam]:
         gate_up = [(f"{hf}.{half}_proj.weight", *_share(0, width, cut)) for half in ("gate", "up")]

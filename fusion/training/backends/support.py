@@ -1,0 +1,44 @@
+"""Check whether Megatron-Core can train a model in a layout, before a worker starts. Needs neither torch nor Megatron.
+
+What the backend refuses, the embedded one computes: every message names the key to change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from fusion.model.config import ModelConfig
+from fusion.model.formats.megatron import check_supported, misfit
+from fusion.model.parallel import Parallel
+
+INSTALL = "pip install -e .[megatron]"
+OTHERWISE = "or training.backend=embedded"
+
+
+def is_installed() -> bool:
+    """Return whether megatron-core can be imported."""
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def check_megatron(config: ModelConfig, layout: Parallel) -> None:
+    """Check that training.backend=megatron can train a model in the layout `parallel.train`.
+
+    Raises:
+        ValueError: megatron-core is not installed; or the model, or a size of the layout, is not supported.
+    """
+    if not is_installed():
+        raise ValueError(f"training.backend=megatron: megatron-core is not installed; {INSTALL}, {OTHERWISE}")
+    try:
+        check_supported(config)
+    except ValueError as error:
+        raise ValueError(f"training.backend=megatron: {error}; {OTHERWISE}") from None
+    if problem := misfit(config, layout):
+        raise ValueError(f"parallel.train.{problem}; change it, {OTHERWISE}")
+    if layout.tp > config.num_kv_heads:
+        raise ValueError(
+            f"parallel.train.tp={layout.tp} exceeds the model's num_key_value_heads={config.num_kv_heads}, which "
+            f"Megatron-Core 0.16 does not compute; change it, {OTHERWISE}"
+        )

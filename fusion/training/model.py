@@ -1,0 +1,49 @@
+"""Define the interface of a model that the train engine trains: `Transformer`, or another trainer's in `backends`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fusion.model import PackedAttention, Replay, Routed, WeightHolder
+
+
+class TrainedModel(WeightHolder, Protocol):
+    """Computes one rank's shard of a model, with gradients for the parameters that `named_parameters` yields."""
+
+    recompute: bool
+    """Whether the backward pass recomputes the activations of each layer"""
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers of this stage that have experts."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, which are views of `weights`, by the names of `table`."""
+
+    def __call__(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        attend: PackedAttention,
+        routed: list[Routed] | None = None,
+        hidden: torch.Tensor | None = None,
+        replay: Replay | None = None,
+    ) -> torch.Tensor:
+        """Compute the hidden states of a packed batch, as `Transformer.forward`."""
+
+    def keep_probabilities(self) -> None:
+        """Keep the router's probabilities of each row in `Routed`, for the load-balancing loss of sequences."""
+
+    def hidden_rows(self, rows: int) -> int:
+        """Return how many rows of a batch of ``rows`` this TP rank exchanges with the stages beside it."""
+
+    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
+        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
+
+    def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
+        """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
+        the CPU. Collective over TP."""

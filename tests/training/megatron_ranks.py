@@ -1,0 +1,84 @@
+"""What the tests of the Megatron backend run on every rank: the same steps by both models."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion.model import Buckets, Mesh, ModelConfig, Parallel, Transformer, global_params
+from fusion.model.holder import WeightHolder
+from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, TrainingConfig
+from fusion.training.algorithms import make_algorithm
+from fusion.training.backends.megatron_model import MegatronModel
+from tests.training.ranks import LONGEST, my_share, sample_batch
+
+MODELS = {"embedded": Transformer, "megatron": MegatronModel}
+
+
+class Case(NamedTuple):
+    """A run of a few steps. ``replay``: the routing of the embedded model's pass is replayed."""
+
+    config: ModelConfig
+    layout: Parallel = Parallel()
+    training: dict[str, Any] = {}
+    dtype: str = "float32"
+    samples: int = 12
+    steps: int = 2
+    bucket_bytes: int = 1 << 16
+    replay: bool = False
+
+
+def whole_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Random global tensors, the same on every rank."""
+    random = torch.Generator().manual_seed(5)
+    return {
+        name: torch.ones(shape) + 0.1 * torch.randn(shape, generator=random)
+        if len(shape) == 1
+        else 0.2 * torch.randn(shape, generator=random)
+        for name, shape in global_params(config).items()
+    }
+
+
+def fill(model: WeightHolder, whole: dict[str, torch.Tensor]) -> None:
+    for param in model.table:
+        for part in param.parts:
+            values = whole[part.name][tuple(slice(*span) for span in part.region)]
+            part.view(model.weights.views[param.name]).copy_(values)
+
+
+def make_engine(name: str, case: Case, device: Any, mesh: Mesh) -> EmbeddedTrainEngine:
+    model = MODELS[name](case.config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
+    fill(model, whole_weights(case.config))
+    training = TrainingConfig(**({"lr": 1e-3, "token_budget": 30} | case.training))
+    return EmbeddedTrainEngine(model, mesh, device, training)
+
+
+def both(rank: int, device: Any, case: Case) -> dict[str, Any]:
+    """Log-probabilities before the first step and the metrics of every step, by model."""
+    mesh = Mesh.create(case.layout)
+    algorithm = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST)
+    results: dict[str, Any] = {}
+    batches = []
+    for name in MODELS:
+        engine = make_engine(name, case, device, mesh)
+        steps = []
+        for step in range(case.steps):
+            if len(batches) == step:  # the embedded model's, so that both train on equal data
+                batch = my_share(sample_batch(case.samples, 3 + step), engine)
+                batches.append(engine.with_own_routing(batch) if case.replay else batch)
+            logprobs, entropy = engine.logprobs(batches[step])
+            metrics = engine.forward_backward(algorithm.weigh(batches[step]), algorithm.loss)
+            steps.append({"logprobs": logprobs, "entropy": entropy, **metrics, **engine.optimizer_step()})
+        routing = engine.with_own_routing(batches[0]).routing if case.config.num_experts else None
+        results[name] = {"steps": steps, "routing": routing}
+        held = memory_of(engine.model.weights)
+        engine.model.weights.release()
+        assert memory_of(engine.model.weights) == 0 < held
+        if name == "megatron":
+            assert sum(p.untyped_storage().nbytes() for _, p in engine.model.named_parameters()) == 0
+    return results
+
+
+def memory_of(weights: Buckets) -> int:
+    return sum(weights.held(index) for index in range(len(weights.flats)))
