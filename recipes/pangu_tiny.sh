@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/pangu_tiny.yaml
+python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/tiny/pangu.yaml
 exec python scripts/train.py run.name=pangu-tiny run.steps=60 model.path=runs/base/pangu-tiny \
   cluster=four device=emulated parallel.train.tp=2 parallel.train.ep=2 parallel.train.pp=2 parallel.infer.ep=4 \
   data=addition data.max_prompt_length=8 reward=arithmetic rollout.max_response_length=5 algorithm=grpo \

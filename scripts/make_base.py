@@ -1,7 +1,7 @@
 """Trains a small base model to start from.
 
     python scripts/make_base.py addition runs/base/addition [--seed 0] [--target 0.2]
-    python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/pangu_tiny.yaml
+    python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/tiny/pangu.yaml
 
 Tasks: addition (one-digit sums, takes seconds), worked_arithmetic (long answers with every step, takes a few minutes).
 The model is a small Qwen3-MoE, or what the `config` of a --shape file describes, in the fields of a `config.json`.

@@ -12,7 +12,7 @@ LAYOUTS = [f"parallel.train.{axis}=2" for axis in ("tp", "ep", "pp")] + ["parall
 
 
 def test_a_tiny_pangu_trains_in_three_cuts_and_generates_in_another(tmp_path):
-    shape = yaml.safe_load((ROOT / "recipes" / "shapes" / "pangu_tiny.yaml").read_text())["config"]
+    shape = yaml.safe_load((ROOT / "recipes" / "shapes" / "tiny" / "pangu.yaml").read_text())["config"]
     base = tmp_path / "base"
     accuracy = make_base_model("addition", base, open_device("emulated"), shape=shape, target=0.05)
     assert accuracy >= 0.05
