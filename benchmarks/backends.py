@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fusion.model import Parallel  # noqa: E402
-from fusion.training.backends.support import INSTALL, is_installed  # noqa: E402
+from fusion.training.backends.support import INSTALL, installed_version  # noqa: E402
 
 WORLD = 4
 SHAPE = dict(
@@ -62,7 +62,7 @@ def main() -> None:
 
     from benchmarks.backends_ranks import rank_main
 
-    if not is_installed():
+    if installed_version() is None:
         print(f"Megatron-Core is not measured: {INSTALL}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (folder, Parallel(WORLD, **sizes), args.rounds), WORLD)

@@ -19,7 +19,7 @@ from fusion.model import Mesh, ModelConfig, Parallel, Transformer, global_params
 from fusion.npu import Device, open_device
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import make_algorithm
-from fusion.training.backends.support import is_installed
+from fusion.training.backends.support import installed_version
 
 BUCKET_BYTES = 1 << 21
 ENGINE = Parallel(WORLD, ep=WORLD)
@@ -51,7 +51,7 @@ def measure(config: ModelConfig, device: Device, layout: Parallel, rounds: int) 
     """Return the figures, the same on every rank. Collective."""
     train, engine = Mesh.create(layout), Mesh.create(ENGINE)
     builders: dict[str, Any] = {"embedded": Transformer}
-    if is_installed():
+    if installed_version() is not None:
         from fusion.training.backends.megatron_model import MegatronModel
 
         builders["megatron"] = MegatronModel

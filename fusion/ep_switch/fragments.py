@@ -68,7 +68,7 @@ def slabs_of(layout: Layout) -> dict[object, Slab]:
         for index, unit in enumerate(layout.units(alike[0])):
             key = tuple(
                 [
-                    (start, param.shape, *[(p.name, p.region, p.local, p.transposed) for p in param.parts])
+                    (start, param.shape, param.block, *[(p.name, p.region, p.local, p.transposed) for p in param.parts])
                     for param, start in unit.entries
                 ]
             )

@@ -56,10 +56,10 @@ class BucketPlan:
     entries: tuple[tuple[LocalParam, int], ...]
 
     @cached_property
-    def content(self) -> tuple[tuple[int, tuple[int, ...], tuple[Part, ...]], ...]:
-        """(offset, shape, parts) of every parameter: pieces of equal content are stored alike, whatever the formats
-        that name their parameters."""
-        return tuple([(offset, param.shape, param.parts) for param, offset in self.entries])
+    def content(self) -> tuple[tuple[int, tuple[int, ...], int | None, tuple[Part, ...]], ...]:
+        """(offset, shape, block, parts) of every parameter: pieces of equal content are stored alike, whatever the
+        formats that name their parameters."""
+        return tuple([(offset, param.shape, param.block, param.parts) for param, offset in self.entries])
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the parameters, by name, in a piece of this plan."""

@@ -69,6 +69,7 @@ class LocalParam:
         float32: it is kept in float32, whatever the weights' dtype.
         layer: its layer in the whole model; None: it belongs to no layer.
         expert_index: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
+        block: its number among the blocks that a matrix was cut into; None: it is not cut.
     """
 
     name: str
@@ -81,6 +82,7 @@ class LocalParam:
     float32: bool = False
     layer: int | None = None
     expert_index: int | None = None
+    block: int | None = None
 
     @property
     def numel(self) -> int:
@@ -93,8 +95,9 @@ class LocalParam:
             return [self]
         rows = max(1, max_numel * self.shape[0] // self.numel // self.row_group) * self.row_group
         starts = range(0, self.shape[0], rows)
-        return [self._rows(f"{self.name}.{i}", at, min(at + rows, self.shape[0])) for i, at in enumerate(starts)]
+        return [self._block(index, start, min(start + rows, self.shape[0])) for index, start in enumerate(starts)]
 
-    def _rows(self, name: str, start: int, stop: int) -> LocalParam:
-        parts = [piece for part in self.parts if (piece := part.rows(start, stop))]
-        return replace(self, name=name, shape=(stop - start, *self.shape[1:]), parts=tuple(parts))
+    def _block(self, index: int, start: int, stop: int) -> LocalParam:
+        parts = tuple([piece for part in self.parts if (piece := part.rows(start, stop))])
+        shape = stop - start, *self.shape[1:]
+        return replace(self, name=f"{self.name}.{index}", shape=shape, parts=parts, block=index)

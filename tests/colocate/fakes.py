@@ -15,6 +15,7 @@ import torch
 
 from fusion.inference import InferEngine, Output, Request, RolloutConfig
 from fusion.model import Buckets, Mesh, ModelConfig, WeightHolder, local_params, plan_units, unit_bytes
+from fusion.model.formats import EMBEDDED
 from fusion.npu import Device
 from fusion.training import Sequences, TrainEngine
 from fusion.training.chunks import Chunk
@@ -22,6 +23,8 @@ from fusion.training.loss import Loss
 
 
 class FakeModel:
+    format = EMBEDDED
+
     def __init__(
         self,
         config: ModelConfig,
@@ -34,9 +37,8 @@ class FakeModel:
         share: Buckets | None = None,
         resident: bool = True,
     ):
-        self.config, self.mesh, self.device = config, mesh, device
-        self.max_numel = unit_bytes(bucket_bytes) // dtype.itemsize
-        self.table = local_params(config, mesh.parallel, mesh.rank, self.max_numel)
+        self.config, self.mesh, self.device, self.bucket_bytes = config, mesh, device, bucket_bytes
+        self.table = local_params(config, mesh.parallel, mesh.rank, unit_bytes(bucket_bytes) // dtype.itemsize)
         plans = plan_units(self.table, dtype.itemsize, unit_bytes(bucket_bytes))
         self.weights = Buckets(plans, device, dtype, "weights", share, resident)
 

@@ -338,7 +338,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_
     ],
 )
 def test_the_megatron_backend_refuses_layouts_by_key(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("fusion.training.backends.support.is_installed", lambda: True)
+    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
     checkpoint = tiny_checkpoint(tmp_path, num_hidden_layers=3)
     _config(checkpoint, **changes).validate()
     _config(checkpoint, training__backend="megatron").validate()
@@ -348,15 +348,16 @@ def test_the_megatron_backend_refuses_layouts_by_key(tmp_path, monkeypatch, chan
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"qwen3"}))
 def test_the_megatron_backend_refuses_other_families_and_mixed_layers_by_name(kind, monkeypatch):
-    monkeypatch.setattr("fusion.training.backends.support.is_installed", lambda: True)
+    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
     check_megatron(family_config("qwen3"), Parallel())
     with pytest.raises(ValueError, match=f"training.backend=megatron: .* {kind} model.*or training.backend=embedded"):
         check_megatron(family_config(kind), Parallel())
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
-    monkeypatch.setattr("fusion.training.backends.support.is_installed", lambda: False)
-    with pytest.raises(ValueError, match=r"megatron-core is not installed; pip install -e \.\[megatron\]"):
-        _config(checkpoint, training__backend="megatron").validate()
+    for version, problem in ((None, "is not installed"), ("0.12.3", r"is 0.12.3, expected 0.16.\*")):
+        monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: version)  # noqa: B023
+        with pytest.raises(ValueError, match=rf"megatron-core {problem}; pip install -e \.\[megatron\]"):
+            _config(checkpoint, training__backend="megatron").validate()
     with pytest.raises(ValueError, match="training.backend='nemo': expected"):
         _config(checkpoint, training__backend="nemo").validate()

@@ -29,6 +29,7 @@ CASES = {
     "PP2TP2": dict(config=MOE, layout=Parallel(4, tp=2, pp=2, ep=2)),
     "EP2ETP2": dict(config=MOE, layout=Parallel(4, tp=2, ep=2, etp=2)),
     "ETP2 beside DP2": dict(config=MOE, layout=Parallel(4, tp=1, ep=1, etp=2)),
+    "EP2ETP2 twice": dict(config=MOE, layout=Parallel(8, tp=2, ep=2, etp=2)),
     "TP4": dict(config=tiny_config(num_key_value_heads=4), layout=Parallel(4, tp=4, ep=2)),
 }
 

@@ -12,6 +12,7 @@ row per rank. Padding rows are a sequence of their own, at the end; they are rou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +65,10 @@ class MegatronModel:
         max_bytes, parallel = unit_bytes(bucket_bytes), mesh.parallel
         self.table = local_table(MEGATRON, config, parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize)
         redirect_to(device)
-        self.gpt = build_gpt(config, parallel, mesh.rank, process_groups(mesh, device), dtype)
+        groups = process_groups(mesh, device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about settings of CUDA, whatever the card is
+            self.gpt = build_gpt(config, parallel, mesh.rank, groups, dtype)
         self.weights = Buckets(plan_units(self.table, dtype.itemsize, max_bytes), device, dtype, owner="weights")
         self._store_parameters()
         self._layers = list(self.gpt.decoder.layers)

@@ -5,7 +5,7 @@ What the backend refuses, the embedded one computes: every message names the key
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 
 from fusion.model.config import ModelConfig
 from fusion.model.formats.megatron import check_supported, misfit
@@ -13,24 +13,29 @@ from fusion.model.parallel import Parallel
 
 INSTALL = "pip install -e .[megatron]"
 OTHERWISE = "or training.backend=embedded"
+RELEASES = "0.16."
+"""Versions of Megatron-Core whose layers and router the backend is written for"""
 
 
-def is_installed() -> bool:
-    """Return whether megatron-core can be imported."""
+def installed_version() -> str | None:
+    """Return the version of megatron-core; None if it is not installed."""
     try:
-        return importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        return False
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_megatron(config: ModelConfig, layout: Parallel) -> None:
     """Check that training.backend=megatron can train a model in the layout `parallel.train`.
 
     Raises:
-        ValueError: megatron-core is not installed; or the model, or a size of the layout, is not supported.
+        ValueError: megatron-core is not installed, or another version; or the model, or a size of the layout, is not
+            supported.
     """
-    if not is_installed():
-        raise ValueError(f"training.backend=megatron: megatron-core is not installed; {INSTALL}, {OTHERWISE}")
+    version = installed_version()
+    if version is None or not version.startswith(RELEASES):
+        problem = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
+        raise ValueError(f"training.backend=megatron: megatron-core {problem}; {INSTALL}, {OTHERWISE}")
     try:
         check_supported(config)
     except ValueError as error:
