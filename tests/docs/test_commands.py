@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 HOWTOS = sorted((ROOT / "docs" / "howto").glob("*.md"))
 RUNNABLE = [page for page in HOWTOS if any(not block.reason for block in blocks(page.read_text()))]
+SHORT = [page for page in RUNNABLE if page.stem == "several_hosts"]
+"""Those that take a second, and need no file of the tutorial"""
+
 GROUPS = [path.name for path in (ROOT / "recipes" / "conf").iterdir() if path.is_dir()]
 SECONDS = 300
 """Of the reference machine, for one page"""
@@ -81,7 +84,7 @@ def test_commands_are_valid(page):
 
 
 def test_tutorial_and_howtos_have_commands():
-    assert len(blocks(TUTORIAL.read_text())) > 6 and len(RUNNABLE) > 6
+    assert len(blocks(TUTORIAL.read_text())) > 6 and len(RUNNABLE) > 6 and SHORT
 
 
 @pytest.mark.extended
@@ -91,8 +94,13 @@ def test_the_tutorial_ends_with_a_model_that_transformers_load(after_tutorial):
     assert (runs / "tutorial" / "report.html").is_file() and (runs / "evaluate-tutorial" / "evaluation.json").is_file()
 
 
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
+def test_short_howto_runs(page, tmp_path):
+    run(script_of(page), tmp_path)
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if page not in SHORT], ids=lambda page: page.stem)
 def test_howto_runs(page, after_tutorial, tmp_path):
     folder = tmp_path / "checkout"
     shutil.copytree(after_tutorial, folder, symlinks=True)
