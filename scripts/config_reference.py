@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the site is built where rlfusion is not installed
 
 from stalesync.config import Config  # noqa: E402
-from stalesync.overrides import documented_keys  # noqa: E402
+from stalesync.overrides import as_yaml, documented_keys  # noqa: E402
 
 INTRODUCTION = """# Config keys
 
@@ -64,7 +64,8 @@ def keys(node: Any, texts: dict[str, str], prefix: str = "") -> Iterator[Key]:
             yield from keys(value, texts, f"{path}.")
         else:
             kind, values = shown_type(str(annotation)), accepted(node, name)
-            yield Key(path, kind, shown(value), texts[path], "" if values in (f"a {kind}", kind, "a list") else values)
+            states_more = values not in (kind, f"a {kind}", "a list")
+            yield Key(path, kind, as_yaml(value), texts[path], values if states_more else "")
 
 
 def accepted(node: Any, name: str) -> str:
@@ -86,11 +87,6 @@ def shown_type(annotation: str) -> str:
     words = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "None": "null"}
     plain = re.sub(r"list\[(\w+)\]", lambda match: f"list of {words.get(match[1], 'value')}s", annotation)
     return " or ".join(words.get(part.strip(), part.strip()) for part in plain.split("|"))
-
-
-def shown(value: Any) -> str:
-    literals = {None: "null", True: "true", False: "false"}
-    return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
 
 
 def page(config: Config | None = None) -> str:
