@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from config_reference import page  # noqa: E402
+from config_reference import page as config_page  # noqa: E402
 
 LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
 LOADS = {
@@ -39,7 +39,7 @@ def outside(link: str, uri: str) -> str | None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    files.append(File.generated(config, "config.md", content=page()))
+    files.append(File.generated(config, "config.md", content=config_page()))
     linked = set()
     for file in files.documentation_pages():
         for link in LINK.findall(file.content_string):
