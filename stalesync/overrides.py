@@ -121,12 +121,13 @@ def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
         default: Any = Config()
         for name in key.split("."):
             default = getattr(default, name)
-        lines.append(f"  {key}={_as_yaml(default)}")
+        lines.append(f"  {key}={as_yaml(default)}")
         lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     return "\n".join(lines)
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """Returns a default as a user writes it in YAML or on the command line."""
     literals = {None: "null", True: "true", False: "false"}
     return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
 
