@@ -34,8 +34,8 @@ def check_megatron(config: ModelConfig, layout: Parallel) -> None:
     """
     version = installed_version()
     if version is None or not version.startswith(RELEASES):
-        problem = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
-        raise ValueError(f"training.backend=megatron: megatron-core {problem}; {INSTALL}, {OTHERWISE}")
+        found = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
+        raise ValueError(f"training.backend=megatron: megatron-core {found}; {INSTALL}, {OTHERWISE}")
     try:
         check_supported(config)
     except ValueError as error:
