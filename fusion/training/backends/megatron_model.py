@@ -330,7 +330,6 @@ def transformer_config(config: ModelConfig, parallel: Parallel, dtype: torch.dty
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         use_cpu_initialization=True,  # that is, on torch's default device
-        perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
