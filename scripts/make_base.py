@@ -9,9 +9,13 @@ The folder becomes a Hugging Face checkpoint; if it already contains one, the sc
 import argparse
 from pathlib import Path
 
+from fusion.resources import as_called
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=["addition", "worked_arithmetic"])
     parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights and the prompts")
