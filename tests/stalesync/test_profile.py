@@ -10,7 +10,7 @@ from fusion.telemetry.page import read_run
 from stalesync.config import RunConfig
 from tests.stalesync.runs import FOUR, train
 
-STAGES = {"switch to infer", "generate", "switch to train", "train", "forward_backward", "optimizer_step", "offload"}
+STAGES = {"switch to infer", "generate", "switch to train", "train", "forward_backward", "optimizer_step"}
 
 
 def names_in(trace):
