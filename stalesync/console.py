@@ -10,6 +10,7 @@ import ast
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 
 from fusion.resources import COMMAND, SCRIPTS
 
@@ -26,11 +27,17 @@ def main() -> int:
     if name not in commands:
         print(USAGE, f"error: {unknown(name, list(commands))}", sep="\n", file=sys.stderr)
         return 2
-    from runpy import run_path
-
     sys.argv = [f"{COMMAND} {name}", *rest]
-    run_path(str(commands[name]), run_name="__main__")
+    execute(commands[name])
     return 0
+
+
+def execute(path: Path) -> None:
+    """Executes a script as `__main__` of this process. `runpy.run_path` would put the path into ``sys.argv[0]``, by
+    which the script knows the command (`as_called`)."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = str(path)
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
 
 
 def scripts_by_command(folder: Path) -> dict[str, Path]:

@@ -30,7 +30,11 @@ def test_every_script_is_a_command():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("trian", "did you mean 'train'?"), ("make_base", "did you mean 'make-base'?"), ("xyz", "expected one of control")],
+    [
+        ("trian", "did you mean 'train'?"),
+        ("make_base", "did you mean 'make-base'?"),
+        ("xyz", "expected one of control"),
+    ],
 )
 def test_an_unknown_command_names_the_nearest(name, meant):
     assert meant in unknown(name, list(scripts_by_command(SCRIPTS)))

@@ -42,7 +42,10 @@ def files_to_carry():
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *CARRIED]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     wanted = {
-        name for name in names for folder, ends in CARRIED.items() if name.startswith(f"{folder}/") and name.endswith(ends)
+        name
+        for name in names
+        for folder, ends in CARRIED.items()
+        if name.startswith(f"{folder}/") and name.endswith(ends)
     }
     assert len(wanted) > 80
     return wanted
