@@ -1,6 +1,27 @@
-"""The distribution `rlfusion`: the packages fusion, stalesync and distqueue."""
+"""The distribution `rlfusion`: the packages fusion, stalesync and distqueue, and the command `rlfusion`."""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+PACKAGED = ("recipes/conf/**/*.yaml", "recipes/shapes/*.yaml", "scripts/*.py")
+"""Files outside of the packages that a wheel needs; `fusion/resources.py` finds them in `fusion/packaged`."""
+
+
+class BuildPackages(build_py):
+    """Copies the files of `PACKAGED` into a wheel. An editable installation finds them in the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for pattern in PACKAGED:
+            for path in sorted(Path().glob(pattern)):
+                target = Path(self.build_lib, "fusion/packaged", path)
+                self.mkpath(str(target.parent))
+                self.copy_file(str(path), str(target))
+
 
 LOGGERS = ["wandb", "mlflow", "swanlab", "trackio"]
 
@@ -10,6 +31,8 @@ setup(
     description="RL post-training of Mixture-of-Experts models on NPUs that both train and generate",
     license="Apache-2.0",
     python_requires=">=3.10",
+    cmdclass={"build_py": BuildPackages},
+    entry_points={"console_scripts": ["rlfusion = stalesync.console:main"]},
     packages=find_packages(include=["fusion*", "stalesync*", "distqueue*"]),
     package_data={
         "": ["*.pyi"],
@@ -36,7 +59,7 @@ setup(
         "lazy_loader>=0.6",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "test": ["build", "pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
         "browser": ["playwright"],
         "loggers": LOGGERS,
         **{name: [name] for name in LOGGERS},

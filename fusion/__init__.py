@@ -10,4 +10,5 @@ rollout     many engines behind one request buffer
 rewards     verifiable rewards in guarded processes
 colocate    the worker that hosts all of it, and its phases
 telemetry   metrics, timeline, memory ledger, progress
+resources   where recipes and scripts are, in the checkout or installed
 """

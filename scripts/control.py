@@ -12,9 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from fusion.resources import as_called
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument(
         "changes", nargs="*", metavar="KEY=VALUE", help="settings to change; none: print the current ones"

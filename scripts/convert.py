@@ -11,9 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from fusion.resources import as_called
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of a checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder for the model")
     parser.add_argument(

@@ -24,7 +24,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-INSTALL = "pip install -e . in the checkout"
+CHECKOUT = (ROOT / "setup.py").is_file()
+"""Whether this is the script of a checkout, which may not be installed yet, or that of a wheel."""
+INSTALL = "pip install -e . in the checkout" if CHECKOUT else "pip install rlfusion"
 COMPILERS = ("g++", "c++", "clang++")
 """Those with which `fusion/npu/emulator/build.py` builds the emulated NPU, in its order of preference."""
 CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
@@ -41,7 +43,7 @@ class Check:
 
 
 def python() -> Check:
-    version, required = f"{platform.python_version()} ({sys.executable})", setup_argument("python_requires")
+    version, required = f"{platform.python_version()} ({sys.executable})", required_python()
     minimum = tuple(int(number) for number in re.findall(r"\d+", required))
     if sys.version_info[: len(minimum)] < minimum:
         return Check("Python", "missing", version, advice=f"use Python {required}")
@@ -54,6 +56,17 @@ def setup_argument(keyword: str) -> Any:
         if isinstance(node, ast.keyword) and node.arg == keyword:
             return ast.literal_eval(node.value)
     raise AssertionError(f"setup.py has no argument {keyword}")
+
+
+def required_python() -> str:
+    return setup_argument("python_requires") if CHECKOUT else importlib.metadata.metadata("rlfusion")["Requires-Python"]
+
+
+def required_packages() -> list[str]:
+    """Returns the requirements of the project, without those of its extras."""
+    if CHECKOUT:
+        return setup_argument("install_requires")
+    return [one for one in importlib.metadata.requires("rlfusion") or () if "extra ==" not in one]
 
 
 def version_of(name: str) -> str | None:
@@ -76,7 +89,7 @@ def package(requirement: str) -> Check:
 
 def packages() -> list[Check]:
     """Returns a check for each main or missing package, and one for all others."""
-    checks = [package(requirement) for requirement in setup_argument("install_requires")]
+    checks = [package(requirement) for requirement in required_packages()]
     shown = [check for check in checks if check.name in ("torch", "ray", "transformers") or check.status != "ok"]
     rest = [f"{check.name} {check.found}" for check in checks if check not in shown]
     return shown + ([Check("other packages", "ok", ", ".join(rest))] if rest else [])

@@ -21,15 +21,18 @@ if __name__ == "__main__":
     leave_at_stops()  # before anything else is imported, which takes seconds
 
 import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
 
-CONF = Path(__file__).resolve().parent.parent / "recipes" / "conf"
-USAGE = "usage: python scripts/evaluate.py [--help] RUN_OR_MODEL [GROUP=CHOICE ...] [KEY=VALUE ...] [--json PATH]"
+from fusion.resources import RECIPES, as_called  # noqa: E402
+
+CONF = RECIPES / "conf"
+USAGE = as_called(
+    "usage: python scripts/evaluate.py [--help] RUN_OR_MODEL [GROUP=CHOICE ...] [KEY=VALUE ...] [--json PATH]"
+)
 
 
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, __doc__.rstrip(), sep="\n\n")
+        print(USAGE, as_called(__doc__.rstrip()), sep="\n\n")
         return
     from stalesync.command_line import refuse
     from stalesync.evaluation.standalone import evaluate, parse_arguments

@@ -12,9 +12,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fusion.resources import as_called
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=["addition", "worked_arithmetic"])
     parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights and the prompts")

@@ -21,19 +21,21 @@ Exits with 1 if the given layouts do not fit. Needs no device and no checkpoint.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # needs no installation
+
+from fusion.resources import RECIPES, as_called  # noqa: E402
+
 USAGE = """usage: python scripts/plan.py [--help] model=NAME cluster=NAME [train=LAYOUT] [infer=LAYOUT] [KEY=VALUE ...]
                               [--json PATH]"""
 
 
 def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, __doc__, sep="\n\n", end="")
+        print(as_called(USAGE), as_called(__doc__), sep="\n\n", end="")
         return 0
     if not sys.argv[1:]:
-        print(USAGE, "error: model= and cluster= are required", sep="\n", file=sys.stderr)
+        print(as_called(USAGE), "error: model= and cluster= are required", sep="\n", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(ROOT))
     from fusion.costmodel.command_line import answer
     from fusion.ep_switch.config import FusionConfig
     from fusion.inference.config import RolloutConfig
@@ -42,9 +44,9 @@ def main() -> int:
     groups = {"training": TrainingConfig, "fusion": FusionConfig, "rollout": RolloutConfig}
 
     try:
-        return answer(sys.argv[1:], ROOT / "recipes", groups)
+        return answer(sys.argv[1:], RECIPES, groups)
     except ValueError as error:
-        print(USAGE, f"error: {error}", sep="\n", file=sys.stderr)
+        print(as_called(USAGE), f"error: {error}", sep="\n", file=sys.stderr)
         return 2
 
 

@@ -31,25 +31,27 @@ Needs no device and no checkpoint. docs/simulator.md states what is modelled and
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # needs no installation
+
+from fusion.resources import RECIPES, as_called  # noqa: E402
+
 USAGE = """usage: python scripts/simulate.py [--help] model=NAME cluster=NAME [supernodes=N,...] [fusion=NAME,...]
                                   [stalesync.max_staleness=N,...] [KEY=VALUE ...] [--json PATH] [--png PATH]"""
 
 
 def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, __doc__, sep="\n\n", end="")
+        print(as_called(USAGE), as_called(__doc__), sep="\n\n", end="")
         return 0
     if not sys.argv[1:]:
-        print(USAGE, "error: model= and cluster= are required", sep="\n", file=sys.stderr)
+        print(as_called(USAGE), "error: model= and cluster= are required", sep="\n", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(ROOT))
     from stalesync.simulator.command_line import answer
 
     try:
-        answer(sys.argv[1:], ROOT / "recipes")
+        answer(sys.argv[1:], RECIPES)
     except ValueError as error:
-        print(USAGE, f"error: {error}", sep="\n", file=sys.stderr)
+        print(as_called(USAGE), f"error: {error}", sep="\n", file=sys.stderr)
         return 2
     return 0
 

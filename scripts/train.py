@@ -11,10 +11,11 @@ if __name__ == "__main__":
     leave_at_stops()  # before anything else is imported, which takes seconds
 
 import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
 
-CONF = Path(__file__).resolve().parent.parent / "recipes" / "conf"
-USAGE = "usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]"
+from fusion.resources import RECIPES, as_called  # noqa: E402
+
+CONF = RECIPES / "conf"
+USAGE = as_called("usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]")
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
         folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
     }
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, __doc__.rstrip(), help_text(choices), sep="\n\n")
+        print(USAGE, as_called(__doc__.rstrip()), help_text(choices), sep="\n\n")
         return
     try:
         check_overrides(sys.argv[1:], choices)

@@ -26,7 +26,7 @@ card         one worker as a Ray actor; `card_actors`: starts them; `cards`: cal
 engine_watch notices engines that have died; `engine_deaths`: which are replaced, pure; `engine_restarts`: replaces them
 failures     reports the root cause of a failed run; `run_log`, `process_log`: records it and every process's log
 launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal; `command_line`:
-             for scripts
+             for scripts; `console`: the command `rlfusion`, which runs them
 ray_cluster  starts Ray on loopback with a token, or joins a cluster; `ray_processes`, `ray_guard`: watch and end them;
              `end_order`, `exit_status`: what ended first, and how; `ray_end`: ends a run that waits in Ray
 base_model   creates a small base model by supervised training with the same trainer

@@ -50,6 +50,8 @@ STAGES = (
     "snapshot_drafts",
     "save_drafts",
     "restore_drafts",
+    "begin_profile",
+    "end_profile",
 )
 """Methods whose failures end the run; they are sent as typed errors"""
 

@@ -131,6 +131,9 @@ class RunConfig:
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Loggers of the metrics, beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio` (`pip
     install` the library), or your own class as `module:Class` (docs/telemetry.md). []: none."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps of which every card that trains writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/`
+    of the run's folder, such as [3,4]: from 1 to `steps`. []: none."""
     resume: bool = False
     """Resume from the newest checkpoint of the run with this name."""
 
@@ -150,6 +153,11 @@ class RunConfig:
         except ValueError as error:
             check.that("save_every", False, str(error))
         check_loggers(self.loggers)
+        check.that(
+            "profile_steps",
+            all(type(step) is int and 1 <= step <= self.steps for step in self.profile_steps),
+            f"whole numbers from 1 to run.steps={self.steps}",
+        )
         check.boolean("resume")
 
 

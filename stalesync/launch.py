@@ -18,6 +18,7 @@ from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
+from fusion.resources import RECIPES, as_called
 from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
 from fusion.rollout.kv_pool.pool import KVPoolSpec
@@ -315,10 +316,13 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
 
 
 def next_steps(config: Config, folder: RunFolder) -> list[str]:
-    return [
-        f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
-        f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN",
+    recipes = [
         "long answers with every step written out: bash recipes/long_answers.sh",
         "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER",
+    ]
+    return [
+        f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
+        as_called(f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN"),
+        *(recipes if (RECIPES / "long_answers.sh").is_file() else ()),  # a wheel has none
         "your own reward: reward.path=FILE.py:FUNCTION",
     ]

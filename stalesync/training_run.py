@@ -170,7 +170,8 @@ class TrainingRun:
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:
-                self.loop.train_step(self.step + 1, close_last=self.begin_close, log_last=self.log_step)
+                with self.profiling(self.step + 1):
+                    self.loop.train_step(self.step + 1, close_last=self.begin_close, log_last=self.log_step)
                 self.step += 1
                 is_best = self.evaluation.due(self.step, last) and self.close_and_evaluate()
                 elapsed_s = time.monotonic() - saved_at
@@ -184,6 +185,17 @@ class TrainingRun:
                 self.cards.wait(stage)
         self.check_rewards()
         return self.evaluation.answers()
+
+    @contextmanager
+    def profiling(self, step: int) -> Iterator[None]:
+        """Profiles the cards that train in the block, if the config names the step. If the step fails, the card that
+        failed writes its trace; the others are ended."""
+        if step not in self.config.run.profile_steps:
+            yield
+            return
+        self.trainers.call(Worker.begin_profile, str(self.folder.profiles.resolve()), step)
+        yield
+        self.trainers.call(Worker.end_profile)
 
     def run_evaluation(self) -> list[Answer]:
         """Evaluates the weights that the run begins with, and runs no step."""

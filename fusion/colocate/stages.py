@@ -7,9 +7,11 @@ idle, so that all kinds of a card add up to its wall clock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from fusion.colocate.phases import Phase
 from fusion.npu import Device
 from fusion.npu.failures import AbortedOnAllRanks, FailureKind, OutOfMemory, failures_in
 from fusion.npu.pacer import Pacer
+from fusion.npu.profile import Profile
 from fusion.rewards import RewardOutcome
 from fusion.rollout.types import EvalAnswer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, WAIT_WEIGHTS, MemoryLedger, Metrics, Span, Timeline
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -76,6 +81,7 @@ class StageLog:
         """Kind of the current stage"""
         self._left_ns: int | None = None
         """End of the last stage"""
+        self._profile: Profile | None = None
 
     @contextmanager
     def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
@@ -95,10 +101,33 @@ class StageLog:
 
     @contextmanager
     def work(self, name: str, kind: str = "") -> Iterator[None]:
-        """Records the block on the timeline (``kind``: default the name) and explains out-of-memory errors in it."""
-        with self.timeline.span(name, kind), self.explain_out_of_memory(name):
-            yield
+        """Records the block on the timeline (``kind``: default the name) and explains out-of-memory errors in it. If it
+        fails, the profile ends."""
+        try:
+            with self.timeline.span(name, kind), self.explain_out_of_memory(name):
+                yield
+        except BaseException:
+            try:
+                self.end_profile()
+            except Exception:
+                log.exception("the profile of a failed stage could not be written")
+            raise
         self._left_ns = self.timeline.clock_ns()
+
+    def begin_profile(self, path: Path) -> None:
+        """Profiles the stages until `end_profile`, with the names of all spans. Called on their thread.
+
+        Args:
+            path: as of `Profile`.
+        """
+        self._profile = Profile(self.device.kind, path)
+        self.timeline.annotate = torch.profiler.record_function
+
+    def end_profile(self) -> None:
+        """Writes the profile, unless none has begun or a failed stage has ended it. Called on the stages' thread."""
+        profile, self._profile, self.timeline.annotate = self._profile, None, None
+        if profile is not None:
+            profile.close()
 
     def record_memory(self, phase: str) -> None:
         """Records the memory by owner now, and the stage's peak, as those of ``phase``."""

@@ -394,6 +394,15 @@ class Worker:
         if self.card.kv_files is not None:
             self.card.kv_files.close()
 
+    def begin_profile(self, folder: str, step: int) -> None:
+        """Profiles the stages of this card up to `end_profile`; the trace is named by step and card. A stage that fails
+        ends and writes it, too. Only on cards whose stages end with the step: those that train."""
+        self.card.log.begin_profile(Path(folder) / f"step-{step}-card-{self.rank}")
+
+    def end_profile(self) -> None:
+        """Writes the trace that `begin_profile` has begun."""
+        self.card.log.end_profile()
+
     # Control calls: answered while any stage runs. All except `status` are for the first card of an engine.
 
     def status(self) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
@@ -38,8 +37,9 @@ from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
+from fusion.resources import RECIPES
 
-SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
+SHAPES = RECIPES / "shapes"
 
 SecondsByKind = dict[str, float]
 """Kind of work → seconds of the run."""

@@ -11,6 +11,7 @@ runs/<name>/config.yaml       the resolved configuration
             evaluations.jsonl every evaluation: step, file, and estimates with their intervals
             best.json         the best checkpoint: metric, value, step, checkpoint; only with `eval.best`
             timeline.json     spans of every card; open it in https://ui.perfetto.dev
+            profile/          step-<n>-card-<rank>.json: profiler traces of the steps in `run.profile_steps`
             checkpoints/      step-<n>: from which a run resumes
             hf/               the model as a Hugging Face folder
             logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
@@ -38,6 +39,7 @@ from fusion.telemetry.trace import TimelineFile
 
 EVALUATIONS = "evaluations.jsonl"
 BEST = "best.json"
+PROFILES = "profile"
 
 IfExists = Literal["suffix", "resume"]
 
@@ -75,6 +77,11 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def profiles(self) -> Path:
+        """Folder of profiler traces."""
+        return self.path / PROFILES
 
     @property
     def checkpoints(self) -> Path:
@@ -244,10 +251,24 @@ def describe(path: Path | str) -> list[str]:
         (BEST, (path / BEST).exists(), "which checkpoint is the best"),
         ("control.jsonl", (path / "control.jsonl").exists(), "changes to generation during the run"),
         ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
+        (
+            "profile/",
+            bool(traces := profiles(path)),
+            f"{len(traces)} profiler traces: {', '.join(traces[:4])}{' …' * (len(traces) > 4)}",
+        ),
         ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),
         ("hf/", exports, f"AutoModelForCausalLM.from_pretrained({str(path / 'hf')!r})"),
     )
     return [f"{path}/"] + [f"  {name:<15} {what}" for name, there, what in entries if there]
+
+
+def profiles(path: Path) -> list[str]:
+    """Return the names of a run's profiler traces, by step and card. One that is incomplete is left out."""
+
+    def numbers(name: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", name)]
+
+    return sorted((trace.name for trace in (path / PROFILES).glob("step-*-card-*")), key=numbers)
 
 
 def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str, bool]:

@@ -23,9 +23,9 @@ import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusion.telemetry.stage_strip import StageStrip
 
@@ -71,6 +71,8 @@ class Timeline:
     def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns) -> None:
         self.card = card
         self.clock_ns = clock_ns
+        self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+        """Marks the block of every `span` by its name in another record, such as a profiler's"""
         self._spans: deque[Span] = deque()
         self._strip: _OpenStrip | None = None
 
@@ -137,17 +139,23 @@ class _OpenStrip:
 class _OpenSpan:
     """Records its block as a span."""
 
-    __slots__ = ("timeline", "name", "kind", "lane", "start_ns")
+    __slots__ = ("timeline", "name", "kind", "lane", "start_ns", "annotation")
 
     def __init__(self, timeline: Timeline, name: str, *, kind: str, lane: str) -> None:
         self.timeline, self.name, self.kind, self.lane = timeline, name, kind, lane
         self.start_ns = 0
+        self.annotation: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
+        if self.timeline.annotate is not None:
+            self.annotation = self.timeline.annotate(self.name)
+            self.annotation.__enter__()
         self.start_ns = self.timeline.clock_ns()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         end_ns = self.timeline.clock_ns()
+        if self.annotation is not None:
+            self.annotation.__exit__(*error)
         self.timeline.add(self.name, self.start_ns, end_ns, kind=self.kind, lane=self.lane)
 
 

@@ -18,6 +18,7 @@ from fusion.telemetry.page.distributions import Distributions
 from fusion.telemetry.page.examples import Examples
 from fusion.telemetry.page.settings import flatten
 from fusion.telemetry.report import rewards_of
+from fusion.telemetry.run_folder import PROFILES, profiles
 from fusion.telemetry.trace import read_timeline
 
 
@@ -53,6 +54,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
         **rewards_of(rows),
         "curves": curves(rows),
         "cards": timeline,
+        "profiles": [f"{PROFILES}/{name}" for name in profiles(folder)],
         "memory": memory_data(ledger),
         "staleness": distributions.staleness(),
         "max_staleness": _key(config, "stalesync", "max_staleness"),

@@ -16,6 +16,7 @@ function headline(run, index, several) {
     { class: "run" },
     name,
     element("p", {}, facts.join(" · ")),
+    run.profiles.length ? element("p", {}, `profiler traces: ${run.profiles.join(", ")}`) : null,
     cautions.length ? element("ul", { class: "cautions" }, ...cautions) : null,
   );
 }

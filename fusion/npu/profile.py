@@ -1,0 +1,50 @@
+"""Profile what one thread runs on a card, with torch's profiler or, on Ascend, with torch_npu's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Profile:
+    """Profiles the thread that creates it until `close`, which must be called on the same thread.
+
+    Args:
+        kind: of the device (`Device.kind`). An emulated card computes on the CPU, which is what is recorded then.
+        path: without a suffix. The trace is PATH.json, which https://ui.perfetto.dev opens; on Ascend it is the folder
+            PATH with the results of msprof, which MindStudio Insight opens.
+    """
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self._path, self._kind = path, kind
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler = _profiler(kind, path)
+        self._profiler.start()
+
+    def close(self) -> None:
+        """Stops and writes the trace.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._profiler.stop()
+        if self._kind != "npu":  # there `stop` has written it
+            partial = self._path.with_name(f".{self._path.name}.json")
+            self._profiler.export_chrome_trace(str(partial))
+            os.replace(partial, self._path.with_name(f"{self._path.name}.json"))
+
+
+def _profiler(kind: str, path: Path) -> Any:
+    if kind == "npu":
+        import torch_npu
+
+        profiler, activity = torch_npu.profiler, torch_npu.profiler.ProfilerActivity
+        return profiler.profile(
+            activities=[activity.CPU, activity.NPU],
+            on_trace_ready=profiler.tensorboard_trace_handler(str(path)),
+        )
+    activity = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if kind == "cuda" else [])])

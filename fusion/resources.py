@@ -1,0 +1,29 @@
+"""Find what is no Python package: `recipes/` and `scripts/`, in the checkout or as the wheel carries them (`setup.py`).
+
+Imports nothing that takes time, so that every command answers `--help` at once.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+_PACKAGED = Path(__file__).resolve().parent / "packaged"
+
+ROOT = _PACKAGED if _PACKAGED.is_dir() else _PACKAGED.parent.parent
+"""Folder that contains `recipes` and `scripts`."""
+
+RECIPES = ROOT / "recipes"
+"""Folder of `conf/` (the groups of the config) and `shapes/` (shapes of models)."""
+
+SCRIPTS = ROOT / "scripts"
+"""Folder of the commands: `train.py` is `rlfusion train`."""
+
+COMMAND = "rlfusion"
+
+
+def as_called(text: str) -> str:
+    """Returns ``text`` with its `python scripts/NAME.py` written as `rlfusion NAME`, if this process was started by
+    that command."""
+    if not sys.argv[0].startswith(f"{COMMAND} "):
+        return text
+    return re.sub(r"python scripts/(\w+)\.py", lambda match: f"{COMMAND} {match[1].replace('_', '-')}", text)
