@@ -155,8 +155,9 @@ class RunConfig:
         check_loggers(self.loggers)
         check.that(
             "profile_steps",
-            all(type(step) is int and 1 <= step <= self.steps for step in self.profile_steps),
-            f"whole numbers from 1 to run.steps={self.steps}",
+            isinstance(self.profile_steps, list)
+            and all(type(step) is int and 1 <= step <= self.steps for step in self.profile_steps),
+            f"a list of whole numbers from 1 to run.steps={self.steps}",
         )
         check.boolean("resume")
 

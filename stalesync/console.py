@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -37,7 +38,7 @@ def execute(path: Path) -> None:
     which the script knows the command (`as_called`)."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = str(path)
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    SourceFileLoader("__main__", str(path)).exec_module(module)
 
 
 def scripts_by_command(folder: Path) -> dict[str, Path]:

@@ -38,7 +38,7 @@ def test_a_run_profiles_the_steps_that_it_is_asked_for(base, tmp_path):
 @pytest.mark.parametrize("steps", [[0], [4], [2, 4], [True], [1.5]])
 def test_steps_that_never_come_are_refused(steps):
     RunConfig(steps=3, profile_steps=[1, 3]).validate()
-    with pytest.raises(ValueError, match=r"run.profile_steps=.*whole numbers from 1 to run.steps=3"):
+    with pytest.raises(ValueError, match=r"run.profile_steps=.*a list of whole numbers from 1 to run.steps=3"):
         RunConfig(steps=3, profile_steps=steps).validate()
 
 
