@@ -36,6 +36,10 @@ FORGET = 0.98
 EXPLORE_EVERY = 200
 """Steps without drafts after which one is verified, to measure what it costs now"""
 
+FIRST_PLAIN_AFTER = 16
+"""Steps with drafts after which one goes without, to measure what it costs now; then after twice as many, up to
+`EXPLORE_EVERY`. Of steps that all draft, no fit tells what one without would cost"""
+
 MIN_EXPLORED = 8
 """Tokens, at least, of the largest steps that are verified only to measure; with many sequences two of each"""
 
@@ -87,9 +91,12 @@ class Acceptance:
 
 
 class CostFit:
-    """Fits the seconds of a step by recursive least squares with forgetting."""
+    """Fits the seconds of a step by recursive least squares with forgetting; those of the drafter, which do not depend
+    on how much is verified, are averaged apart."""
 
     def __init__(self, like: CostFit | None = None) -> None:
+        self.drafting_s: float = 0.0 if like is None else like.drafting_s
+        """Mean seconds of the drafter in a step with drafts"""
         self.weights: np.ndarray = np.zeros(4) if like is None else like.weights.copy()
         self._covariance = np.diag([1e2] * 4)
         self.steps: int = 0 if like is None else like.steps
@@ -99,7 +106,7 @@ class CostFit:
     def observe(self, step: StepCost) -> float:
         """Fit a step; return the seconds that it counts as. Without a verified draft it could have gone without the
         drafter's seconds, too."""
-        seconds = step.seconds if step.drafted else step.seconds - step.drafting_s
+        seconds = step.seconds - step.drafting_s
         x = np.array([1.0, step.decodes, step.drafted, step.tokens])
         expected = float(x @ self.weights)
         if self.steps > MIN_STEPS and expected > 0:
@@ -113,17 +120,23 @@ class CostFit:
         self._covariance *= np.outer(scale, scale)
         self.steps += 1
         self.plain_steps += not step.drafted
-        return seconds
+        if not step.drafted:
+            return seconds
+        weight = max(1 - FORGET, 1 / (self.steps - self.plain_steps))
+        self.drafting_s += weight * (step.drafting_s - self.drafting_s)
+        return seconds + step.drafting_s
 
     def expected(self, decodes: int, drafted: int, tokens: int) -> float:
         """Return the expected seconds of a step."""
         c0, c1, c2, c3 = self.weights.tolist()
-        return max(c0 + c1 * decodes + max(c2, 0.0) * drafted + max(c3, 0.0) * tokens, 1e-9)
+        verified = c0 + c1 * decodes + max(c2, 0.0) * drafted + max(c3, 0.0) * tokens
+        return max(verified, 1e-9) + (self.drafting_s if drafted else 0.0)
 
     def of(self, decodes: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return the expected seconds of steps, [n] each."""
         c0, c1, c2, c3 = self.weights
-        return np.maximum(c0 + c1 * decodes + np.maximum(c2, 0) * drafted + np.maximum(c3, 0) * tokens, 1e-9)
+        verified = c0 + c1 * decodes + np.maximum(c2, 0) * drafted + np.maximum(c3, 0) * tokens
+        return np.maximum(verified, 1e-9) + self.drafting_s * (drafted > 0)
 
 
 class DraftBudget:
@@ -137,6 +150,10 @@ class DraftBudget:
         """Size → steps since drafts were verified"""
         self._empty: dict[int, bool] = defaultdict(bool)
         """Size → whether there was no draft when they were looked up last"""
+        self._steps_with: dict[int, int] = defaultdict(int)
+        """Size → steps with drafts since one went without"""
+        self._plain_after: dict[int, int] = defaultdict(lambda: FIRST_PLAIN_AFTER)
+        """Size → steps with drafts after which one goes without"""
         self._num_plain = 0
         """Steps without drafts"""
         self._explored: dict[int, int] = defaultdict(int)
@@ -221,7 +238,10 @@ class DraftBudget:
             best = int(rates.argmax())
             if rates[best] < MIN_GAIN * rates[0]:
                 best = 0
+            elif self._steps_with[size] >= self._plain_after[size]:
+                best, self._plain_after[size] = 0, min(2 * self._plain_after[size], EXPLORE_EVERY)
         self._steps_without[size] = self._steps_without[size] + 1 if best == 0 else 0
+        self._steps_with[size] = self._steps_with[size] + 1 if best else 0
         chosen[order[:best]] = True
         return chosen
 
@@ -248,7 +268,7 @@ def _lost(step: StepCost, seconds: float, fit: CostFit | None) -> float:
     if fit.steps == fit.plain_steps:  # likewise
         added = plain * step.tokens / num_sequences
     else:
-        added = fit.expected(step.decodes, step.drafted, step.tokens) - plain
+        added = fit.expected(step.decodes, step.drafted, step.tokens) - fit.drafting_s - plain
     return max(0.0, added + step.drafting_s - saved)
 
 
