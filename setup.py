@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-PACKAGED = ("recipes/conf/**/*.yaml", "recipes/shapes/*.yaml", "scripts/*.py")
+PACKAGED = ("recipes/conf/**/*.yaml", "recipes/shapes/**/*.yaml", "scripts/*.py")
 """Files outside of the packages that a wheel needs; `fusion/resources.py` finds them in `fusion/packaged`."""
 
 

@@ -1,6 +1,6 @@
 """Prints the reference of all config keys as Markdown: type, default, accepted values, meaning, from the dataclasses.
 
-    python scripts/config_reference.py > config.md
+    python scripts/docs/config_reference.py > config.md
 
 The site (mkdocs.yml) shows the same page; `python scripts/train.py --help` lists the same keys.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the site is built where rlfusion is not installed
 
 from stalesync.config import Config  # noqa: E402

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scripts.config_reference import accepted, keys, page
+from scripts.docs.config_reference import accepted, keys, page
 from stalesync.config import Config
 from stalesync.overrides import known_keys
 

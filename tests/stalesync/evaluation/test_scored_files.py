@@ -147,7 +147,12 @@ def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
     run.evaluation, _ = opened({"name": "hard", "reward": "math"})
     run.step, run.config = 3, Config()
     run.admission = SimpleNamespace(ledger=SimpleNamespace(version=3))
-    run.loop = SimpleNamespace(settle=lambda: commands.append("settle"), execute=commands.append)
+    run.loop = SimpleNamespace(
+        settle=lambda: commands.append("settle"),
+        execute=commands.append,
+        end_publish=lambda: True,
+        restarts=SimpleNamespace(num_restarts=0),
+    )
     run.step_metrics = SimpleNamespace(excluded=nullcontext)
     run.view = SimpleNamespace(phase=lambda _: None)
     run.desk = SimpleNamespace(share=SimpleNamespace(engines=[0]))
