@@ -52,6 +52,8 @@ TASKS = ("reward", "train")
 
 log = logging.getLogger(__name__)
 
+RESTARTS = "rollout/engine_restarts"
+
 
 class TrainingRun:
     """Runs ``config.run.steps`` steps. ``step``: number of completed steps."""
@@ -164,7 +166,7 @@ class TrainingRun:
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
         if self.evaluation.due(self.step, last):
             self.evaluate()
-            self._figures = self.evaluation.short_metrics("before")
+            self._figures |= self.evaluation.short_metrics("before")
         saved_at = time.monotonic()
         with collecting_seldom(self.max_samples), self.logging_after_failure():
             self.view.begin()
@@ -271,6 +273,8 @@ class TrainingRun:
                 f"step {self.step}: the server of the engines' text has ended; drafts are from each engine's own text"
             )
             self.view.note(self._text_server_note)
+        if RESTARTS in figures:  # those of the step come on top
+            figures[RESTARTS] += metrics.get(RESTARTS, 0)
         self.folder.log(self.step, {**metrics, **figures, **self.saver.metrics()})
         self.view.update(self.step, metrics)
 
@@ -296,7 +300,7 @@ class TrainingRun:
         metrics = {name: value for result in results for name, value in result.metrics().items()}
         if count := restarts.num_restarts - before:
             self.queue.drop([row for row in self.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
-            metrics["rollout/engine_restarts"] = count
+            self._figures[RESTARTS] = count
         self.folder.log_evaluation(self.step, [result.row() for result in results], metrics)
         when = f"after step {self.step}" if self.step else "before the first step"
         self.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")

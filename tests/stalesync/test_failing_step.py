@@ -38,7 +38,7 @@ def _run(write, cut):
     """A run of three steps with a checkpoint after the second, without its components. ``write``: of a step's row;
     ``cut``: of a checkpoint."""
     run = object.__new__(TrainingRun)
-    run.config = SimpleNamespace(run=SimpleNamespace(steps=3, save_every="2"))
+    run.config = SimpleNamespace(run=SimpleNamespace(steps=3, save_every="2", profile_steps=[]))
     run.max_samples = 1
     run.step, run._closing, run._closed, run._logged, run._figures = 0, 0, 0, 0, {}
     run.evaluation = Evaluation(EvalConfig(), files=[])
@@ -99,7 +99,9 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
     controller.config = SimpleNamespace(rollout=SimpleNamespace(max_response_length=8))
     controller.desk = SimpleNamespace(share=SimpleNamespace(engines=(0,)))
     controller.step_metrics = SimpleNamespace(metrics=Metrics())
-    controller.admission = SimpleNamespace(ledger=SimpleNamespace(version=0), buffer=RequestBuffer())
+    controller.admission = SimpleNamespace(
+        ledger=SimpleNamespace(version=0), buffer=RequestBuffer(), take_lent_s=lambda: 0.0
+    )
     controller.groups = SimpleNamespace(step=5, take=lambda trained: (SampleColumns.of([sample]),) * 2)
     controller.cards = SimpleNamespace(polling=lambda poll: nullcontext())
     controller.updater = SimpleNamespace(train=train)

@@ -252,6 +252,9 @@ class AnsweringCards:
         stage.results = {rank: SimpleNamespace(answers=list(map(_answer, ids[rank]))) for rank in calls}
         return stage
 
+    def is_down(self, engine):
+        return False
+
     def wait(self, stage):
         return [] if stage.died else [stage.results[rank] for rank in stage.ranks]
 

@@ -46,7 +46,10 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
     rows = rows_of(run)
-    start, *logged, end = read_jsonl(run / "own.jsonl")
+    start, before, *logged, end = read_jsonl(run / "own.jsonl")
+    assert before["step"] == 0 and "val-core/held_out/reward/mean@1" in before, (
+        "of the evaluation before the first step"
+    )
     assert logged == rows and start["steps"] == 2 and end == {"closed": True}
     assert "finished: 2 steps" in done.stdout and "report.html" in done.stdout
     assert "finished" in (run / "report.html").read_text()
