@@ -23,8 +23,6 @@ class BuildPackages(build_py):
                 self.copy_file(str(path), str(target))
 
 
-LOGGERS = ["wandb", "mlflow", "swanlab", "trackio"]
-
 setup(
     name="rlfusion",
     version="0.1.0",
@@ -61,8 +59,11 @@ setup(
     extras_require={
         "test": ["build", "pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
         "browser": ["playwright"],
-        "loggers": LOGGERS,
-        **{name: [name] for name in LOGGERS},
+        "loggers": ["wandb", "mlflow", "swanlab", "trackio"],
+        "wandb": ["wandb"],
+        "mlflow": ["mlflow"],
+        "swanlab": ["swanlab"],
+        "trackio": ["trackio"],
         "megatron": ["megatron-core==0.16.1"],
     },
 )

@@ -51,7 +51,7 @@ def python() -> Check:
 
 
 def setup_argument(keyword: str) -> Any:
-    """Reads `python_requires` or `install_requires` from setup.py, without importing it."""
+    """Reads an argument of `setup`, which must be a literal, from setup.py, without importing it."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == keyword:
             return ast.literal_eval(node.value)
@@ -67,6 +67,14 @@ def required_packages() -> list[str]:
     if CHECKOUT:
         return setup_argument("install_requires")
     return [one for one in importlib.metadata.requires("rlfusion") or () if "extra ==" not in one]
+
+
+def required_by(extra: str) -> str:
+    """Returns the first requirement of an extra."""
+    if CHECKOUT:
+        return setup_argument("extras_require")[extra][0]
+    named = [one.partition(";") for one in importlib.metadata.requires("rlfusion") or ()]
+    return next(one.strip() for one, _, marker in named if marker.replace("'", '"').strip() == f'extra == "{extra}"')
 
 
 def version_of(name: str) -> str | None:
@@ -123,7 +131,7 @@ def cuda() -> Check:
 def megatron() -> Check:
     """Checks whether training.backend=megatron can run: megatron-core, and on Ascend MindSpeed of the same version."""
     version, name = version_of("megatron-core"), "Megatron-Core"
-    pinned = setup_argument("extras_require")["megatron"][0].partition("==")[2]
+    pinned = required_by("megatron").partition("==")[2]
     if version is None:
         advice = "for training.backend=megatron: pip install -e .[megatron]"
         return Check(name, "none", "not installed", advice=advice)

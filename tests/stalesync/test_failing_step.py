@@ -88,7 +88,7 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
         if is_full and not began:
             raise OSError(28, "No space left on device")
 
-    def train(groups, samples, version, metrics, meanwhile):
+    def train(groups, samples, version, metrics, meanwhile, update):
         if began:
             meanwhile()
         raise Failed
