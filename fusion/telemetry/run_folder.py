@@ -257,9 +257,9 @@ def describe(path: Path | str) -> list[str]:
             f"{len(traces)} profiler traces: {', '.join(traces[:4])}{' …' * (len(traces) > 4)}",
         ),
         ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),
-        ("hf/", exports, f"AutoModelForCausalLM.from_pretrained({str(path / 'hf')!r})"),
+        ("hf/", exports, "the trained model as a Hugging Face folder, with its tokenizer"),
     )
-    return [f"{path}/"] + [f"  {name:<15} {what}" for name, there, what in entries if there]
+    return [f"{path}/"] + [f"  {name:<17} {what}" for name, there, what in entries if there]
 
 
 def profiles(path: Path) -> list[str]:

@@ -29,7 +29,7 @@ def test_the_report_tells_what_the_folder_holds(tmp_path):
     assert report.phase_s == {"gen": 20.0, "train": 60.0} and len(report.answers) == 3
     for expected in (
         f"{run.path}/",
-        "metrics.jsonl   20 steps",
+        "metrics.jsonl     20 steps",
         "0+1=     9  [0]   1  [1]",
         "train              60.0     75%",
         "peak                      4.00M",
