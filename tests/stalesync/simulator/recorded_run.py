@@ -3,7 +3,7 @@
     python tests/stalesync/simulator/recorded_run.py DECISIONS.jsonl overrides …
 
 A line for each decision, as `stalesync.simulator.record.Decision`: `admit` with the groups and the lengths of their
-prompts, `dispatch` with requests by engine, `train` with the groups, oldest first.
+prompts, `dispatch` with requests by engine, `train` with the groups that are trained or accumulated, oldest first.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 @contextmanager
 def recording(path):
     """Records the decisions of runs inside the block; the process may do other runs after it."""
-    from stalesync.commands import Dispatch, Train
+    from stalesync.commands import Accumulate, Dispatch, Train
     from stalesync.controller import Controller
     from stalesync.groups import Groups
 
@@ -29,7 +29,7 @@ def recording(path):
         if isinstance(command, Dispatch):
             by_engine = command.requests_by_engine
             write(kind="dispatch", requests={str(n): list(requests.ids) for n, requests in by_engine.items()})
-        if isinstance(command, Train):
+        if isinstance(command, Accumulate | Train):
             write(kind="train", groups=list(command.groups))
         return execute(self, command, *args, **options)
 
