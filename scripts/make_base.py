@@ -36,7 +36,10 @@ def main() -> None:
     shape = None if options.shape is None else _read_shape(options.shape, parser)
     changes = {} if options.target is None else {"target": options.target}
     device = open_device(options.device)
-    accuracy = make_base_model(options.task, options.folder, device, seed=options.seed, shape=shape, **changes)
+    try:
+        accuracy = make_base_model(options.task, options.folder, device, seed=options.seed, shape=shape, **changes)
+    except ValueError as error:
+        parser.error(f"--shape {options.shape}: {error}" if options.shape else str(error))
     print(f"base model: {options.folder}, accuracy {accuracy:.0%}")
 
 

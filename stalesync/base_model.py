@@ -84,9 +84,10 @@ def make_base_model(
     if task not in TASKS:
         raise ValueError(f"task {task!r}: expected one of {', '.join(TASKS)}")
     plan = replace(TASKS[task], **changes)
+    fields = _qwen3_moe(plan) if shape is None else shape
+    ModelConfig.from_hf({"vocab_size": 1, **fields}, "shape")  # before anything is written
     tokenizer = make_tokenizer(folder)
     source = PromptSource(plan.data, tokenizer, seed)
-    fields = _qwen3_moe(plan) if shape is None else shape
     model = _initial_model(fields, tokenizer, device=device, seed=seed)
     trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
     accuracy = 0.0

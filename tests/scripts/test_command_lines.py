@@ -106,6 +106,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/doctor.py --fast", "unrecognized arguments: --fast"),
         ("scripts/docs/config_reference.py run.steps", "unrecognized arguments: run.steps"),
         ("scripts/make_base.py", "the following arguments are required"),
+        ("scripts/make_base.py addition out --shape nowhere.yaml", "--shape nowhere.yaml: "),
         ("-m distqueue --every 2", "unrecognized arguments: --every"),
     ],
 )

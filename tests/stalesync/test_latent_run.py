@@ -1,5 +1,6 @@
 """A whole run of a model of Pangu's architecture: latent attention, sandwich norms, dense and sparse layers."""
 
+import pytest
 import yaml
 
 from fusion.model import ModelConfig, global_params
@@ -30,3 +31,9 @@ def test_a_tiny_pangu_trains_in_three_cuts_and_generates_in_another(tmp_path):
     assert {name: tuple(tensor.shape) for name, tensor in after.items()} == global_params(config)
     unchanged = {name for name in after if after[name].equal(before[name])}
     assert not [name for name in unchanged if "experts" not in name], "every other tensor has a gradient"
+
+
+def test_a_shape_that_is_not_supported_is_named_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="shape: model_type 'gpt2' is not supported"):
+        make_base_model("addition", tmp_path / "base", open_device("emulated"), shape={"model_type": "gpt2"})
+    assert not (tmp_path / "base").exists()
