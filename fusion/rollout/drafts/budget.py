@@ -122,9 +122,11 @@ class CostFit:
         self.plain_steps += not step.drafted
         if not step.drafted:
             return seconds
-        weight = max(1 - FORGET, 1 / (self.steps - self.plain_steps))
-        self.drafting_s += weight * (step.drafting_s - self.drafting_s)
-        return seconds + step.drafting_s
+        drafting_s, weight = step.drafting_s, max(1 - FORGET, 1 / (self.steps - self.plain_steps))
+        if self.steps - self.plain_steps > MIN_STEPS:
+            drafting_s = min(drafting_s, MAX_OUTLIER * self.drafting_s)
+        self.drafting_s += weight * (drafting_s - self.drafting_s)
+        return seconds + drafting_s
 
     def expected(self, decodes: int, drafted: int, tokens: int) -> float:
         """Return the expected seconds of a step."""

@@ -201,3 +201,13 @@ def test_acceptance_is_what_was_observed():
     given_ = (np.arange(ACCEPTANCE_BINS) + 0.5) / ACCEPTANCE_BINS
     assert acceptance.by_share() == pytest.approx(given_**2, abs=0.15)
     acceptance.observe(np.array([]), np.array([]))
+
+
+def test_one_slow_look_up_does_not_count_for_many():
+    fit = CostFit()
+    for _ in range(20):
+        fit.observe(StepCost(8, 0, 0, 0.010, 0, 0.0))
+        fit.observe(StepCost(0, 8, 16, 0.0126, 11, 0.0005))
+    before = fit.drafting_s
+    counted = fit.observe(StepCost(0, 8, 16, 1.0121, 11, 1.0))
+    assert counted < 0.05 and fit.drafting_s < 1.1 * before
