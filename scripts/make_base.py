@@ -29,11 +29,11 @@ def main() -> None:
     if (options.folder / "config.json").is_file():
         print(f"base model: {options.folder} exists already")
         return
+    shape = None if options.shape is None else _read_shape(options.shape, parser)
 
     from fusion.npu import open_device
     from stalesync.base_model import make_base_model
 
-    shape = None if options.shape is None else _read_shape(options.shape, parser)
     changes = {} if options.target is None else {"target": options.target}
     device = open_device(options.device)
     try:

@@ -71,7 +71,7 @@ def read_quantization(fields: Fields) -> BlockScales | None:
     field = f"{FIELD}.weight_block_size"
     block = stated.raw(field) if stated.has(field) else list(DEFAULT_BLOCK)
     match block:
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0 and bool not in (type(rows), type(columns)):
             scales = BlockScales(rows, columns)
         case _:
             stated.refuse(field, block, ("[rows, columns] of a block",))

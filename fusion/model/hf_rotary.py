@@ -48,7 +48,7 @@ def read_rotary(
     """
     stated = _Statements(fields)
     kind = stated.text("rope_type", "default")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         stated.refuse("rope_type", tuple(KINDS))
     share = stated.number("partial_rotary_factor", 1.0 if partial is None else partial)
     if share > 1 or partial is None and share != 1:

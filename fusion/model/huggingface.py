@@ -80,7 +80,11 @@ class BoxReader:
         if self._stored[name].dtype != FLOAT8:
             return values
         assert self._scales is not None
-        return dequantize(values, self._slice(scale_of(name), self._scales.scales(region)), region, self._scales)
+        scales = self._slice(scale_of(name), self._scales.scales(region))
+        if not bool((scales.isfinite() & (scales >= 0)).all()):
+            file = self._stored[scale_of(name)].file
+            raise ValueError(f"model.path: {file} holds {scale_of(name)!r} with a scale that is negative or not finite")
+        return dequantize(values, scales, region, self._scales)
 
     def _slice(self, name: str, region: Box) -> torch.Tensor:
         file = self._stored[name].file

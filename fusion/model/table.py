@@ -207,7 +207,7 @@ class _TableRows:
             self.vocabulary(f"{local}.head", f"{hf}.shared_head.head.weight"),
         ]
         held = (row for row in rows if (self.edp_rank if row.expert else self.dp_rank) == 0)
-        return [replace(row, storage="host") for row in held]
+        return [replace(row, storage="host", layer=index) for row in held]
 
     def projection(self, name: str, hf_name: str) -> LocalParam:
         """Return this rank's rows of a predictor's projection, as equal a share as TP allows."""

@@ -111,6 +111,7 @@ def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path, device):
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
             "rope_type='longrope', .*; supported: .*'yarn'",
         ),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\], .*; supported: .*'yarn'"),
         ({"mlp_only_layers": [0, 1]}, "leaves no sparse layer"),
     ],
 )

@@ -127,6 +127,7 @@ def test_a_rank_reads_its_boxes_of_a_quantized_folder(tmp_path: Path) -> None:
         ({"fmt": "e5m2"}, "quantization_config.fmt='e5m2', which is not supported; supported: 'e4m3'"),
         ({"activation_scheme": "static"}, "quantization_config.activation_scheme='static'"),
         ({"weight_block_size": None}, "quantization_config.weight_block_size=None"),
+        ({"weight_block_size": [True, True]}, r"quantization_config.weight_block_size=\[True, True\]"),
         ({"weight_block_size": [128]}, r"quantization_config.weight_block_size=\[128\]"),
         ({"expert_dtype": "fp4"}, "quantization_config.expert_dtype='fp4'"),
         ({"zero_point": True}, "quantization_config.zero_point=True"),
@@ -171,6 +172,18 @@ def test_what_cannot_be_dequantized_is_refused_by_tensor(
     save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         check_folder(folder, ModelConfig.from_hf(folder))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
+def test_a_damaged_scale_is_named_and_not_loaded(tmp_path: Path, scale: float) -> None:
+    folder = tmp_path / "fp8"
+    quantize_folder(family_checkpoint(tmp_path / "in", "qwen2"), folder)
+    stored = load_file(folder / "model.safetensors")
+    stored[scale_of(MATRIX)][1, 1] = scale
+    save_file(stored, folder / "model.safetensors")
+    model = Transformer(ModelConfig.from_hf(folder), Mesh.single(), open_device("emulated"))
+    with pytest.raises(ValueError, match=f"'{scale_of(MATRIX)}' with a scale that is negative or not finite"):
+        load_weights(model, folder)
 
 
 def test_float8_without_a_quantization_config_is_refused(tmp_path: Path) -> None:
