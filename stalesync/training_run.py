@@ -300,7 +300,7 @@ class TrainingRun:
         metrics = {name: value for result in results for name, value in result.metrics().items()}
         if count := restarts.num_restarts - before:
             self.queue.drop([row for row in self.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
-            self._figures[RESTARTS] = count
+            self._figures[RESTARTS] = self._figures.get(RESTARTS, 0) + count
         self.folder.log_evaluation(self.step, [result.row() for result in results], metrics)
         when = f"after step {self.step}" if self.step else "before the first step"
         self.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")
