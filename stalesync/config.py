@@ -152,6 +152,8 @@ class RunConfig:
             SaveInterval.parse(self.save_every)
         except ValueError as error:
             check.that("save_every", False, str(error))
+        named = isinstance(self.loggers, list) and all(isinstance(name, str) for name in self.loggers)
+        check.that("loggers", named, "a list of names")
         check_loggers(self.loggers)
         check.that(
             "profile_steps",

@@ -361,3 +361,11 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_instal
             _config(checkpoint, training__backend="megatron").validate()
     with pytest.raises(ValueError, match="training.backend='nemo': expected"):
         _config(checkpoint, training__backend="nemo").validate()
+
+
+@pytest.mark.parametrize("loggers", [None, 3, "wandb", [1], [["a"]]])
+def test_loggers_that_are_no_list_of_names_are_refused_by_key(loggers):
+    config = Config()
+    config.run.loggers = loggers
+    with pytest.raises(ValueError, match="^run.loggers=.*: expected a list of names"):
+        config.run.validate()
