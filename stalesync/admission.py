@@ -273,6 +273,8 @@ class Admission:
         self._share = share
         if not beside:
             yield from self.stop()
+        if self._lending is not None:
+            self._lending.begin_generation()
         yield from self._publish(beside)
         self.stage = "fill"
         yield from self._admit(share.engines)
@@ -313,6 +315,8 @@ class Admission:
             yield from self._return()
             self._returned = True
             self.stage = "generate"
+            if self.ledger.is_enough:  # the last groups have come meanwhile
+                return
             num_ready = min(self.ledger.num_ready, self._num_to_accumulate)
         if lending.has_part(num_ready, step):
             yield Accumulate(tuple(self.ledger.ready()[:num_ready]))
@@ -332,8 +336,6 @@ class Admission:
 
     def _publish(self, beside: tuple[int, ...] = ()) -> Iterator[Command]:
         self._returned = False
-        if self._lending is not None:
-            self._lending.begin_generation()
         yield Publish(self.ledger.version, beside)
         if not {*beside} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
             yield from self.stop()
@@ -355,6 +357,8 @@ class Admission:
     def _publish_again(self, share: InferenceShare) -> Iterator[Command]:
         """Replaces the engines that have died, and dispatches their requests to all."""
         self.stage = "switch"
+        if self._lending is not None:
+            self._lent_s += self._lending.interrupt()
         yield from self.stop()
         if self.spec.shared_engines and not self._returned:
             yield SwitchToTrain()
