@@ -22,7 +22,8 @@ conversion   exports a checkpoint to a Hugging Face folder
 pacing       checks whether a run of modelled cards kept its pace
 control      changes the generation settings during a run
 card         one worker as a Ray actor; `card_actors`: starts them; `cards`: calls them (`stage_calls`: typed);
-             `placing`: assigns their ranks; `patience`: when a late one is reported and given up, pure
+             `placing`: assigns their ranks; `patience`: when a late one is reported and given up, pure;
+             `card_failures`: finds the cause of what they report as failed
 engine_watch notices engines that have died; `engine_deaths`: which are replaced, pure; `engine_restarts`: replaces them
 failures     reports the root cause of a failed run; `run_log`, `process_log`: records it and every process's log
 launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal; `command_line`:
