@@ -5,7 +5,7 @@ prompts      sources of prompts: generators, JSONL, Parquet; seeded, resumable
 staleness    which groups may be admitted and which may be trained: the bound as a state machine; pure
 admission    all decisions of the loop, as `commands`: admit, dispatch, suspend, publish, score, train; pure;
              `admission_spec`: the settings they depend on; `supply`: how many groups and requests; `tail`: the share of
-             samples that are a step's tail; `lending`: when cards that train leave generation before a step has its groups
+             samples that are a step's tail; `lending`: when cards that train leave generation before it has its groups
 simulator/   executes the same commands in virtual time, for clusters of any size
 controller   the loop, which executes the commands, at any staleness, in any deployment; `training_run`: a whole run
 generation   controls the engines
