@@ -4,8 +4,8 @@ config       Config: composes the dataclass of every package, and checks across 
 prompts      sources of prompts: generators, JSONL, Parquet; seeded, resumable
 staleness    which groups may be admitted and which may be trained: the bound as a state machine; pure
 admission    all decisions of the loop, as `commands`: admit, dispatch, suspend, publish, score, train; pure;
-             `admission_spec`: the settings they depend on; `tail`: the share of samples that are a step's tail;
-             `lending`: when cards that train leave generation before a step has its groups
+             `admission_spec`: the settings they depend on; `supply`: how many groups and requests; `tail`: the share of
+             samples that are a step's tail; `lending`: when cards that train leave generation before it has its groups
 simulator/   executes the same commands in virtual time, for clusters of any size
 controller   the loop, which executes the commands, at any staleness, in any deployment; `training_run`: a whole run
 generation   controls the engines
@@ -22,7 +22,8 @@ conversion   exports a checkpoint to a Hugging Face folder
 pacing       checks whether a run of modelled cards kept its pace
 control      changes the generation settings during a run
 card         one worker as a Ray actor; `card_actors`: starts them; `cards`: calls them (`stage_calls`: typed);
-             `placing`: assigns their ranks; `patience`: when a late one is reported and given up, pure
+             `placing`: assigns their ranks; `patience`: when a late one is reported and given up, pure;
+             `card_failures`: finds the cause of what they report as failed
 engine_watch notices engines that have died; `engine_deaths`: which are replaced, pure; `engine_restarts`: replaces them
 failures     reports the root cause of a failed run; `run_log`, `process_log`: records it and every process's log
 launch       launches a run from its config, and reports at its end; `stopping`: ends it by a signal; `command_line`:

@@ -28,7 +28,7 @@ controller in a run, a simulator in virtual time, a property test) executes each
     observe_seconds        how long a command has taken: this file has no clock
 
 What may be admitted and trained is the ledger's decision (`staleness.py`), which waiting request goes to which engine
-the buffer's (`fusion/rollout/buffer.py`); this file decides when they are called, and for how many groups or requests.
+the buffer's (`fusion/rollout/buffer.py`), for how many groups or requests `supply.py`'s; this file decides when.
 At staleness 0 without chunks engines receive all requests at the start, so that the batches of requests do not depend
 on timing. Otherwise requests are bound late: an engine has at most AHEAD[1] times the number of requests that it
 decodes at a time, of which the KV fits its cache, and receives more when it has no more than AHEAD[0] times that
@@ -61,16 +61,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from fusion.rollout import EngineRoom, Entry, RequestBuffer, SuspendedSample
+from fusion.rollout import RequestBuffer, SuspendedSample
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.admission_spec import AdmissionSpec
 from stalesync.commands import (
     Accumulate,
-    AdmitGroups,
     AwaitSamples,
     Command,
-    Dispatch,
-    DispatchedRequests,
     Publish,
     Score,
     Suspend,
@@ -80,6 +77,7 @@ from stalesync.commands import (
 from stalesync.lending import Lending
 from stalesync.running_engines import RunningEngines
 from stalesync.staleness import StalenessLedger
+from stalesync.supply import Supply
 
 if TYPE_CHECKING:
     from fusion.colocate import InferenceShare
@@ -101,6 +99,7 @@ class Admission:
             histopipe=spec.histopipe,
         )
         self.running = RunningEngines(spec.low_requests)
+        self._supply = Supply(spec, ledger, buffer=self.buffer, running=self.running)
         self._lending: Lending | None = None
         """Decides when cards that train leave generation early; None: never"""
         if spec.lends:
@@ -113,17 +112,12 @@ class Admission:
         """Stage of the last command"""
         self._share: InferenceShare | None = None
         """The last published share"""
-        self._steps_left = 0
         self._num_filtered = 0
         """Number of groups filtered since the last `Train`"""
         self._chunks_ended = False
         """Whether requests were suspended at the end of their chunk since the last `feed`"""
         self._has_died = False
         """Whether an engine has died since the last `Publish` that stopped the engines"""
-        self._kv_tokens: int | None = None
-        """Capacity of an engine's KV cache, once it is known"""
-        self._num_requested = 0
-        """Number of groups in the last `AdmitGroups` that are not admitted yet"""
         self._returned = False
         """Whether the cards that train have returned before the step has its groups"""
         self._lent_s = 0.0
@@ -136,7 +130,7 @@ class Admission:
             steps_left: remaining steps of the run, including this one.
             share: the engines that generate in this step, and their settings.
         """
-        self._steps_left = steps_left
+        self._supply.steps_left = steps_left
         yield from self._collect(share)
         # Samples scored after the engines had stopped may have been filtered, so that the step lacks groups.
         while self._can_replace_filtered or self._cannot_train_yet:
@@ -153,9 +147,9 @@ class Admission:
         engines with few requests."""
         chunks_ended, self._chunks_ended = self._chunks_ended, False
         if self.running.low and self.spec.ahead:
-            yield from self._admit()
+            yield from self._supply.admit()
         if chunks_ended or self.running.low:
-            yield from self._dispatch()
+            yield from self._supply.dispatch()
 
     def stop(self) -> Iterator[Command]:
         """Yields a command that stops all running engines, if there are any."""
@@ -164,21 +158,14 @@ class Admission:
 
     def observe_admitted(self, prompt_tokens: Mapping[str, int]) -> None:
         """Records the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
-        expected = self._num_requested
-        assert len(prompt_tokens) == expected, f"{len(prompt_tokens)} groups were admitted, expected {expected}"
-        self._num_requested = 0
-        steps = self.ledger.next_steps(expected)
-        self.ledger.admit(prompt_tokens)
-        for (group, length), step in zip(prompt_tokens.items(), steps, strict=True):
-            ids = [f"{group}/{member}" for member in range(self.spec.group_size)]
-            self.buffer.add(group, ids, prompt_tokens=length, max_tokens=self.spec.max_response_tokens, step=step)
+        self._supply.observe_admitted(prompt_tokens)
 
     def observe_generated(self, response_tokens: Mapping[str, int], *, lost: bool = False) -> None:
         """Records that samples are generated, by id with the tokens of their responses. ``lost``: they are not, but
         they will not be; the tokens are those that are known."""
         engines, groups = self.buffer.finish(response_tokens, lost=lost)
         for engine in engines:
-            self._count(engine)
+            self._supply.count(engine)
         for group in groups:
             members = self.buffer.remove(group)
             if not self.spec.scores_beside:
@@ -201,28 +188,28 @@ class Admission:
 
     def observe_kv_tokens(self, kv_tokens: int) -> None:
         """Records the capacity of an engine's KV cache in tokens: of all its attention ranks, the smallest engine's."""
-        self._kv_tokens = kv_tokens
+        self._supply.kv_tokens = kv_tokens
 
     def observe_chunks_ended(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         """Records requests that a running engine suspended at the end of their chunk."""
-        self._take_back(engine, suspended)
+        self._supply.take_back(engine, suspended)
         self._chunks_ended |= bool(suspended)
-        self._count(engine)
+        self._supply.count(engine)
 
     def observe_stopped(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         """Records that an engine has stopped; ``suspended``: its unfinished requests."""
-        self._take_back(engine, suspended)
+        self._supply.take_back(engine, suspended)
         self.running.remove(engine)
 
     def observe_died(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         """Records that an engine has died. ``suspended``: its requests, but for those whose samples are on their way;
         with what survives of each."""
-        self._take_back(engine, suspended)
+        self._supply.take_back(engine, suspended)
         self.buffer.forget_kv(engine)
         if engine in self.running:
             self.running.remove(engine)
         self._has_died = True
-        self._chunks_ended |= not self._dispatches_once
+        self._chunks_ended |= not self._supply.dispatches_once
 
     def observe_seconds(self, command: Command, seconds: float) -> None:
         """Records how long a command has taken, with everything that was executed meanwhile."""
@@ -273,10 +260,12 @@ class Admission:
         self._share = share
         if not beside:
             yield from self.stop()
+        if self._lending is not None:
+            self._lending.begin_generation()
         yield from self._publish(beside)
         self.stage = "fill"
-        yield from self._admit(share.engines)
-        yield from self._dispatch(share.engines, last=self._dispatches_once)
+        yield from self._supply.admit(share.engines)
+        yield from self._supply.dispatch(share.engines, last=self._supply.dispatches_once)
         self.stage = "generate"
         while not self.ledger.is_enough:
             if not self.ledger.in_flight:
@@ -290,8 +279,8 @@ class Admission:
                 yield from self._publish_again(share)
             yield from self.feed()
             if self._can_replace_filtered and self.ledger.may_admit:
-                yield from self._admit()
-                yield from self._dispatch()
+                yield from self._supply.admit()
+                yield from self._supply.dispatch()
         if self._lending is not None:
             self._lent_s += self._lending.end_generation()
         if not self._returned:
@@ -313,6 +302,8 @@ class Admission:
             yield from self._return()
             self._returned = True
             self.stage = "generate"
+            if self.ledger.is_enough:  # the last groups have come meanwhile
+                return
             num_ready = min(self.ledger.num_ready, self._num_to_accumulate)
         if lending.has_part(num_ready, step):
             yield Accumulate(tuple(self.ledger.ready()[:num_ready]))
@@ -332,8 +323,6 @@ class Admission:
 
     def _publish(self, beside: tuple[int, ...] = ()) -> Iterator[Command]:
         self._returned = False
-        if self._lending is not None:
-            self._lending.begin_generation()
         yield Publish(self.ledger.version, beside)
         if not {*beside} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
             yield from self.stop()
@@ -348,19 +337,21 @@ class Admission:
         their last requests, and are done with them."""
         if not self._has_died:
             return False
-        if self._dispatches_once:
+        if self._supply.dispatches_once:
             return not self.running.total and bool(self.buffer.num("waiting"))
         return not self.running
 
     def _publish_again(self, share: InferenceShare) -> Iterator[Command]:
         """Replaces the engines that have died, and dispatches their requests to all."""
         self.stage = "switch"
+        if self._lending is not None:
+            self._lent_s += self._lending.interrupt()
         yield from self.stop()
         if self.spec.shared_engines and not self._returned:
             yield SwitchToTrain()
         yield from self._publish()
         self.stage = "generate"
-        yield from self._dispatch(share.engines, last=self._dispatches_once)
+        yield from self._supply.dispatch(share.engines, last=self._supply.dispatches_once)
 
     def _stop_shared(self) -> Iterator[Command]:
         """Stops the engines whose cards train now, and dispatches their requests to the others. At staleness 0, where
@@ -369,74 +360,13 @@ class Admission:
         if stopping:
             yield Suspend(stopping, to_train=True)
         if self.spec.shared_engines:
-            yield from self._dispatch()
+            yield from self._supply.dispatch()
 
     def _admit_shorter(self) -> Iterator[Command]:
         """Admits further groups to a step that lacks tokens, because its groups were shorter than expected."""
         if self.ledger.tokens_per_step is not None:
-            yield from self._admit()
-            yield from self._dispatch()
-
-    def _admit(self, engines: Sequence[int] | None = None) -> Iterator[Command]:
-        """Admits as many groups as the ledger allows, the remaining steps can train, and these engines (None: those
-        that run) can start; with `histopipe`, which ranks the groups of a step, also those that have to wait."""
-        count = self._num_admissible
-        if count > 0 and self.spec.ahead and self.spec.histopipe is None:
-            count = min(count, self._groups_to_begin(self.spec.max_requests, engines))
-        if count > 0:
-            self._num_requested = count
-            yield AdmitGroups(count)
-            assert not self._num_requested, "AdmitGroups must be followed by observe_admitted"
-
-    @property
-    def _num_admissible(self) -> int:
-        """Number of groups that the ledger allows and the remaining steps can train."""
-        step_places = self._steps_left * self.ledger.expected_groups - self.ledger.trained_now
-        left = step_places - self.ledger.num_untrained
-        return max(0, min(left, self.ledger.may_admit))
-
-    def _groups_to_begin(self, max_requests: int, engines: Sequence[int] | None) -> int:
-        """Returns the number of groups that these engines (None: those that run) could start now."""
-        if engines is None:
-            num_engines, held = len(self.running), self.running.total
-        else:
-            num_engines, held = len(engines), sum(self.buffer.num_running_on(engine) for engine in engines)
-        room = max_requests * num_engines - held - self.buffer.num("waiting")
-        return -(-room // self.spec.group_size)
-
-    @property
-    def _dispatches_once(self) -> bool:
-        """Whether a step dispatches all that it generates at its start."""
-        return not (self.spec.binds_late or self.spec.filters or self.ledger.tokens_per_step is not None)
-
-    def _dispatch(self, engines: Sequence[int] | None = None, last: bool = False) -> Iterator[Command]:
-        """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run.
-        ``last``: of the step."""
-        starting: frozenset[int] = frozenset()
-        if engines is None:
-            engines = tuple(self.running)
-        else:
-            starting = frozenset(engine for engine in engines if engine not in self.running)
-        if not starting and not (engines and self.buffer.num("waiting")):
-            return
-        requests_by_engine = {
-            engine: _columns(entries)
-            for engine, entries in self.buffer.dispatch(engines, self._room, slots=self.spec.engine_slots).items()
-            if entries or engine in starting
-        }
-        for engine in requests_by_engine:
-            self.running.update(engine, self.buffer.num_running_on(engine))
-        left_kv = self.buffer.take_left_kv()
-        if requests_by_engine:
-            yield Dispatch(requests_by_engine, left_kv if self.spec.keeps_kv else {}, starting, last)
-
-    @property
-    def _room(self) -> EngineRoom | None:
-        """The bounds of an engine; None: it receives all requests."""
-        if not self.spec.binds_late:
-            return None
-        kv_tokens = self._kv_tokens if self.spec.chunk_tokens else None  # a whole response is never reserved
-        return EngineRoom(self.spec.max_requests, kv_tokens, self.spec.chunk_tokens)
+            yield from self._supply.admit()
+            yield from self._supply.dispatch()
 
     def _beside(self, share: InferenceShare) -> tuple[int, ...]:
         """Returns the engines that can receive new weights while they generate: all that share no card with the
@@ -450,41 +380,10 @@ class Admission:
     def _can_replace_filtered(self) -> bool:
         """Whether a step that lacks groups because some were filtered may admit replacements."""
         lacks = 0 < self._num_filtered <= self.spec.max_filtered_groups and not self.ledger.is_enough
-        return lacks and bool(self.ledger.in_flight or self._num_admissible)
+        return lacks and bool(self.ledger.in_flight or self._supply.num_admissible)
 
     @property
     def _cannot_train_yet(self) -> bool:
         """Whether groups in flight must be trained before the next version may be published, because finished groups
         have failed."""
         return bool(self.ledger.in_flight) and self.ledger.num_due > self.ledger.num_ready
-
-    def _take_back(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        for one in suspended:
-            self.buffer.suspend(
-                engine,
-                one.id,
-                generated=one.generated,
-                earlier=one.earlier,
-                versions=one.versions,
-                kv_rank=one.kv_rank,
-                kv_tokens=one.kv_tokens,
-            )
-
-    def _count(self, engine: int) -> None:
-        """Updates the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""
-        if engine in self.running:
-            self.running.update(engine, self.buffer.num_running_on(engine))
-
-
-def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
-    return DispatchedRequests(
-        ids=[entry.id for entry in entries],
-        groups=[entry.group for entry in entries],
-        earlier=[entry.earlier for entry in entries],
-        kv_ranks=[entry.kv[1] if entry.kv and entry.kv[0] == entry.engine else None for entry in entries],
-        priorities=[entry.priority for entry in entries],
-        kv_tokens=[entry.kv_tokens for entry in entries],
-        kv_engines=[
-            entry.kv[0] if entry.kv and entry.kv_tokens and entry.kv[0] != entry.engine else None for entry in entries
-        ],
-    )

@@ -12,9 +12,9 @@ that do not answer a control call are named, whichever stage they run. A control
 machine is busy or suspended answers late, which is reported while it lasts and ends nothing. A failing health check
 (`health_checks`) also ends the wait.
 
-An engine of cards that only generate can be replaced when one of them dies (`engine_deaths.py` decides): its other
-cards are ended, its stage has no results, `take_dead` reports it, and `restart` starts other processes. If weights were
-being sent, that has no results either, once it has ended on all other cards; what they were to do behind it is dropped.
+An engine of cards that only generate can be replaced when one of them dies (`card_failures.py`): its other cards are
+ended, its stage has no results, `take_dead` reports it, and `restart` starts other processes. If weights were being
+sent, that has no results either, once it has ended on all other cards; what they were to do behind it is dropped.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, cast
+from typing import Any, Concatenate, cast
 
 import ray
 
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.colocate.rendezvous import LOOPBACK
-from fusion.npu.failures import FailureKind
 from fusion.telemetry import wall_ns
 from stalesync.card import Card
 from stalesync.card_actors import CardActors
-from stalesync.engine_deaths import IDLE, TRANSFERS, EngineDeaths
-from stalesync.engine_watch import EngineWatch
-from stalesync.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
-from stalesync.hosts import Host, alive_hosts, describe_ranks
+from stalesync.card_failures import CardFailures
+from stalesync.engine_deaths import EngineDeaths
+from stalesync.failures import FailedStage, is_consequence
+from stalesync.hosts import Host
 from stalesync.kv_servers import RayPeer
 from stalesync.patience import Patience
 from stalesync.stage_calls import (
@@ -47,9 +46,6 @@ from stalesync.stage_calls import (
     Result,
     RunningStage,
     StageCall,
-    describe_hanging,
-    gather_causes,
-    gather_failures,
     stage_call,
 )
 
@@ -63,9 +59,6 @@ POLL_S = 0.2
 
 WAIT_S = 1.0
 """Interval at which health checks are polled while waiting."""
-
-STATUS_TIMEOUT_S = 5.0
-"""When a stage times out, a card that reports its status within this time is assumed to wait for another card."""
 
 
 class CardGroup:
@@ -142,10 +135,16 @@ class Cards:
         """Of the first card's rendezvous"""
         self._thread = threading.get_ident()
         """The thread that takes note of the deaths of engines"""
-        deaths = EngineDeaths.of(spec.deployment, spec.engines, max_engine_restarts)
-        self._watch = EngineWatch(spec.engines, deaths, describe=lambda cause: str(self._error(cause)))
         self._log_of, self._kv_peers = log_of, kv_peers or {}
         self._actors = CardActors(spec, queue, text_server)
+        self._failures = CardFailures(
+            spec.engines,
+            EngineDeaths.of(spec.deployment, spec.engines, max_engine_restarts),
+            actors=self._actors,
+            running=self._running,
+            health_checks=self.health_checks,
+        )
+        self._watch = self._failures.watch
         try:
             self._actors.order(self.on().call(Card.place))
             self._assign_ranks(range(self.world))
@@ -240,7 +239,7 @@ class Cards:
             if late := sorted(running.pending.values()):
                 match patience.observe_waiting(time.monotonic()):
                     case "stop":
-                        self._give_up(running.stage, late)
+                        raise self._failures.hang(running.stage, late, self.timeout_s)
                     case "warn":
                         waited_s = time.monotonic() - patience.begun_s
                         log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, waited_s)
@@ -270,7 +269,7 @@ class Cards:
             health_check()
         if threading.get_ident() == self._thread:
             for rank, error in self._watch.take_ended(self._actors):
-                self._fail(_idle(rank), FailedStage.of(error, rank=rank, stage=IDLE))
+                self._failures.observe_end(rank, error)
         running = [stage for stage in list(self._running) if stage.thread == threading.get_ident()]
         stage_by_ref = {ref: stage for stage in running for ref in stage.pending}
         if not stage_by_ref:
@@ -285,7 +284,7 @@ class Cards:
                 failed = FailedStage.of(error, rank=rank, stage=stage.stage)
                 if stage.died and is_consequence(failed):
                     continue
-                self._fail(stage, failed)
+                self._failures.observe(stage, failed)
                 return
 
     @property
@@ -320,10 +319,7 @@ class Cards:
             late = sorted(rank_by_ref.values())
             match patience.observe_waiting(time.monotonic()):
                 case "stop":
-                    names = describe_ranks(late, self.hosts)
-                    hang = "it hangs" if len(late) == 1 else "they hang"
-                    message = f"{names} did not answer {stage!r} in {self.timeout_s:.0f} s: {hang}"
-                    raise CardFailed(message, failure=late_rank(late[0], stage, message))
+                    raise self._failures.silence(stage, late, self.timeout_s)
                 case "warn":
                     waited_s = time.monotonic() - patience.begun_s
                     log.warning("%s: ranks %s have not answered for %.0f s, but live", stage, late, waited_s)
@@ -358,10 +354,8 @@ class Cards:
         return answers
 
     def find_unresponsive(self) -> list[int]:
-        """Returns the ranks that do not answer a control call within STATUS_TIMEOUT_S."""
-        rank_by_ref = {self._actors[rank].status.remote(): rank for rank in range(self.world)}
-        _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
-        return sorted(rank_by_ref[ref] for ref in unanswered)
+        """Returns the ranks that do not answer a control call within seconds."""
+        return self._failures.find_unresponsive()
 
     def close(self) -> None:
         """Ends all workers."""
@@ -377,23 +371,8 @@ class Cards:
         for rank in ranks:
             self._watch.watch(rank, self._actors[rank])
 
-    def _is_replaced(self, failed: FailedStage) -> bool:
-        """Whether the engine of a card that did not answer a control call has died and is replaced."""
-        if failed.failure.kind is not FailureKind.DIED:
-            return False
-        return self._watch.is_down(failed.failure.rank) or not self._mend(_idle(failed.failure.rank), failed)[0]
-
     def _patience(self) -> Patience:
         return Patience(time.monotonic(), limit_s=self.timeout_s, warn_every_s=WARN_EVERY_S)
-
-    def _give_up(self, stage: str, late: Sequence[int]) -> NoReturn:
-        """Raises the failure of a stage whose ranks ``late`` were not done in time."""
-        hanging = self.find_unresponsive()
-        message = (
-            f"stage {stage!r}: ranks {list(late)} were not done after {self.timeout_s:.0f} s (cluster.stage_timeout_s)"
-            f"{describe_hanging(hanging, self.hosts)}"
-        )
-        raise CardFailed(message, failure=late_rank((hanging or late)[0], stage, message))
 
     def _send(self, calls: Mapping[int, StageCall[Any]]) -> list[Any]:
         """Sends calls by rank; returns Ray's references in the same order."""
@@ -401,83 +380,10 @@ class Cards:
             getattr(self._actors[rank], call.stage).remote(*call.args, **call.kwargs) for rank, call in calls.items()
         ]
 
-    def _mend(self, running: RunningStage[Any], first: FailedStage) -> tuple[list[FailedStage], str]:
-        """Ends the engines that have died, if they are replaced; ``first`` was reported first, in the stage
-        ``running``. Returns the failures that end the run, none if it goes on, and why it does not."""
-        others = [stage for stage in list(self._running) if stage is not running]
-        if running.stage in ("generate", "answer") and self._watch.is_down(first.failure.rank):
-            self._abandon(running)  # it was begun before the engine was known to be dead
-            return [], ""
-        failed = gather_failures(first, (running, *others))
-        stages: dict[int, set[str]] = {}
-        for stage in (running, *others):
-            for rank in {*stage.ranks} - {*stage.results}:
-                stages.setdefault(rank, set()).add(stage.stage)
-        engines = self._watch.observe_failures(failed, stages)
-        for engine in engines:
-            ranks = self.engines[engine]
-            self._actors.end(ranks)
-            for stage in (running, *others):
-                if {*stage.ranks} <= {*ranks}:
-                    self._abandon(stage)
-                elif stage.stage in TRANSFERS:
-                    self._break_off(stage, ranks)
-        return ([], "") if engines else (failed, self._watch.why_not(failed, stages))
-
-    def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
-        """Expects of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of
-        what these were to do behind it."""
-        transfer.died = True
-        transfer.pending = {ref: rank for ref, rank in transfer.pending.items() if rank not in lost}
-        for stage in list(self._running):
-            behind = stage.stage in ("generate", "answer") and stage.begun_s >= transfer.begun_s
-            if behind and {*stage.ranks} <= {*transfer.ranks} and transfer.stage == "switch":
-                self._abandon(stage)
-
-    def _abandon(self, stage: RunningStage[Any]) -> None:
-        """Expects no result of a stage any more."""
-        stage.died = True
-        stage.pending.clear()
-        if stage in self._running:
-            self._running.remove(stage)
-
-    def _fail(self, running: RunningStage[Any], first: FailedStage) -> None:
-        """Raises the root cause among the failures of the stages in progress, unless they are those of engines that are
-        replaced; ``first`` was reported first, in the stage ``running``."""
-        failed, why = self._mend(running, first)
-        if not failed:
-            return
-        if running in self._running:
-            self._running.remove(running)
-        cause = root_cause(failed)
-        stage = cause.failure.stage
-        if is_consequence(cause) and (hanging := self.find_unresponsive()):
-            message = f"stage {stage!r}{describe_hanging(hanging, self.hosts)}. {self._error(cause)}"
-            raise CardFailed(message, failure=late_rank(hanging[0], stage, message), trace=cause.trace)
-        raise self._error(cause, why) from None
-
     def _fail_call(self, call: FailedStage) -> None:
         """Raises the failure of a control call, or that of the stage in progress which is its cause, unless the engine
         of the card is replaced."""
-        if self._is_replaced(call):
+        if self._failures.is_replaced(call):
             return
         self.check()
-        raise self._error(root_cause(gather_causes(call, list(self._running)))) from None
-
-    def _error(self, cause: FailedStage, why: str = "") -> RunFailed:
-        """Returns the error with which a failure ends the run. ``why``: it does not go on without the card.
-
-        Raises:
-            RunFailed: a health check fails: of that, the end of a worker is a consequence.
-        """
-        if cause.failure.kind is FailureKind.DIED:
-            for health_check in self.health_checks:
-                health_check()
-        if len({*self.hosts}) < 2:
-            return cause.error(why=why)
-        return cause.error(self.hosts, lost_hosts={*self.hosts} - {*alive_hosts(ray.nodes()).values()}, why=why)
-
-
-def _idle(rank: int) -> RunningStage[Any]:
-    """In place of the stage of a card of which only the end is known."""
-    return RunningStage(IDLE, (rank,), {})
+        raise self._failures.of_call(call) from None

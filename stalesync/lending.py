@@ -14,7 +14,7 @@ Invariants (property-tested in tests/stalesync/test_lending.py): cards that gene
 `begin_generation`, only in the tail, if the others can decode all requests at once and a part is ready, and only if the
 measured tail is longer than the measured return: `GAIN` times as long if they were not lent when this was decided last
 (hysteresis). A part has at least `PART` of the groups of a step. Where generation ends before its tail begins, its tail
-counts as 0 seconds.
+counts as 0 seconds; where it was interrupted, its tail is not measured.
 """
 
 from __future__ import annotations
@@ -56,10 +56,18 @@ class Lending:
         """Seconds since the cards have returned; None: they have not, or do not generate"""
         self._lends = False
         """What was decided last"""
+        self._interrupted = False
+        """Whether weights were published again since generation began"""
 
     def begin_generation(self) -> None:
         """Records that the cards generate, with new weights."""
-        self._tail_s = self._lent_s = None
+        self._tail_s, self._lent_s, self._interrupted = None, None, False
+
+    def interrupt(self) -> float:
+        """Records that weights are published again before the step has its groups, so that the cards generate again:
+        the seconds of its tail tell nothing. Returns for how many seconds they were lent until now."""
+        lent_s, self._tail_s, self._lent_s, self._interrupted = self._lent_s or 0.0, None, None, True
+        return lent_s
 
     def observe_requests(self, num_requests: int) -> bool:
         """Records how many requests are waiting or running; returns whether cards may return now: they only train, or
@@ -81,7 +89,8 @@ class Lending:
 
     def end_generation(self) -> float:
         """Records that the step has its groups; returns for how many seconds cards that generate were lent."""
-        self.mean_tail_s = _mean(self.mean_tail_s, self._tail_s or 0.0)
+        if not self._interrupted:
+            self.mean_tail_s = _mean(self.mean_tail_s, self._tail_s or 0.0)
         lent_s, self._tail_s, self._lent_s = self._lent_s or 0.0, None, None
         return lent_s
 

@@ -127,7 +127,7 @@ class Updater:
             reports = self.cards.wait(training)
             self.record_reports(reports)
         self._trained += kept.ids
-        self._num_accumulated = 0 if update else self._num_accumulated + len(groups)
+        self._num_accumulated = 0 if update else self._num_accumulated + len({*kept.groups})
         return len(kept) < len(scored) or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
@@ -204,14 +204,14 @@ class Updater:
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
-        """Returns sample ids by minibatch and replica. What is accumulated is the beginning of the first minibatch."""
+        """Returns sample ids by minibatch and replica, of those minibatches that have samples: without gradients an
+        optimizer step would still move the weights. What is accumulated is the beginning of the first of them."""
         accumulated = [""] * self._num_accumulated
         chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches)
-        if len(chunks) <= 1:
+        if len(chunks) <= 1 or not samples:
             return [self._shares_of(samples)]
-        return [
-            self._shares_of(samples.where([group in chunk for group in samples.groups])) for chunk in map(set, chunks)
-        ]
+        batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]
+        return [self._shares_of(batch) for batch in batches if batch]
 
     def _shares_of(self, samples: SampleColumns) -> list[list[str]]:
         """Returns sample ids by replica of the trainer."""

@@ -326,9 +326,9 @@ class Worker:
                 continued, self._continues = self._continues, not update
                 with card.log.timeline.span("forward_backward", "train"):
                     metrics = trainer.forward_backward(batch, card.algorithm.loss, continued=continued)
-                    card.log.metrics.update(metrics)
                 if not update:
-                    break
+                    break  # those of the next call are of the whole minibatch
+                card.log.metrics.update(metrics)
                 before_update = card.switcher.await_optimizer if number == 0 else None
                 with card.log.timeline.span("optimizer_step", "optimizer"):
                     card.log.metrics.update(trainer.optimizer_step(before_update))

@@ -29,7 +29,7 @@ from fusion.training.interface import TrainEngine
 from fusion.training.logprobs import vocab_parallel_logprobs
 from fusion.training.loss import Loss
 from fusion.training.model import TrainedModel
-from fusion.training.objective import Objective, Totals, TrainedTokens, routing_counts
+from fusion.training.objective import BatchSums, Objective, Totals, TrainedTokens, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
 from fusion.training.router_bias import RouterBias
@@ -87,8 +87,8 @@ class EmbeddedTrainEngine:
         self.router_bias = RouterBias(model, config.router_bias_rate)
         self.stage = Stage(model)
         self._accumulated = False
-        self._normaliser = 0.0
-        """Divisor of the losses in the gradients that no step has used, where they are those of one batch"""
+        self._sums: BatchSums | None = None
+        """Of the batch whose gradients no step has used, where they are those of one batch"""
         self._collect_gradients()
 
     def learning_rate(self, step: int) -> float:
@@ -116,8 +116,8 @@ class EmbeddedTrainEngine:
 
         Args:
             continued: these are further sequences of the batch whose gradients no step has used yet: those are scaled,
-                so that the sum is the gradient of the mean over all of it. The load-balancing loss of a part is that of
-                its own routing.
+                so that the sum is the gradient of the mean over all of it, of which the metrics are, too. The
+                load-balancing loss of a part is that of its own routing.
         """
         batches, _, totals = self._micro_batches(sequences)
         of_batch = self.balancing_coef and not self._balances_sequences
@@ -148,7 +148,9 @@ class EmbeddedTrainEngine:
         self._accumulated = True
         self.stage.train(_rows(batches), forward)
         self.router_bias.collect()
-        return objective.metrics()
+        sums = objective.sums()
+        self._sums = sums.after(self._sums) if continued and self._sums else sums
+        return self._sums.metrics(self.balancing_coef)
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
         """Updates the weights with the gradients accumulated since the last update, and the routers' correction biases
@@ -275,11 +277,9 @@ class EmbeddedTrainEngine:
     def _begin_batch(self, totals: Totals, continued: bool) -> float:
         """Returns the share of a batch in that which it continues, to whose gradients the others' share is given."""
         if not continued:
-            self._normaliser = totals.normaliser
             return 1.0
-        assert self.accumulating, "there is no batch to continue"
-        share = totals.share_after(self._normaliser)
-        self._normaliser += totals.normaliser
+        assert self.accumulating and self._sums, "there is no batch to continue"
+        share = totals.share_after(self._sums.totals.normaliser)
         for flat in self.optimizer.gradients.flats:
             flat.mul_(1.0 - share)
         return share

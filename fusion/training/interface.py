@@ -41,7 +41,8 @@ class TrainEngine(Protocol):
                 gradients then hold those of the mean over all of it.
 
         Returns:
-            metrics, the same on every rank: means over the trained tokens of the global batch; `actor/loss`.
+            metrics, the same on every rank: means over the trained tokens of the global batch, with ``continued`` of
+            all of it that was accumulated since the last step; `actor/loss`.
         """
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:

@@ -3,6 +3,8 @@
     last stage    logprobs, entropy of a micro-batch's trained tokens ─ loss ─► sum / weight of the global batch
     every stage   routing of its layers' rows ─ load-balancing loss ─► its share of the batch's
 
+    BatchSums of parts of a batch ─ after ─► those of the batch ─ metrics
+
 Invariant: the sum over all ranks and micro-batches is the mean loss over the trained tokens of the global batch
 (weighted and normalised if the batch has weights) plus the load-balancing loss of all its layers and rows. The metrics
 are weighted means over the same tokens, equal on every rank.
@@ -10,6 +12,7 @@ are weighted means over the same tokens, equal on every rank.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,6 +50,56 @@ class Totals(NamedTuple):
         or 0 if only those count."""
         together = normaliser + self.normaliser
         return self.normaliser / together if together > 0 else 1.0
+
+    def and_then(self, later: Totals) -> Totals:
+        """Returns the totals of these tokens and later ones of the same batch."""
+        return Totals(
+            self.weight + later.weight,
+            self.normaliser + later.normaliser,
+            rows=self.rows + later.rows,
+            sequences=self.sequences + later.sequences,
+            micro_batches=max(self.micro_batches, later.micro_batches),
+        )
+
+
+@dataclass(frozen=True)
+class BatchSums:
+    """What the metrics of a batch, or of a part of one, are computed from; the same on every rank.
+
+    Attributes:
+        totals: of its tokens.
+        sums: name → float64, weighted sums over its tokens; scalars, and the flat sums of `gaps`.
+        balance: its load-balancing loss; None: there is none.
+    """
+
+    totals: Totals
+    sums: dict[str, torch.Tensor]
+    balance: float | None = None
+
+    def after(self, earlier: BatchSums) -> BatchSums:
+        """Returns the sums of the batch of which this is the part that follows ``earlier``."""
+        share, sums = self.totals.share_after(earlier.totals.normaliser), dict(earlier.sums)
+        for name, value in self.sums.items():
+            sums[name] = sums[name] + value if name in sums else value
+        balances = [one for one in (earlier.balance, self.balance) if one is not None]
+        balance = None if not balances else (1 - share) * balances[0] + share * balances[-1]
+        return BatchSums(earlier.totals.and_then(self.totals), sums, balance)
+
+    def metrics(self, balancing_coef: float) -> dict[str, float]:
+        """Returns the means over the batch."""
+        sums, weight, means = dict(self.sums), self.totals.weight, dict[str, float]()
+        loss, mismatched, replayed = (sums.pop(name, None) for name in (LOSS, MISMATCH, REPLAYED))
+        gaps = {name: sums.pop(name) for name in SUMS if name in sums}
+        if weight:
+            means = {name: float(value) / weight for name, value in sums.items()}
+            means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
+            means |= gap_metrics(gaps)
+        if replayed and mismatched is not None:
+            means[MISMATCH] = float(mismatched) / float(replayed)
+        if self.balance is not None:
+            means[BALANCE] = self.balance
+            means[LOSS] = means.get(LOSS, 0.0) + balancing_coef * means[BALANCE]
+        return means
 
 
 class TrainedTokens(NamedTuple):
@@ -161,22 +214,11 @@ class Objective:
         num_replayed = (batch.rows - len(batch.last_rows())) * len(routed)
         self._add(REPLAYED, torch.tensor(float(num_replayed), device=mismatched.device))
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the means over the global batch, the same on every rank. Collective over the mesh."""
+    def sums(self) -> BatchSums:
+        """Returns the sums over the global batch, the same on every rank. Collective over the mesh."""
         sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
-        balance, loss, mismatched, replayed = (sums.pop(name, None) for name in (BALANCE, LOSS, MISMATCH, REPLAYED))
-        gaps = {name: sums.pop(name) for name in SUMS if name in sums}
-        weight, means = self.totals.weight, {}
-        if weight:
-            means = {name: float(value) / weight for name, value in sums.items()}
-            means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
-            means |= gap_metrics(gaps)
-        if replayed and mismatched is not None:
-            means[MISMATCH] = float(mismatched) / float(replayed)
-        if balance is not None:
-            means[BALANCE] = float(balance)
-            means[LOSS] = means.get(LOSS, 0.0) + self.balancing_coef * means[BALANCE]
-        return means
+        balance = sums.pop(BALANCE, None)
+        return BatchSums(self.totals, sums, None if balance is None else float(balance))
 
     def _of_share(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.share == 1.0 else self.share * loss

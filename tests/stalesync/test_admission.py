@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from fusion.rollout import HistoPipeSpec, PoolRouting
 from stalesync import admission as admission_module
+from stalesync import supply as supply_module
 from stalesync.admission import Admission
-from stalesync.commands import AwaitSamples, Dispatch, Publish
+from stalesync.commands import AdmitGroups, AwaitSamples, Dispatch, Publish, Suspend, Train
 from stalesync.staleness import StalenessLedger
 from tests.stalesync.fake_cluster import FakeCluster, share_of, spec_of
 
@@ -116,7 +117,7 @@ def test_a_step_makes_up_for_filtered_groups_up_to_a_limit(filtered):
     admission, left = Admission(spec, ledger), filtered
     for command in admission.step(1, share_of(range(4))):
         match command:
-            case admission_module.AdmitGroups(count):
+            case AdmitGroups(count):
                 number = sum(ledger.ended.values()) + ledger.num_untrained
                 admission.observe_admitted({f"g{number + k}": 1 for k in range(count)})
             case AwaitSamples():
@@ -127,7 +128,7 @@ def test_a_step_makes_up_for_filtered_groups_up_to_a_limit(filtered):
                     admission.observe_filtered(entry.group, "no_signal")
                 else:
                     admission.observe_scored(entry.group, 6)
-            case admission_module.Train(groups):
+            case Train(groups):
                 assert len(groups) == (2 if filtered == 3 else 1), "no more than three are made up for"
                 admission.observe_trained(groups)
 
@@ -145,7 +146,7 @@ def test_at_staleness_0_what_is_dispatched_does_not_depend_on_which_response_end
             running = []
             for command in admission.step(4 - step, share_of(range(4))):
                 match command:
-                    case admission_module.AdmitGroups(count):
+                    case AdmitGroups(count):
                         numbers = range(admitted, admitted + count)
                         admission.observe_admitted({f"e{number // 5}-{number % 5}": 1 for number in numbers})
                         admitted += count
@@ -159,7 +160,7 @@ def test_at_staleness_0_what_is_dispatched_does_not_depend_on_which_response_end
                         group = id.split("/")[0]
                         if not any(one.startswith(f"{group}/") for one in running):
                             admission.observe_scored(group, 6)
-                    case admission_module.Train(groups):
+                    case Train(groups):
                         admission.observe_trained(groups)
         return commands
 
@@ -242,20 +243,21 @@ def test_a_last_step_that_lacks_tokens_is_trained_as_it_is():
     for command in admission.step(1, share_of(range(4))):
         commands.append(command)
         assert len(commands) < 20, "it is collected for ever"
-        if isinstance(command, admission_module.AdmitGroups):
+        if isinstance(command, AdmitGroups):
             raise AssertionError("for which step?")
-        if isinstance(command, admission_module.Suspend):
+        if isinstance(command, Suspend):
             for engine in command.engines:
                 admission.observe_stopped(engine, [])
-    assert commands[-1] == admission_module.Train(("a", "b"))
+    assert commands[-1] == Train(("a", "b"))
 
 
 def test_decisions_load_neither_ray_nor_torch_nor_a_clock():
     code = "import sys, stalesync.admission; print(sorted({'ray', 'torch', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    source = Path(admission_module.__file__).read_text()
-    assert "import time" not in source and "random" not in source
+    for module in (admission_module, supply_module):
+        source = Path(module.__file__).read_text()
+        assert "import time" not in source and "random" not in source
 
 
 def test_what_an_observation_costs_does_not_grow_with_the_requests_under_way():
@@ -267,7 +269,7 @@ def _lines_per_event(batch):
     """Lines of pure code that run for one sample that is generated, and what is fed upon it; groups of 16."""
     spec = spec_of("separate", group_size=16, engine_slots=batch * 2, ahead=True)
     admission, lines = Admission(spec, StalenessLedger(1, batch)), 0
-    files = {sys.modules[name].__file__ for name in ("stalesync.admission", "stalesync.staleness")}
+    files = {sys.modules[name].__file__ for name in ("stalesync.admission", "stalesync.supply", "stalesync.staleness")}
     files.add(sys.modules["fusion.rollout.buffer"].__file__)
 
     def count(frame, event, _):
@@ -276,7 +278,7 @@ def _lines_per_event(batch):
         return count if frame.f_code.co_filename in files else None
 
     for command in admission.step(9, share_of(range(4))):
-        if isinstance(command, admission_module.AdmitGroups):
+        if isinstance(command, AdmitGroups):
             admission.observe_admitted({f"g{k}": 5 for k in range(command.count)})
         if isinstance(command, Dispatch):
             by_engine = command.requests_by_engine.values()

@@ -140,7 +140,7 @@ def test_a_switch_that_fails_on_one_card_is_broken_off_on_all_and_named(cards):
 
 
 def test_of_two_that_are_late_the_one_that_hangs_is_named(spec, queue, cards, monkeypatch):
-    monkeypatch.setattr("stalesync.cards.STATUS_TIMEOUT_S", patience(2))
+    monkeypatch.setattr("stalesync.card_failures.STATUS_TIMEOUT_S", patience(2))
     with Cards(spec, queue, timeout_s=patience(60)) as others:
         others.prepare()
         others.timeout_s = limit_s = round(patience(2))

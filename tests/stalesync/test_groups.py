@@ -1,7 +1,6 @@
 """Groups under way over a restart: what a checkpoint holds is neither generated, scored nor trained twice, and ends."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +27,9 @@ samples are scored, and e0-10/2 is suspended after 57 tokens"""
 class Run:
     """Admission and groups of a run without cards: executes one step's commands, and finishes e0-10/2 when it may."""
 
-    def __init__(self):
+    def __init__(self, ahead=True):
         spec = spec_of(
-            "hybrid", group_size=4, num_engines=2, shared_engines=frozenset({0}), max_response_tokens=60, ahead=True
+            "hybrid", group_size=4, num_engines=2, shared_engines=frozenset({0}), max_response_tokens=60, ahead=ahead
         )
         self.admission = Admission(spec, StalenessLedger(1, 8))
         self.ended, self.dispatched, self.trained = [], {}, {}
@@ -109,8 +108,7 @@ def _generated(run, id):
 
 def _begun(groups):
     """A run all of whose requests are on engines."""
-    run = Run()
-    run.admission.spec = replace(run.admission.spec, ahead=False)
+    run = Run(ahead=False)
     commands = run.admission.step(2, share_of((0, 1)))
     for command in commands:
         match command:

@@ -16,13 +16,16 @@ moment = st.tuples(st.integers(0, SAMPLES), st.integers(0, GROUPS), st.integers(
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.lists(moment, max_size=8), seconds), max_size=12))
+@given(st.lists(st.tuples(st.lists(moment, max_size=8), seconds, st.integers(0, 20)), max_size=12))
 def test_cards_return_once_in_a_tail_that_is_longer_than_the_return_to_engines_that_can_take_all(steps):
     lending, tails, returns, lent = Lending(generates=True, engine_slots=SLOTS, step_samples=SAMPLES), [], [], False
-    for moments, return_s in steps:
+    for moments, return_s, interrupted in steps:
         lending.begin_generation()
         in_tail, tail_s, lent_s, returned = False, 0.0, 0.0, False
-        for requests, ready, others, lasts_s in moments:
+        for number, (requests, ready, others, lasts_s) in enumerate(moments):
+            if number == interrupted:
+                assert lending.interrupt() == pytest.approx(lent_s)
+                in_tail, lent_s, returned = False, 0.0, False
             in_tail |= requests <= TAIL * SAMPLES
             assert lending.observe_requests(requests) == in_tail
             if in_tail and not returned:
@@ -35,7 +38,8 @@ def test_cards_return_once_in_a_tail_that_is_longer_than_the_return_to_engines_t
             tail_s += lasts_s * in_tail
             lent_s += lasts_s * returned
         assert lending.end_generation() == pytest.approx(lent_s)
-        tails.append(tail_s)
+        if interrupted >= len(moments):
+            tails.append(tail_s)
         returns.append(return_s)
         lending.observe_return(return_s)
 

@@ -50,6 +50,8 @@ class TrainingCards:
 
     def __init__(self, queue, dies=False):
         self._queue, self._dies, self.trained, self.has_lost = queue, dies, [], False
+        self.num_samples = []
+        """Of each minibatch"""
 
     def begin_each(self, calls):
         for call in calls.values():
@@ -63,9 +65,11 @@ class TrainingCards:
 
     def _train(self, minibatches):
         for ids in minibatches:
-            batch = self._queue.read(ids, ["response", "advantage"])
-            assert list(batch.ids) == ids
-            self.trained += ids
+            self.num_samples.append(len(ids))
+            if ids:
+                batch = self._queue.read(ids, ["response", "advantage"])
+                assert list(batch.ids) == ids
+                self.trained += ids
 
 
 def _scored(lost=()):
@@ -170,6 +174,32 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
     first = ["wait reference", "begin train"] if apart else ["begin train", "wait reference"]
     assert order == ["begin reference", *first, "meanwhile", "wait train"]
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
+
+
+@pytest.mark.parametrize("minibatches", [2, 3])
+@pytest.mark.parametrize("failed", [["g0"], ["g2"], ["g0", "g1"], ["g1", "g2"]])
+def test_no_optimizer_step_is_made_without_samples(failed, minibatches):
+    groups = _scored(lost=[f"{group}/{member}" for group in failed for member in range(GROUP)])
+    queue = _queue(groups)
+    cards = TrainingCards(queue)
+    updater = _updater(queue, cards)
+    updater.spec.algorithm = replace(updater.spec.algorithm, minibatches=minibatches)
+    _train(updater, groups)
+    assert cards.num_samples == [GROUP] * (3 - len(failed)) or (minibatches, cards.num_samples) == (2, [2 * GROUP])
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_what_is_accumulated_counts_for_the_first_minibatch_that_has_samples(left):
+    """Of three groups two are accumulated, of one of which no sample could be scored, and then ``left`` is trained."""
+    groups = _scored(lost=["g0/0", "g0/1"])
+    first, rest = {name: groups[name] for name in ("g0", "g1")}, dict([*groups.items()][2 : 2 + left])
+    queue = _queue(groups)
+    cards = TrainingCards(queue)
+    updater = _updater(queue, cards)
+    samples = SampleColumns.of([sample for members in first.values() for sample in members])
+    updater.train(list(first), samples, 0, Metrics(), update=False)
+    _train(updater, rest)
+    assert cards.num_samples == [GROUP, GROUP * left], "each step has gradients, if only accumulated ones"
 
 
 def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():

@@ -41,7 +41,7 @@ def gradient(batch: Sequences, logprobs_N: torch.Tensor, loss, weigh_, division:
             rows = piece.loss_mask.nonzero().squeeze(1)
             own = leaf[batch.rows_of(micro_batch)][rows]
             objective.of_tokens(piece, TrainedTokens(own, torch.zeros(len(rows)), rows)).backward()
-    return leaf.grad, objective.metrics()
+    return leaf.grad, objective.sums().metrics(0.0)
 
 
 @st.composite

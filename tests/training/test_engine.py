@@ -145,9 +145,10 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole_batch_and_steps_alike(ch
     algorithm = make_algorithm(AlgorithmConfig(name=name, kl_coef=0.1), LONGEST)
     whole, parted = (engine_of(checkpoint, device, load_balancing_coef=0.0) for _ in range(2))
     batch = algorithm.weigh(with_policy(sample_batch(12, seed=3), whole))
-    whole.forward_backward(batch, algorithm.loss)
+    expected = whole.forward_backward(batch, algorithm.loss)
     for number, part in enumerate([range(2), range(2, 9), [], range(9, 12)]):
-        parted.forward_backward(batch.select(list(part)), algorithm.loss, continued=number > 0)
+        metrics = parted.forward_backward(batch.select(list(part)), algorithm.loss, continued=number > 0)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6), "they are means over the tokens of the whole batch"
     close(gradients(parted), gradients(whole))
     assert parted.optimizer_step() == pytest.approx(whole.optimizer_step(), rel=1e-5)
     parted.forward_backward(batch, algorithm.loss)

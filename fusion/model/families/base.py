@@ -18,6 +18,9 @@ from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, LayerSpec, Nam
 if TYPE_CHECKING:
     from fusion.model.config import ModelConfig
 
+PREDICTORS, OTHER_PREDICTORS = "num_nextn_predict_layers", "num_mtp_layers"
+"""Two names of the field of a family's predictors of further tokens"""
+
 
 @dataclass(frozen=True)
 class Defaults:

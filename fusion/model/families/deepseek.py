@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.model.families.base import Defaults, Family
+from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family
 from fusion.model.families.latent import REMOTE, read_latent, read_layers, write_latent
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Names, Router
@@ -89,7 +89,8 @@ DEEPSEEK_V3 = Family(
     _write_v3,
     defaults=Defaults(max_positions=POSITIONS_V3, eos_token_id=1),
     only=ONLY | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
-    inert=REMOTE | {"num_mtp_layers"},
+    inert=REMOTE,
     names=NAMES,
-    predictors_field="num_nextn_predict_layers",
+    renamed={OTHER_PREDICTORS: PREDICTORS},
+    predictors_field=PREDICTORS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.model.families.base import Defaults, Family, grouped_query, mixed_layers
+from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family, grouped_query, mixed_layers
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_rotary import write_rotary
 from fusion.model.spec import LayerSpec, Names, Router, SharedExpert, Sparse
@@ -67,7 +67,7 @@ GLM4_MOE = Family(
     _read,
     _write,
     defaults=Defaults(rms_norm_eps=1e-5, max_positions=POSITIONS),
-    inert=frozenset({"num_mtp_layers"}),
     names=Names(shared="mlp.shared_experts"),
-    predictors_field="num_nextn_predict_layers",
+    renamed={OTHER_PREDICTORS: PREDICTORS},
+    predictors_field=PREDICTORS,
 )

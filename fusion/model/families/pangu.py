@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.model.families.base import Defaults, Family
+from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family
 from fusion.model.families.latent import REMOTE, read_latent, read_layers, write_latent
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Names, Router
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fusion.model.config import ModelConfig
 
 POSITIONS, THETA = 131072, 25600000.0
-PREDICTORS = "num_nextn_predict_layers"
 OTHER_NAMES = {
     "attention_q_lora_dim": "q_lora_rank",
     "attention_kv_lora_dim": "kv_lora_rank",
@@ -60,7 +59,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "sandwich_norm": config.layers[0].sandwich,
             "router_enable_expert_bias": config.experts.router.correction,
             "rope_interleave": config.attention.rotary.interleaved,
-            "num_mtp_layers": config.num_predictors,
+            OTHER_PREDICTORS: config.num_predictors,
         }
     )
 
@@ -74,6 +73,6 @@ PANGU_ULTRA_MOE = Family(
     only={"attention_bias": (False,), "mlp_bias": (False,)},
     inert=REMOTE,
     names=Names(shared="mlp.shared_experts"),
-    renamed=OTHER_NAMES | {"num_mtp_layers": PREDICTORS},
+    renamed=OTHER_NAMES | {OTHER_PREDICTORS: PREDICTORS},
     predictors_field=PREDICTORS,
 )

@@ -92,7 +92,8 @@ class Acceptance:
 
 class CostFit:
     """Fits the seconds of a step by recursive least squares with forgetting; those of the drafter, which do not depend
-    on how much is verified, are averaged apart."""
+    on how much is verified, are averaged apart. Where all drafts are about equally long, the steps do not tell a draft
+    from its tokens: one of the two coefficients may be negative, and only their sum has a meaning."""
 
     def __init__(self, like: CostFit | None = None) -> None:
         self.drafting_s: float = 0.0 if like is None else like.drafting_s
@@ -131,13 +132,13 @@ class CostFit:
     def expected(self, decodes: int, drafted: int, tokens: int) -> float:
         """Return the expected seconds of a step."""
         c0, c1, c2, c3 = self.weights.tolist()
-        verified = c0 + c1 * decodes + max(c2, 0.0) * drafted + max(c3, 0.0) * tokens
+        verified = c0 + c1 * decodes + max(c2 * drafted + c3 * tokens, 0.0)
         return max(verified, 1e-9) + (self.drafting_s if drafted else 0.0)
 
     def of(self, decodes: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return the expected seconds of steps, [n] each."""
         c0, c1, c2, c3 = self.weights
-        verified = c0 + c1 * decodes + np.maximum(c2, 0) * drafted + np.maximum(c3, 0) * tokens
+        verified = c0 + c1 * decodes + np.maximum(c2 * drafted + c3 * tokens, 0)
         return np.maximum(verified, 1e-9) + self.drafting_s * (drafted > 0)
 
 

@@ -159,6 +159,14 @@ def test_a_size_that_is_never_measured_drafts_only_at_first():
     assert sum(verified) == MIN_STEPS and len(verified) < 20
 
 
+@pytest.mark.parametrize("weights", [(10.0, 1.0, -3.0, 1.5), (10.0, 1.0, 5.0, -0.5)])
+def test_where_drafts_are_alike_only_the_cost_of_draft_and_tokens_together_counts(weights):
+    fit = CostFit()
+    fit.weights = np.array(weights)
+    assert fit.expected(4, 4, 16) == pytest.approx(14 + 12) == float(fit.of(*np.array([4.0, 4.0, 16.0])))
+    assert fit.expected(4, 4, 40 if weights[3] < 0 else 4) == pytest.approx(14), "a draft saves no time by its cost"
+
+
 def test_the_costs_of_a_draft_and_of_a_token_are_told_apart():
     """Both are explored: many short drafts, and few long ones."""
     budget, owners = DraftBudget(), np.repeat(np.arange(16), 8)
