@@ -83,7 +83,7 @@ class TrainingConfig:
         check.integer("token_budget", at_least=1)
         check.boolean("recompute")
         check.number("load_balancing_coef", at_least=0, null=True)
-        check.one_of("load_balancing", LOAD_BALANCING if self.backend == "embedded" else LOAD_BALANCING[:1])
+        check.one_of("load_balancing", LOAD_BALANCING)
 
 
 @dataclass
