@@ -25,8 +25,8 @@ class TrainingConfig:
     """How an optimizer step is computed."""
 
     backend: str = "embedded"
-    """Whose model is trained: `embedded`: this project's, all families; `megatron`: Megatron-Core's GPTModel (Qwen3 and
-    Qwen3-MoE; `pip install -e .[megatron]`). Optimizer, checkpoints and switches are the same."""
+    """Whose model is trained: `embedded`: this project's; `megatron`: Megatron-Core's GPTModel (`pip install
+    megatron-core==0.16.1`). All families; optimizer, checkpoints and switches are the same."""
 
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
