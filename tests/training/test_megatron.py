@@ -37,10 +37,14 @@ CASES = {
 BALANCED = {"load_balancing_coef": 0.05}
 SEQUENCES = BALANCED | {"load_balancing": "sequence"}
 DEEPSEEK = family_config("deepseek_v3")
-PLAIN = family_config("deepseek_v3", rope_interleave=False, rope_parameters=None, first_k_dense_replace=0)
+PLAIN = family_config(
+    "deepseek_v3", rope_interleave=False, rope_parameters=None, first_k_dense_replace=0, q_lora_rank=None
+)
 FAMILIES = {
     "deepseek_v3": dict(config=DEEPSEEK, training={"router_bias_rate": 0.01} | BALANCED),
-    "deepseek_v3, halves rotated, no dense layer": dict(config=PLAIN, training={"recompute": True}),
+    "deepseek_v3, halves rotated, no low-rank queries, no dense layer": dict(
+        config=PLAIN, training={"recompute": True}
+    ),
     "deepseek_v3, TP2": dict(config=DEEPSEEK, layout=Parallel(2, tp=2), training={"recompute": True} | SEQUENCES),
     "deepseek_v3, PP2": dict(config=DEEPSEEK, layout=Parallel(2, pp=2), training=BALANCED),
     "deepseek_v3, uneven stages": dict(
