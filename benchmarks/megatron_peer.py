@@ -12,7 +12,6 @@ from torch import nn
 from fusion.model import ModelConfig, Parallel
 from fusion.npu import Device
 from fusion.training.backends.megatron_device import redirect_to
-from fusion.training.backends.megatron_model import build_gpt
 
 
 @contextmanager
@@ -44,6 +43,8 @@ def build_peer(config: ModelConfig, parallel: Parallel, rank: int, device: Devic
     """
     redirect_to(device)
     from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from fusion.training.backends.megatron_gpt import build_gpt
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     embd, groups.embd = groups.embd, None  # tied embeddings have no storage yet that could be made equal

@@ -1,4 +1,4 @@
-"""Compute the frequencies of a rotary embedding as transformers does (`modeling_rope_utils.py`)."""
+"""Compute the frequencies of a rotary embedding as transformers does (`modeling_rope_utils.py`), and its rotations."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ def inverse_frequencies(rotary: Rotary) -> torch.Tensor:
             return 1.0 / (rotary.factor * powers) * (1 - kept) + frequencies * kept
         case "llama3":
             return _llama3(frequencies, rotary)
+
+
+def cosines_and_sines(
+    positions_N: torch.Tensor, inv_freq: torch.Tensor, rotary: Rotary, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with the
+    sign of the rotation.
+
+    Args:
+        inv_freq: `inverse_frequencies` of ``rotary``, on the device of the positions.
+    """
+    angles = positions_N.to(torch.float32)[:, None] * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    if rotary.attention_factor != 1.0:
+        cos, sin = cos * rotary.attention_factor, sin * rotary.attention_factor
+    if rotary.interleaved:
+        cos_NC, sin_NC = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
+    else:
+        cos_NC, sin_NC = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return cos_NC.to(dtype).unsqueeze(1), sin_NC.to(dtype).unsqueeze(1)
 
 
 def _llama3(frequencies: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -109,11 +109,19 @@ def local_params(
             table.append(rows.vocabulary("lm_head", "lm_head.weight"))
         elif not first:
             table.append(rows.vocabulary("embed", EMBEDDING))
-        for layer in config.predictors:
-            table += rows.predictor(layer)
+    table += predictor_params(config, parallel, rank)
     if max_numel is None:
         return tuple(table)
     return tuple(block for param in table for block in param.cut(max_numel))
+
+
+def predictor_params(config: ModelConfig, parallel: Parallel, rank: int) -> list[LocalParam]:
+    """Return what ``rank`` holds of the layers that predict further tokens, uncut. No program computes with them, so
+    every format holds them alike."""
+    if parallel.coordinate("pp", rank) < parallel.pp - 1:
+        return []
+    rows = _TableRows(config, parallel, rank)
+    return [param for layer in config.predictors for param in rows.predictor(layer)]
 
 
 class _TableRows:

@@ -30,7 +30,7 @@ from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
 from fusion.model.replay import Forced, Replay, Routed, routing_of
-from fusion.model.rotary import inverse_frequencies
+from fusion.model.rotary import cosines_and_sines, inverse_frequencies
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.model.table import local_params
 from fusion.model.weights import Buckets
@@ -89,9 +89,7 @@ class Transformer(nn.Module):
                 self.score = nn.Parameter(views["score"])
             else:
                 self.lm_head = self.embed if tied else parameter("lm_head", views)
-        rotary = config.attention.rotary
-        self.inv_freq = inverse_frequencies(rotary).to(device.torch_device)
-        self.rope_scale = rotary.attention_factor
+        self.inv_freq = inverse_frequencies(config.attention.rotary).to(device.torch_device)
 
     def keep_probabilities(self) -> None:
         """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
@@ -153,6 +151,11 @@ class Transformer(nn.Module):
         """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
         return shard_sizes(rows, self.mesh.parallel.tp)[self.mesh.tp_rank]
 
+    def own_rows(self, rows: int) -> range:
+        """Return which rows of a batch of ``rows`` this TP rank routes."""
+        sizes = shard_sizes(rows, self.mesh.parallel.tp)
+        return range(sum(sizes[: self.mesh.tp_rank]), sum(sizes[: self.mesh.tp_rank + 1]))
+
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
         """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
         the CPU. Collective over TP."""
@@ -182,17 +185,8 @@ class Transformer(nn.Module):
         return reduce_scatter_rows(partial, self.mesh)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with
-        the sign of the rotation."""
-        angles = positions_N.to(torch.float32)[:, None] * self.inv_freq
-        cos, sin, dtype = angles.cos(), angles.sin(), self.weights.dtype
-        if self.rope_scale != 1.0:
-            cos, sin = cos * self.rope_scale, sin * self.rope_scale
-        if self.config.attention.rotary.interleaved:
-            cos_NC, sin_NC = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
-        else:
-            cos_NC, sin_NC = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        return cos_NC.to(dtype).unsqueeze(1), sin_NC.to(dtype).unsqueeze(1)
+        rotary = self.config.attention.rotary
+        return cosines_and_sines(positions_N, self.inv_freq, rotary, self.weights.dtype)
 
 
 class Layer(nn.Module):

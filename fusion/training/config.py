@@ -25,8 +25,8 @@ class TrainingConfig:
     """How an optimizer step is computed."""
 
     backend: str = "embedded"
-    """Whose model is trained: `embedded`: this project's, all families; `megatron`: Megatron-Core's GPTModel (Qwen3 and
-    Qwen3-MoE; `pip install -e .[megatron]`). Optimizer, checkpoints and switches are the same."""
+    """Whose model is trained: `embedded`: this project's; `megatron`: Megatron-Core's GPTModel (`pip install
+    megatron-core==0.16.1`). All families; optimizer, checkpoints and switches are the same."""
 
     lr: float = 1e-6
     """Peak learning rate of AdamW."""
@@ -83,7 +83,7 @@ class TrainingConfig:
         check.integer("token_budget", at_least=1)
         check.boolean("recompute")
         check.number("load_balancing_coef", at_least=0, null=True)
-        check.one_of("load_balancing", LOAD_BALANCING if self.backend == "embedded" else LOAD_BALANCING[:1])
+        check.one_of("load_balancing", LOAD_BALANCING)
 
 
 @dataclass

@@ -129,7 +129,7 @@ class EmbeddedTrainEngine:
             config=self.model.config,
             mesh=self.mesh,
             balancing_coef=self.balancing_coef,
-            balances_sequences=self._balances_sequences,
+            own_rows=self.model.own_rows if self._balances_sequences else None,
             counts_E=counts_E,
             share=self._begin_batch(totals, continued),
         )

@@ -41,6 +41,9 @@ class TrainedModel(WeightHolder, Protocol):
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank exchanges with the stages beside it."""
 
+    def own_rows(self, rows: int) -> range:
+        """Return which rows of a batch of ``rows`` this TP rank routes, in the order of `Routed`."""
+
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
 

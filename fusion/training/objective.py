@@ -12,6 +12,7 @@ are weighted means over the same tokens, equal on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
-from fusion.model.collectives import shard_sizes
 from fusion.model.moe import sequence_balancing_loss
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
@@ -115,7 +115,8 @@ class Objective:
     """Computes each micro-batch's share of the loss and accumulates the metrics.
 
     Args:
-        balances_sequences: balance each sequence instead of the batch; needs no ``counts_E``.
+        own_rows: returns which rows of a batch of so many this TP rank routes, to balance each sequence instead of the
+            batch, which needs no ``counts_E``; None: balance the batch.
         counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
             one micro-batch and one stage, and `of_routing` counts its routing.
         share: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much.
@@ -129,14 +130,14 @@ class Objective:
         config: ModelConfig,
         mesh: Mesh,
         balancing_coef: float,
-        balances_sequences: bool = False,
+        own_rows: Callable[[int], range] | None = None,
         counts_E: torch.Tensor | None,
         share: float = 1.0,
     ):
         self.share = share
         self.loss, self.totals, self.config, self.mesh = loss, totals, config, mesh
         self.balancing_coef, self.counts_E = balancing_coef, counts_E
-        self.balances_sequences = balances_sequences
+        self.own_rows = own_rows
         self._sums: dict[str, torch.Tensor] = {}
 
     def of_tokens(self, batch: Sequences, tokens: TrainedTokens) -> torch.Tensor:
@@ -178,8 +179,8 @@ class Objective:
         one."""
         if not self.balancing_coef:
             return None
-        if self.balances_sequences:
-            return self._of_sequences(batch, routed)
+        if self.own_rows is not None:
+            return self._of_sequences(batch, routed, self.own_rows(batch.rows))
         if self.counts_E is None:
             device = routed[0].stats.device  # with one stage, which has all sparse layers
             self.counts_E = routing_counts(routed, self.mesh, self.config.num_experts, device)
@@ -190,13 +191,11 @@ class Objective:
         self._add(BALANCE, balance.detach())
         return self._of_share(self.balancing_coef * balance)
 
-    def _of_sequences(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
+    def _of_sequences(self, batch: Sequences, routed: list[Routed], own_rows: range) -> torch.Tensor | None:
         if not routed:
             return None
         lengths = torch.tensor(batch.lengths, dtype=torch.int64)
-        sizes = shard_sizes(batch.rows, self.mesh.parallel.tp)
-        first = sum(sizes[: self.mesh.tp_rank])
-        owner_n = torch.arange(len(lengths)).repeat_interleave(lengths)[first : first + sizes[self.mesh.tp_rank]]
+        owner_n = torch.arange(len(lengths)).repeat_interleave(lengths)[own_rows.start : own_rows.stop]
         device = routed[0].stats.device
         owner_n, lengths_S = owner_n.to(device), lengths.to(device, torch.float32)
         losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in routed]

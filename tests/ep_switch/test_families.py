@@ -1,4 +1,4 @@
-"""Every family is switched bitwise: by plan between random layouts, and by real exchanges there and back."""
+"""Every family is switched bitwise: by plan between random layouts and formats, by real exchanges there and back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusion.ep_switch import Switcher, Topology, plan_switch
 from fusion.model import ModelConfig, Parallel
+from fusion.model.formats import EMBEDDED, MEGATRON
 from tests.ep_switch.oracle import BUCKETS, check_contents, random_layout
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute
 from tests.families import KINDS, family_config, random_fields
@@ -22,9 +23,11 @@ from tests.helpers import run_ranks
 def test_a_plan_brings_every_element_to_its_place(kind: str, data: st.DataObject, bucket_bytes: int) -> None:
     config = ModelConfig.from_hf(data.draw(random_fields(kind)))
     source, target = (
-        random_layout(lambda values: data.draw(st.sampled_from(list(values))), config, range(8), bucket_bytes)
-        for _ in range(2)
+        random_layout(lambda values: data.draw(st.sampled_from(list(values))), config, range(8), bucket_bytes, format)
+        for format in (data.draw(st.sampled_from([EMBEDDED, MEGATRON])), EMBEDDED)
     )
+    if data.draw(st.booleans()):
+        source, target = target, source
     check_contents(plan_switch(source, target, bucket_bytes, topology=Topology.single_node()))
 
 

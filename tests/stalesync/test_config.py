@@ -24,7 +24,7 @@ from stalesync.overrides import check_overrides, known_keys, register
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
 from tests.families import KINDS, family_checkpoint, family_config
-from tests.helpers import tiny_checkpoint
+from tests.helpers import tiny_checkpoint, tiny_config
 
 PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
 ROOT = Path(__file__).resolve().parents[2]
@@ -331,33 +331,52 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("config", "layout", "message"),
     [
-        (dict(parallel__train__pp=2), "parallel.train.pp=2 does not divide num_hidden_layers=3, as Megatron requires"),
-        (dict(parallel__train__tp=4), "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
+        (tiny_config(), Parallel(4, tp=4), "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
+        (
+            family_config("deepseek_v3", q_lora_rank=18),
+            Parallel(4, tp=4),
+            r"parallel.train.tp=4 does not divide the 18 rows of linear_q_down_proj \(q_lora_rank\)",
+        ),
+        (
+            family_config("pangu_ultra_moe", attention_qk_rope_dim=6),
+            Parallel(4, tp=4),
+            r"parallel.train.tp=4 does not divide the 22 rows of linear_kv_down_proj \(kv_lora_rank \+ qk_rope",
+        ),
     ],
+    ids=["heads", "queries", "latents"],
 )
-def test_the_megatron_backend_refuses_layouts_by_key(tmp_path, monkeypatch, changes, message):
+def test_the_megatron_backend_refuses_layouts_by_key(monkeypatch, config, layout, message):
     monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
-    checkpoint = tiny_checkpoint(tmp_path, num_hidden_layers=3)
-    _config(checkpoint, **changes).validate()
-    _config(checkpoint, training__backend="megatron").validate()
+    layout.check(config, "parallel.train")
+    check_megatron(config, Parallel())
     with pytest.raises(ValueError, match=f"{message}.*or training.backend=embedded"):
-        _config(checkpoint, training__backend="megatron", **changes).validate()
+        check_megatron(config, layout)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"qwen3"}))
-def test_the_megatron_backend_refuses_other_families_and_mixed_layers_by_name(kind, monkeypatch):
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_megatron_backend_takes_every_family_in_every_number_of_stages(kind, monkeypatch):
     monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
-    check_megatron(family_config("qwen3"), Parallel())
-    with pytest.raises(ValueError, match=f"training.backend=megatron: .* {kind} model.*or training.backend=embedded"):
-        check_megatron(family_config(kind), Parallel())
+    config = family_config(kind)
+    for stages in range(1, config.num_layers + 1):
+        check_megatron(config, Parallel(2 * stages, tp=2, pp=stages))
+
+
+def test_a_layout_is_refused_for_the_megatron_backend_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
+    checkpoint = tiny_checkpoint(tmp_path)
+    _config(checkpoint, parallel__train__tp=4).validate()
+    with pytest.raises(ValueError, match="parallel.train.tp=4 exceeds the model's num_key_value_heads=2.*embedded"):
+        _config(checkpoint, training__backend="megatron", parallel__train__tp=4).validate()
+    sequences = dict(training__load_balancing="sequence", training__load_balancing_coef=1e-4)
+    _config(checkpoint, training__backend="megatron", **sequences).validate()
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
     for version, problem in ((None, "is not installed"), ("0.12.3", r"is 0.12.3, expected 0.16.\*")):
         monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: version)  # noqa: B023
-        with pytest.raises(ValueError, match=rf"megatron-core {problem}; pip install -e \.\[megatron\]"):
+        with pytest.raises(ValueError, match=rf"megatron-core {problem}; pip install megatron-core==0\.16\.1"):
             _config(checkpoint, training__backend="megatron").validate()
     with pytest.raises(ValueError, match="training.backend='nemo': expected"):
         _config(checkpoint, training__backend="nemo").validate()

@@ -4,9 +4,13 @@ import importlib.util
 
 import pytest
 import torch
+import yaml
 
+from fusion.npu import open_device
+from stalesync.base_model import make_base_model
 from tests.stalesync.runs import FOUR, kill, rows_of, train, wait_until, weights_of
 from tests.stalesync.test_saving import _whole
+from tests.warm import ROOT
 
 pytestmark = [
     pytest.mark.megatron,
@@ -30,13 +34,14 @@ def luck(tmp_path):
     return f"reward.path={tmp_path / 'luck.py'}:score"
 
 
-def test_four_cards_train_with_megatron_as_with_the_embedded_model(base, luck, tmp_path):
+def trained_by_both(base, folder, *options):
+    """The rows of metrics of a run with each backend. Both sample the same tokens in step 1, and train alike."""
     rows = {}
-    for name, options in {"embedded": [], "megatron": [MEGATRON]}.items():
-        done = train(base, tmp_path, f"run.name={name}", *FOUR, *OPTIONS, luck, "run.steps=3", *options, timeout_s=400)
+    for name, chosen in {"embedded": [], "megatron": [MEGATRON]}.items():
+        done = train(base, folder, f"run.name={name}", *OPTIONS, *options, "run.steps=3", *chosen, timeout_s=400)
         assert done.returncode == 0, done.stdout + done.stderr
-        rows[name] = rows_of(tmp_path / name)
-    samples = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in rows]
+        rows[name] = rows_of(folder / name)
+    samples = [(folder / name / "samples.jsonl").read_text().splitlines() for name in rows]
     first = [sorted(line for line in of_run if '"step": 1,' in line) for of_run in samples]
     assert first[0] and first[0] == first[1], "the engine samples step 1 from the same weights"
     for one, other in zip(rows["embedded"], rows["megatron"], strict=True):
@@ -47,8 +52,36 @@ def test_four_cards_train_with_megatron_as_with_the_embedded_model(base, luck, t
     for figure in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
         assert other[figure] == pytest.approx(one[figure], rel=1e-4, abs=1e-6), figure
     assert other["memory/infer/optimizer_mib"] == other["memory/infer/gradients_mib"] == 0
+    return rows
+
+
+def test_four_cards_train_with_megatron_as_with_the_embedded_model(base, luck, tmp_path):
+    rows = trained_by_both(base, tmp_path, *FOUR, luck)
     ours, theirs = (weights_of(tmp_path / name / "hf") for name in rows)
     assert ours.keys() == theirs.keys()
+
+
+def test_a_tiny_deepseek_trains_in_three_cuts_with_megatron_as_with_the_embedded_model(luck, tmp_path):
+    """Latent attention, a dense layer and sparse ones in stages, each sequence balanced, biases that move."""
+    shape = yaml.safe_load((ROOT / "recipes" / "shapes" / "tiny" / "deepseek.yaml").read_text())["config"]
+    base = tmp_path / "base"
+    make_base_model("addition", base, open_device("emulated"), shape=shape, target=0.05)
+    layouts = ["cluster=four", *(f"parallel.train.{axis}=2" for axis in ("tp", "ep", "pp")), "parallel.infer.ep=4"]
+    balance = [
+        "training.load_balancing=sequence",
+        "training.load_balancing_coef=1e-3",
+        "training.router_bias_rate=1e-3",
+    ]
+    rows = trained_by_both(base, tmp_path, *layouts, luck, *balance)
+    one, other = rows["embedded"][0], rows["megatron"][0]
+    balance_loss = "actor/load_balancing_loss"
+    assert other[balance_loss] == pytest.approx(one[balance_loss], rel=1e-4) and one[balance_loss] > 0
+    # Trainer and engine compute the same model, also after a switch to the engine's layout and back.
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows["megatron"])
+    before, theirs = weights_of(base), weights_of(tmp_path / "megatron" / "hf")
+    assert before.keys() == theirs.keys()
+    unchanged = {name for name in before if torch.equal(before[name], theirs[name])}
+    assert not [name for name in unchanged if "mlp.experts" not in name], "every other tensor is trained or moved"
 
 
 def test_bfloat16_with_replay_a_reference_and_recomputation(base, luck, tmp_path):

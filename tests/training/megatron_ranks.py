@@ -8,10 +8,11 @@ import torch
 
 from fusion.model import Buckets, Mesh, ModelConfig, Parallel, Transformer, global_params
 from fusion.model.holder import WeightHolder
-from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, TrainingConfig
-from fusion.training.algorithms import make_algorithm
+from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, TrainingConfig, load_checkpoint, save_checkpoint
+from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.backends.megatron_model import MegatronModel
 from tests.training.ranks import LONGEST, my_share, sample_batch
+from tests.training.test_checkpoint import state_of
 
 MODELS = {"embedded": Transformer, "megatron": MegatronModel}
 
@@ -51,6 +52,7 @@ def make_engine(name: str, case: Case, device: Any, mesh: Mesh) -> EmbeddedTrain
     model = MODELS[name](case.config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     fill(model, whole_weights(case.config))
     training = TrainingConfig(**({"lr": 1e-3, "token_budget": 30} | case.training))
+    training.validate()
     return EmbeddedTrainEngine(model, mesh, device, training)
 
 
@@ -62,7 +64,7 @@ def both(rank: int, device: Any, case: Case) -> dict[str, Any]:
     batches = []
     for name in MODELS:
         engine = make_engine(name, case, device, mesh)
-        steps = []
+        steps, before = [], engine.model.weights.card.cpu().clone()
         for step in range(case.steps):
             if len(batches) == step:  # the embedded model's, so that both train on equal data
                 batch = my_share(sample_batch(case.samples, 3 + step), engine)
@@ -71,13 +73,37 @@ def both(rank: int, device: Any, case: Case) -> dict[str, Any]:
             metrics = engine.forward_backward(algorithm.weigh(batches[step]), algorithm.loss)
             steps.append({"logprobs": logprobs, "entropy": entropy, **metrics, **engine.optimizer_step()})
         routing = engine.with_own_routing(batches[0]).routing if case.config.num_experts else None
-        results[name] = {"steps": steps, "routing": routing}
+        corrections = engine.model.weights.card.cpu()
+        results[name] = {"steps": steps, "routing": routing, "corrections": [before, corrections]}
         held = memory_of(engine.model.weights)
         engine.model.weights.release()
         assert memory_of(engine.model.weights) == 0 < held
         if name == "megatron":
-            assert sum(p.untyped_storage().nbytes() for _, p in engine.model.named_parameters()) == 0
+            trained = [param for _, param in engine.model.named_parameters() if param.requires_grad]
+            assert trained and sum(param.untyped_storage().nbytes() for param in trained) == 0
     return results
+
+
+def save(rank: int, device: Any, name: str, case: Case, folder: str) -> tuple[Any, dict[str, float]]:
+    """The state that a trainer saves after a step, and the metrics of its next one."""
+    engine = make_engine(name, case, device, Mesh.create(case.layout))
+    step_of(engine, 1)
+    save_checkpoint(engine, folder)
+    return state_of(engine), step_of(engine, 2)
+
+
+def load(rank: int, device: Any, name: str, case: Case, folder: str) -> tuple[Any, dict[str, float]]:
+    """The state that a trainer loads over other values, and the metrics of its next step."""
+    engine = make_engine(name, case, device, Mesh.create(case.layout))
+    for view in engine.model.weights.views.values():
+        view.fill_(-3.0)
+    load_checkpoint(engine, folder)
+    return state_of(engine), step_of(engine, 2)
+
+
+def step_of(engine: EmbeddedTrainEngine, seed: int) -> dict[str, float]:
+    metrics = engine.forward_backward(my_share(sample_batch(8, seed), engine), cross_entropy)
+    return metrics | engine.optimizer_step()
 
 
 def memory_of(weights: Buckets) -> int:

@@ -1,25 +1,44 @@
 """Describe Megatron-Core's GPTModel as a parameter table: its names, shapes and order, as `LocalParam`s.
 
 A plan compares only boxes of the global (Hugging Face) tensors, so another engine's format is another list of parts.
-Local tensors of a rank (l: its share), with layers and experts numbered from zero on each rank:
+Local tensors of a rank (l: its share), with layers and experts numbered from zero on each rank. Which of them a layer
+has, its `LayerSpec` says:
 
     embedding.word_embeddings.weight                    [Vl, D]
     decoder.layers.i.input_layernorm.weight             [D]
     decoder.layers.i.self_attention.linear_qkv.weight   [Hl + 2 Kl heads of C, D]   the q, k and v rows of a KV group,
                                                         then those of the next; cut evenly, also inside a group
+    decoder.layers.i.self_attention.linear_qkv.bias     [Hl + 2 Kl heads of C]
     decoder.layers.i.self_attention.linear_proj.weight  [D, Hl C]
-    decoder.layers.i.self_attention.q_layernorm.weight  [C]                         (k_layernorm alike)
+    decoder.layers.i.self_attention.linear_proj.bias    [D]
+    decoder.layers.i.self_attention.q_layernorm.weight  [C] or [Hl C]               (k_layernorm alike)
+
+    latent attention, in place of linear_qkv and the norms of q and k:
+    decoder.layers.i.self_attention.linear_q_down_proj.weight    [Q / tp, D]        low-rank queries; else
+    decoder.layers.i.self_attention.q_layernorm.weight           [Q]
+    decoder.layers.i.self_attention.linear_q_up_proj.weight      [Hl C, Q]          linear_q_proj [Hl C, D]
+    decoder.layers.i.self_attention.linear_kv_down_proj.weight   [(R + P) / tp, D]  in the order of Hugging Face, which
+    decoder.layers.i.self_attention.kv_layernorm.weight          [R]                the attention supplied rotates
+    decoder.layers.i.self_attention.linear_kv_up_proj.weight     [Hl (C - P + V), R]
+
+    decoder.layers.i.self_attention.output_layernorm.weight      [D]                sandwich norms (mlp alike)
     decoder.layers.i.pre_mlp_layernorm.weight           [D]
     decoder.layers.i.mlp.linear_fc1.weight              [2 Fl, D]                   gate rows over up rows
     decoder.layers.i.mlp.linear_fc2.weight              [D, Fl]
     decoder.layers.i.mlp.router.weight                  [E, D]
+    decoder.layers.i.mlp.router.expert_bias             [E]                         in float32, on the card apart; as
+                                                        layers.n.router.expert_bias on the ranks of other stages
     decoder.layers.i.mlp.experts.local_experts.e.linear_fc1.weight, linear_fc2      as mlp, cut by expert-TP
+    decoder.layers.i.mlp.shared_experts.linear_fc1.weight, linear_fc2               as mlp
+    decoder.layers.i.mlp.shared_experts.gate_weight     [1, D]
     decoder.final_layernorm.weight                      [D]                         last stage
     output_layer.weight                                 [Vl, D]                     last stage
+    layers.p.…                                          layers that predict further tokens, as in the embedded format
 
 Invariants: over the ranks of a layout the parts cover every element of every global tensor; every element of a local
-tensor belongs to exactly one part. Megatron-Core divides layers evenly over stages and knows no other placement of
-experts than the order of their numbers.
+tensor belongs to exactly one part. Stages are those of the embedded format (Megatron-Core's own need a layout where
+their number does not divide that of the layers); Megatron-Core knows no other placement of experts than the order of
+their numbers.
 """
 
 from __future__ import annotations
@@ -29,54 +48,55 @@ from dataclasses import replace
 
 from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
-from fusion.model.table import EMBEDDING, LocalParam, Part
+from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse, SwiGLUNames
+from fusion.model.table import EMBEDDING, LocalParam, Part, predictor_params
 
 Rows = tuple[str, int, int]
 """Rows [start, stop) of a global tensor."""
+SWIGLU = SwiGLUNames()
+Cut = tuple[int, int]
+"""A rank's number among those that share a tensor, and how many they are"""
 
 
 def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[LocalParam, ...]:
-    """Return the parameters that `GPTModel.named_parameters` has on ``rank``, in the order of the forward pass.
+    """Return the parameters that `GPTModel.named_parameters` has on ``rank``, in the order of the forward pass; and
+    those that this rank holds and does not compute with.
 
-    Only the tensor-parallel cut of `linear_qkv` may differ from the embedded trainer's: if TP exceeds the number of KV
-    groups, each rank holds an even share of the fused rows and gathers them to compute.
+    The tensor-parallel cut differs from the embedded trainer's in the low-rank projections of latent attention, which
+    are cut here; and in `linear_qkv`, if TP exceeds the number of KV groups: each rank then holds an even share of the
+    fused rows and gathers them to compute.
 
     Raises:
-        ValueError: Megatron does not divide the model so (`misfit`), or `check_supported`.
+        ValueError: Megatron does not divide the model so (`misfit`).
     """
-    check_supported(config)
+    assert not config.num_labels, "a reward model is not trained"
     if problem := misfit(config, parallel):
         raise ValueError(problem)
-    return tuple(_Table(config, parallel, rank).params())
+    return (*_Table(config, parallel, rank).params(), *predictor_params(config, parallel, rank))
 
 
 def misfit(config: ModelConfig, parallel: Parallel) -> str | None:
-    """Return the axis of a layout that does not divide the model as Megatron requires, with both numbers, or None."""
-    if config.num_layers % parallel.pp:
-        return f"pp={parallel.pp} does not divide num_hidden_layers={config.num_layers}, as Megatron requires"
-    fused_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    if fused_rows % parallel.tp:
-        return f"tp={parallel.tp} does not divide the {fused_rows} rows of linear_qkv, as Megatron requires"
+    """Return what a layout's TP does not divide though Megatron requires it, with both numbers, or None."""
+    for rows, what in _cut_rows(config):
+        if rows % parallel.tp:
+            return f"tp={parallel.tp} does not divide the {rows} rows of {what}, as Megatron requires"
     return None
 
 
-def check_supported(config: ModelConfig) -> None:
-    """Check that the backend describes this model: Qwen3 or Qwen3-MoE with equal layers.
-
-    Raises:
-        ValueError: another family, layers of two kinds, biases, or a scaled rotary embedding.
-    """
-    plain = config.attention.rotary.kind == "default" and all(layer == config.layers[0] for layer in config.layers)
-    if config.family not in ("qwen3", "qwen3_moe") or not plain or config.grouped_query.qkv_bias:
-        raise ValueError(
-            f"the Megatron backend does not describe this {config.family} model; expected qwen3 or qwen3_moe with "
-            "layers of one kind, without biases and without scaled rotary embeddings"
-        )
+def _cut_rows(config: ModelConfig) -> list[tuple[int, str]]:
+    """Return the matrices of attention whose rows TP cuts regardless of heads: (rows, name)."""
+    match config.attention:
+        case GroupedQuery() as spec:
+            return [((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, "linear_qkv")]
+        case Latent() as spec:
+            low_rank = [] if spec.q_rank is None else [(spec.q_rank, "linear_q_down_proj (q_lora_rank)")]
+            return [*low_rank, (spec.cached_width, "linear_kv_down_proj (kv_lora_rank + qk_rope_head_dim)")]
 
 
 class _Table:
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
-        self.config, self.parallel = config, parallel
+        self.config, self.parallel, self.hidden = config, parallel, config.hidden_size
+        self.names = config.family_spec.names
         self.tp = parallel.coordinate("tp", rank), parallel.tp
         self.etp = parallel.coordinate("etp", rank), parallel.etp
         self.ep_rank, self.stage = parallel.coordinate("ep", rank), parallel.coordinate("pp", rank)
@@ -86,75 +106,153 @@ class _Table:
         vocabulary = [(EMBEDDING, 0, config.vocab_size)]
         if self.stage == 0:
             yield self.rows("embedding.word_embeddings", vocabulary, self.tp)
-        for index, layer in enumerate(self.parallel.layers(config.num_layers, self.stage)):
-            for param in self.layer(f"decoder.layers.{index}", f"model.layers.{layer}"):
+        own_layers = self.parallel.layers(config.num_layers, self.stage)
+        for layer, spec in enumerate(config.layers):
+            hf = f"model.layers.{layer}"
+            if layer in own_layers:
+                params = self.layer(f"decoder.layers.{layer - own_layers.start}", hf, spec)
+            else:
+                params = self.correction(f"layers.{layer}.router", hf, spec)
+            for param in params:
                 yield replace(param, layer=layer)
         if last:
-            yield self.whole("decoder.final_layernorm", "model.norm", (config.hidden_size,))
+            yield self.whole("decoder.final_layernorm.weight", "model.norm.weight", (config.hidden_size,))
         if last and not config.tie_embeddings:
             yield self.rows("output_layer", [("lm_head.weight", 0, config.vocab_size)], self.tp)
         elif last and self.stage:
             yield self.rows("output_layer", vocabulary, self.tp)
 
-    def layer(self, name: str, hf: str) -> Iterator[LocalParam]:
-        config = self.config
-        c, d = config.head_dim, config.hidden_size
-        yield self.whole(f"{name}.input_layernorm", f"{hf}.input_layernorm", (d,))
-        yield self.rows(f"{name}.self_attention.linear_qkv", list(self.fused_qkv(f"{hf}.self_attn")), self.tp)
-        o_proj = f"{hf}.self_attn.o_proj.weight"
-        yield self.columns(f"{name}.self_attention.linear_proj", o_proj, width=config.num_heads * c, cut=self.tp)
-        for norm in ("q", "k"):
-            yield self.whole(f"{name}.self_attention.{norm}_layernorm", f"{hf}.self_attn.{norm}_norm", (c,))
-        yield self.whole(f"{name}.pre_mlp_layernorm", f"{hf}.post_attention_layernorm", (d,))
-        if not config.num_experts:
-            width = config.intermediate_size
-            yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", width=width, cut=self.tp, expert=False)
-            return
-        yield self.whole(f"{name}.mlp.router", f"{hf}.mlp.gate", (config.num_experts, d))
-        num_local_experts = config.num_experts // self.parallel.ep
+    def layer(self, name: str, hf: str, spec: LayerSpec) -> Iterator[LocalParam]:
+        sandwich = self.names.sandwich
+        yield self.norm(f"{name}.input_layernorm", f"{hf}.input_layernorm.weight")
+        match spec.attention:
+            case GroupedQuery():
+                yield from self.grouped_query(f"{name}.self_attention", f"{hf}.self_attn", spec.attention)
+            case Latent():
+                yield from self.latent(f"{name}.self_attention", f"{hf}.self_attn", spec.attention)
+        if spec.sandwich:
+            yield self.norm(f"{name}.self_attention.output_layernorm", f"{hf}.{sandwich.attention}")
+        before_mlp = sandwich.mlp_input if spec.sandwich else "post_attention_layernorm.weight"
+        yield self.norm(f"{name}.pre_mlp_layernorm", f"{hf}.{before_mlp}")
+        match spec.mlp:
+            case Dense():
+                yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", width=spec.mlp.width, cut=self.tp)
+            case Sparse():
+                yield from self.sparse(f"{name}.mlp", hf, spec)
+        if spec.sandwich:
+            yield self.norm(f"{name}.mlp.output_layernorm", f"{hf}.{sandwich.mlp}")
+
+    def grouped_query(self, name: str, hf: str, spec: GroupedQuery) -> Iterator[LocalParam]:
+        c = spec.head_dim
+        yield self.rows(f"{name}.linear_qkv", list(self.fused_qkv(hf, "weight", spec)), self.tp)
+        if spec.qkv_bias:
+            yield self.vector(f"{name}.linear_qkv.bias", list(self.fused_qkv(hf, "bias", spec)))
+        yield self.columns(f"{name}.linear_proj", f"{hf}.o_proj.weight", width=spec.num_heads * c, cut=self.tp)
+        if spec.out_bias:
+            yield self.whole(f"{name}.linear_proj.bias", f"{hf}.o_proj.bias", (self.hidden,))
+        for x, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+            local, hf_name = f"{name}.{x}_layernorm.weight", f"{hf}.{x}_norm.weight"
+            match spec.qk_norm:
+                case "head":
+                    yield self.whole(local, hf_name, (c,))
+                case "projection":
+                    yield self.vector(local, [(hf_name, 0, heads * c)])
+
+    def latent(self, name: str, hf: str, spec: Latent) -> Iterator[LocalParam]:
+        heads, q_rows = spec.num_heads, spec.num_heads * spec.head_dim
+        if spec.q_rank is None:
+            yield self.rows(f"{name}.linear_q_proj", [(f"{hf}.q_proj.weight", 0, q_rows)], self.tp)
+        else:
+            down, up = f"{name}.linear_q_down_proj", f"{name}.linear_q_up_proj"
+            yield self.rows(down, [(f"{hf}.q_a_proj.weight", 0, spec.q_rank)], self.tp)
+            yield self.whole(f"{name}.q_layernorm.weight", f"{hf}.q_a_layernorm.weight", (spec.q_rank,))
+            yield self.rows(up, [(f"{hf}.q_b_proj.weight", 0, q_rows)], self.tp, width=spec.q_rank)
+        kv_a = f"{hf}.kv_a_proj_with_mqa.weight"
+        yield self.rows(f"{name}.linear_kv_down_proj", [(kv_a, 0, spec.cached_width)], self.tp)
+        yield self.whole(f"{name}.kv_layernorm.weight", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,))
+        kv_b = [(f"{hf}.kv_b_proj.weight", 0, heads * (spec.nope_dim + spec.value_dim))]
+        yield self.rows(f"{name}.linear_kv_up_proj", kv_b, self.tp, width=spec.kv_rank)
+        yield self.columns(f"{name}.linear_proj", f"{hf}.o_proj.weight", width=heads * spec.value_dim, cut=self.tp)
+
+    def sparse(self, name: str, hf: str, spec: LayerSpec) -> Iterator[LocalParam]:
+        mlp, names, hidden = spec.mlp, self.names, self.hidden
+        assert isinstance(mlp, Sparse)
+        yield self.whole(f"{name}.router.weight", f"{hf}.{names.router}", (mlp.num_experts, hidden))
+        yield from self.correction(f"{name}.router", hf, spec)
+        num_local_experts = mlp.num_experts // self.parallel.ep
         for slot in range(num_local_experts):
             expert = self.ep_rank * num_local_experts + slot
-            hf_expert, local = f"{hf}.mlp.experts.{expert}", f"{name}.mlp.experts.local_experts.{slot}"
-            for param in self.mlp(local, hf_expert, width=config.moe_intermediate_size, cut=self.etp, expert=True):
+            local, hf_expert = f"{name}.experts.local_experts.{slot}", f"{hf}.{names.experts}.{expert}"
+            for param in self.mlp(local, hf_expert, width=mlp.width, cut=self.etp, names=names.expert, expert=True):
                 yield replace(param, expert_index=expert)
+        if mlp.shared:
+            shared = f"{name}.shared_experts"
+            yield from self.mlp(shared, f"{hf}.{names.shared}", width=mlp.shared.width, cut=self.tp)
+            if mlp.shared.gated:
+                yield self.whole(f"{shared}.gate_weight", f"{hf}.{names.shared_gate}", (1, hidden))
 
-    def mlp(self, name: str, hf: str, width: int, cut: tuple[int, int], expert: bool) -> Iterator[LocalParam]:
-        gate_up = [(f"{hf}.{half}_proj.weight", *_share(0, width, cut)) for half in ("gate", "up")]
+    def correction(self, name: str, hf: str, spec: LayerSpec) -> Iterator[LocalParam]:
+        """Yield the correction bias of a layer's router, which every rank holds, if it has one."""
+        if isinstance(spec.mlp, Sparse) and spec.mlp.router.correction:
+            bias = self.whole(f"{name}.expert_bias", f"{hf}.{self.names.correction}", (spec.mlp.num_experts,))
+            yield replace(bias, storage="card", float32=True)
+
+    def mlp(
+        self, name: str, hf: str, *, width: int, cut: Cut, names: SwiGLUNames = SWIGLU, expert: bool = False
+    ) -> Iterator[LocalParam]:
+        gate_up = [(f"{hf}.{half}", *_share(0, width, cut)) for half in (names.gate, names.up)]
         yield self.rows(f"{name}.linear_fc1", gate_up, cut=(0, 1), expert=expert)
-        yield self.columns(f"{name}.linear_fc2", f"{hf}.down_proj.weight", width=width, cut=cut, expert=expert)
+        yield self.columns(f"{name}.linear_fc2", f"{hf}.{names.down}", width=width, cut=cut, expert=expert)
 
-    def fused_qkv(self, hf: str) -> Iterator[Rows]:
+    def fused_qkv(self, hf: str, kind: str, spec: GroupedQuery) -> Iterator[Rows]:
         """Yield all rows of the fused projection, KV group by KV group."""
-        config = self.config
-        c, queries = config.head_dim, config.num_heads // config.num_kv_heads
-        for group in range(config.num_kv_heads):
-            yield f"{hf}.q_proj.weight", group * queries * c, (group + 1) * queries * c
-            yield f"{hf}.k_proj.weight", group * c, (group + 1) * c
-            yield f"{hf}.v_proj.weight", group * c, (group + 1) * c
+        c, queries = spec.head_dim, spec.num_heads // spec.num_kv_heads
+        for group in range(spec.num_kv_heads):
+            yield f"{hf}.q_proj.{kind}", group * queries * c, (group + 1) * queries * c
+            yield f"{hf}.k_proj.{kind}", group * c, (group + 1) * c
+            yield f"{hf}.v_proj.{kind}", group * c, (group + 1) * c
+
+    def norm(self, name: str, hf: str) -> LocalParam:
+        return self.whole(f"{name}.weight", hf, (self.hidden,))
 
     def whole(self, name: str, hf: str, shape: tuple[int, ...]) -> LocalParam:
         box = tuple((0, size) for size in shape)
-        return LocalParam(f"{name}.weight", shape, (Part(f"{hf}.weight", box, box),))
+        return LocalParam(name, shape, (Part(hf, box, box),))
 
-    def rows(self, name: str, stack: list[Rows], cut: tuple[int, int], expert: bool = False) -> LocalParam:
-        """Describe this rank's share of the stacked rows."""
-        width, parts, offset = self.config.hidden_size, [], 0
-        first, last = _share(0, sum(stop - start for _, start, stop in stack), cut)
-        for hf_name, start, stop in stack:
-            begin, end = max(offset, first), min(offset + stop - start, last)
-            if begin < end:
-                region = ((start + begin - offset, start + end - offset), (0, width))
-                parts.append(Part(hf_name, region, ((begin - first, end - first), (0, width))))
-            offset += stop - start
-        return LocalParam(f"{name}.weight", (last - first, width), tuple(parts), expert=expert, tp_sharded=not expert)
+    def rows(
+        self, name: str, stack: list[Rows], cut: Cut, *, expert: bool = False, width: int | None = None
+    ) -> LocalParam:
+        """Describe this rank's share of the stacked rows of matrices of ``width`` columns; None: of the hidden size."""
+        columns = (0, width or self.hidden)
+        share = list(_share_of_rows(stack, cut))
+        parts = tuple([Part(hf, (region, columns), (local, columns)) for hf, region, local in share])
+        shape = share[-1][2][1], columns[1]
+        return LocalParam(f"{name}.weight", shape, parts, expert=expert, tp_sharded=not expert)
 
-    def columns(self, name: str, hf_name: str, width: int, cut: tuple[int, int], expert: bool = False) -> LocalParam:
-        height, (start, stop) = self.config.hidden_size, _share(0, width, cut)
+    def vector(self, name: str, stack: list[Rows]) -> LocalParam:
+        """Describe this TP rank's share of the stacked vectors."""
+        share = list(_share_of_rows(stack, self.tp))
+        parts = tuple([Part(hf, (region,), (local,)) for hf, region, local in share])
+        return LocalParam(name, (share[-1][2][1],), parts, tp_sharded=True)
+
+    def columns(self, name: str, hf_name: str, width: int, cut: Cut, expert: bool = False) -> LocalParam:
+        height, (start, stop) = self.hidden, _share(0, width, cut)
         part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
         return LocalParam(f"{name}.weight", (height, stop - start), (part,), expert=expert, tp_sharded=not expert)
 
 
-def _share(start: int, stop: int, cut: tuple[int, int]) -> tuple[int, int]:
+def _share_of_rows(stack: list[Rows], cut: Cut) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Yield this rank's share of stacked rows: the global tensor, the rows of it, and the local rows."""
+    offset = 0
+    first, last = _share(0, sum(stop - start for _, start, stop in stack), cut)
+    for hf_name, start, stop in stack:
+        begin, end = max(offset, first), min(offset + stop - start, last)
+        if begin < end:
+            yield hf_name, (start + begin - offset, start + end - offset), (begin - first, end - first)
+        offset += stop - start
+
+
+def _share(start: int, stop: int, cut: Cut) -> tuple[int, int]:
     index, count = cut
     size = (stop - start) // count
     return start + index * size, start + (index + 1) * size

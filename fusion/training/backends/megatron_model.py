@@ -27,7 +27,6 @@ from fusion.model import (
     Mesh,
     ModelConfig,
     PackedAttention,
-    Parallel,
     Replay,
     Routed,
     plan_units,
@@ -35,7 +34,10 @@ from fusion.model import (
     unit_bytes,
 )
 from fusion.model.formats import MEGATRON, Format, local_table
+from fusion.model.local_param import LocalParam
 from fusion.model.replay import Forced
+from fusion.model.rotary import cosines_and_sines, inverse_frequencies
+from fusion.model.spec import Latent, Sparse
 from fusion.npu import Device
 from fusion.training.backends.megatron_device import redirect_to
 
@@ -61,31 +63,44 @@ class MegatronModel:
         bucket_bytes: int = 256 << 20,
     ):
         self.config, self.mesh, self.device, self.bucket_bytes = config, mesh, device, bucket_bytes
-        self.recompute = False
+        self.recompute, self._keeps_probabilities = False, False
         max_bytes, parallel = unit_bytes(bucket_bytes), mesh.parallel
         self.table = local_table(MEGATRON, config, parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize)
         redirect_to(device)
         groups = process_groups(mesh, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about settings of CUDA, whatever the card is
+            from fusion.training.backends.megatron_gpt import build_gpt
+
             self.gpt = build_gpt(config, parallel, mesh.rank, groups, dtype)
-        self.weights = Buckets(plan_units(self.table, dtype.itemsize, max_bytes), device, dtype, owner="weights")
+        apart = [param for param in self.table if param.storage != "unit"]
+        plans = plan_units(self.table, dtype.itemsize, max_bytes)
+        self.weights = Buckets(plans, device, dtype, owner="weights", apart=apart)
         self._store_parameters()
+        own_layers = parallel.layers(config.num_layers, mesh.pp_rank)
         self._layers = list(self.gpt.decoder.layers)
-        self.num_sparse_layers = len(self._layers) if config.num_experts else 0
-        self._inv_freq = self.gpt.rotary_pos_emb.inv_freq.to(device.torch_device)
+        self._is_sparse = [isinstance(config.layers[layer].mlp, Sparse) for layer in own_layers]
+        self.num_sparse_layers = sum(self._is_sparse)
+        self._inv_freq = inverse_frequencies(config.attention.rotary).to(device.torch_device)
 
     def _store_parameters(self) -> None:
         """Replace Megatron's parameters, which have no storage, by views of the buckets."""
-        table = {param.name: param.shape for param in self.table}
+        table = {param.name: param.shape for param in self.table if self._computes_with(param)}
         names = {name: tuple(param.shape) for name, param in self.gpt.named_parameters()}
         assert names == table, f"Megatron's parameters differ from their table: {names.items() ^ table.items()}"
         for path, module in list(self.gpt.named_modules()):
             for name, param in module._parameters.items():
                 if param is not None:
-                    stored = nn.Parameter(self.weights.views[f"{path}.{name}"])
+                    stored = nn.Parameter(self.weights.views[f"{path}.{name}"], requires_grad=param.requires_grad)
                     stored.__dict__.update(param.__dict__)  # what Megatron has marked it with
                     module._parameters[name] = stored
+
+    def _computes_with(self, param: LocalParam) -> bool:
+        """Whether this rank's layers have a parameter: neither a predictor of further tokens, nor the correction bias
+        of another stage's router."""
+        if param.storage == "card":
+            return param.layer in self.mesh.parallel.layers(self.config.num_layers, self.mesh.pp_rank)
+        return param.storage == "unit"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by the names of `table`."""
@@ -94,6 +109,12 @@ class MegatronModel:
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank holds between two layers and between two stages."""
         return self._padded(rows) // self.mesh.parallel.tp
+
+    def own_rows(self, rows: int) -> range:
+        """Return which rows of a batch of ``rows`` this TP rank routes, padding left out."""
+        share = self.hidden_rows(rows)
+        first = min(self.mesh.tp_rank * share, rows)
+        return range(first, min(first + share, rows))
 
     def _padded(self, rows: int) -> int:
         tp = self.mesh.parallel.tp
@@ -116,15 +137,16 @@ class MegatronModel:
         rope = self._rope(F.pad(positions_N, (0, padding)))
         x = self._embed(F.pad(ids_N, (0, padding))) if hidden is None else hidden.unsqueeze(1)
         forced = self._forced(replay, padding) if replay is not None else None
-        for index, layer in enumerate(self._layers):
+        num_sparse = 0
+        for layer, is_sparse in zip(self._layers, self._is_sparse, strict=True):
             inputs: dict[str, Any] = dict(
                 layer=layer,
                 rope=rope,
                 attend=attend,
-                rows=self._own_rows(rows),
-                forced=None if forced is None else forced.layer(index),
-                record=routed is not None,
+                rows=len(self.own_rows(rows)) if is_sparse and (routed is not None or forced) else None,
+                forced=forced.layer(num_sparse) if forced is not None and is_sparse else None,
             )
+            num_sparse += is_sparse
             if self.recompute and torch.is_grad_enabled():
                 x, layer_routed = checkpoint(self._layer, x, use_reentrant=False, early_stop=False, **inputs)
             else:
@@ -145,18 +167,18 @@ class MegatronModel:
         x: torch.Tensor,
         *,
         layer: Any,
-        rope: torch.Tensor,
+        rope: Any,
         attend: PackedAttention,
-        rows: int,
+        rows: int | None,
         forced: Forced | None,
-        record: bool,
     ) -> tuple[torch.Tensor, Routed | None]:
+        """Compute a layer. ``rows``: trace its router, for this many of its rows; None: trace none."""
         from fusion.training.backends.megatron_layers import RoutingTrace
 
-        router = layer.mlp.router if self.config.num_experts else None
-        if router is None or not (record or forced):
+        if rows is None:
             return layer(hidden_states=x, attention_mask=attend, rotary_pos_emb=rope)[0], None
-        router.trace = trace = RoutingTrace(rows, forced)
+        router = layer.mlp.router
+        router.trace = trace = RoutingTrace(rows, forced, self._keeps_probabilities)
         x, _ = layer(hidden_states=x, attention_mask=attend, rotary_pos_emb=rope)
         router.trace = None
         return x, trace.routed
@@ -167,8 +189,8 @@ class MegatronModel:
         return F.linear(hidden_nD, self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight)
 
     def keep_probabilities(self) -> None:
-        """Raises: ValueError: always; `TrainingConfig.validate` refuses it before."""
-        raise ValueError("training.load_balancing=sequence is not supported with training.backend=megatron")
+        """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
+        self._keeps_probabilities = True
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
         """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
@@ -184,11 +206,6 @@ class MegatronModel:
         dist.all_gather_into_tensor(gathered, wire, group=self.mesh.tp_group)
         return gathered.view(own.dtype)[:rows].unflatten(1, own.shape[1:]).cpu()
 
-    def _own_rows(self, rows: int) -> int:
-        """Return how many of this TP rank's rows are no padding."""
-        share = self.hidden_rows(rows)
-        return min(max(rows - self.mesh.tp_rank * share, 0), share)
-
     def _forced(self, replay: Replay, padding: int) -> Replay:
         """Return this TP rank's rows of a replay, padded by rows that follow their router."""
         experts = F.pad(replay.experts_NLk, (0, 0, 0, 0, 0, padding))
@@ -200,8 +217,11 @@ class MegatronModel:
         x = self.gpt.embedding.word_embeddings(ids_N.unsqueeze(0))
         return x if self.mesh.parallel.tp > 1 else x.transpose(0, 1)  # it has scattered [N, 1, D] over TP
 
-    def _rope(self, positions_N: torch.Tensor) -> torch.Tensor:
-        """Return the angles [N, 1, 1, C] of Megatron's rotary embedding."""
+    def _rope(self, positions_N: torch.Tensor) -> Any:
+        """Return what layers rotate by: Megatron's angles [N, 1, 1, R], or `cosines_and_sines` for latent attention."""
+        rotary = self.config.attention.rotary
+        if isinstance(self.config.attention, Latent):
+            return cosines_and_sines(positions_N, self._inv_freq, rotary, self.weights.dtype)
         angles = positions_N.to(torch.float32)[:, None] * self._inv_freq
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
@@ -258,85 +278,3 @@ class TransientBuffer:
 
     def get_tensor(self, shape: list[int], dtype: torch.dtype, name: str, *_: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device.torch_device)
-
-
-def build_gpt(config: ModelConfig, parallel: Parallel, rank: int, groups: Any, dtype: torch.dtype) -> Any:
-    """Return Megatron's `GPTModel` of a rank, whose parameters have shapes but no storage.
-
-    Args:
-        groups: `ProcessGroupCollection`.
-    """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from fusion.training.backends.megatron_layers import Norm, PackedCoreAttention, TracedRouter
-
-    stage = parallel.coordinate("pp", rank)
-    spec = get_gpt_layer_local_spec(num_experts=config.num_experts or None, qk_layernorm=True, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
-    attention = layer.self_attention.submodules
-    attention.core_attention, attention.q_layernorm, attention.k_layernorm = PackedCoreAttention, Norm, Norm
-    if config.num_experts:
-        layer.mlp.submodules.router = TracedRouter
-    num_layers = len(parallel.layers(config.num_layers, stage))
-    with torch.device("meta"):
-        model = GPTModel(
-            config=transformer_config(config, parallel, dtype),
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm),
-            vocab_size=config.vocab_size,
-            max_sequence_length=config.max_positions,
-            pre_process=stage == 0,
-            post_process=stage == parallel.pp - 1,
-            share_embeddings_and_output_weights=config.tie_embeddings,
-            position_embedding_type="rope",
-            rotary_base=config.attention.rotary.theta,  # type: ignore[arg-type]
-            pg_collection=groups,
-        )
-    return model.train()
-
-
-def transformer_config(config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> Any:
-    """Return Megatron's config of a Qwen3 or Qwen3-MoE model."""
-    from megatron.core.transformer import TransformerConfig
-
-    experts = dict[str, Any]()
-    if config.num_experts:
-        experts = dict(
-            num_moe_experts=config.num_experts,
-            moe_router_topk=config.top_k,
-            moe_ffn_hidden_size=config.moe_intermediate_size,
-            moe_router_load_balancing_type="none",  # the train engine adds its own loss, over the global batch
-            moe_router_pre_softmax=not config.experts.router.normalise,
-            moe_token_dispatcher_type="alltoall",
-        )
-    return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=config.num_heads,
-        num_query_groups=config.num_kv_heads,
-        kv_channels=config.head_dim,
-        layernorm_epsilon=config.rms_norm_eps,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,  # that is, on torch's default device
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel.tp,
-        sequence_parallel=parallel.tp > 1,
-        pipeline_model_parallel_size=parallel.pp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
-        **experts,
-    )

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 
 from fusion.model.config import ModelConfig
-from fusion.model.formats.megatron import check_supported, misfit
+from fusion.model.formats.megatron import misfit
 from fusion.model.parallel import Parallel
 
-INSTALL = "pip install -e .[megatron]"
+INSTALL = "pip install megatron-core==0.16.1"
 OTHERWISE = "or training.backend=embedded"
 RELEASES = "0.16."
 """Versions of Megatron-Core whose layers and router the backend is written for"""
@@ -36,10 +36,6 @@ def check_megatron(config: ModelConfig, layout: Parallel) -> None:
     if version is None or not version.startswith(RELEASES):
         found = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
         raise ValueError(f"training.backend=megatron: megatron-core {found}; {INSTALL}, {OTHERWISE}")
-    try:
-        check_supported(config)
-    except ValueError as error:
-        raise ValueError(f"training.backend=megatron: {error}; {OTHERWISE}") from None
     if problem := misfit(config, layout):
         raise ValueError(f"parallel.train.{problem}; change it, {OTHERWISE}")
     if layout.tp > config.num_kv_heads:
