@@ -4,12 +4,12 @@
 # scripts/smoke.py: --cards 2, --stages device,hccl, --report FILE. Without a card: --device emulated.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-for setup in "${ASCEND_HOME_PATH:-}/../set_env.sh" /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/cann/set_env.sh; do
+for setup in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/cann/set_env.sh; do
   if [ -z "${ASCEND_HOME_PATH:-}${ASCEND_TOOLKIT_HOME:-}" ] && [ -f "$setup" ]; then
-    set +u # CANN's script reads variables that may not be set
+    set +eu # CANN's script reads variables that may not be set
     # shellcheck disable=SC1090
     source "$setup"
-    set -u
+    set -eu
   fi
 done
 source scripts/environment.sh

@@ -10,6 +10,8 @@
 //                is an unnamed file (memfd), which other processes can map (shared.cpp)
 //   fixed        many ranges of a few sizes, released when entirely free (both vendors' default)
 //
+// A private pool (pools.cpp) has its own small and large pools per stream, which no other allocation uses.
+//
 // `reserved` counts the bytes of the card that segments hold. An unmapped page no longer counts, but the host keeps its
 // memory until empty_cache(), so that mapping it again causes no page fault.
 #pragma once

@@ -23,7 +23,6 @@ VALUES: dict[str, tuple[str, ...]] = {
 _options: dict[str, str] = {}
 _nd_matmul = True
 _task_queue = 1
-_deterministic_level = 0
 
 
 def set_option(option: dict[str, Any]) -> None:
