@@ -109,18 +109,19 @@ def test_a_card_whose_memory_does_not_come_back_fails():
     device = open_device("emulated", index=14, capacity_bytes=512 << 20)
     if device.kind != "emulated":
         pytest.skip("no compiler to build the emulated NPU with")
-    assert on_card.check_device(device)["allocated_bytes"] == on_card.BUFFER_BYTES
+    figures = on_card.check_device(device)
+    assert (figures["allocated_bytes"], figures["kept_bytes"]) == (on_card.BUFFER_BYTES, 0)
     leaked = []
 
     class Leaky(type(device)):
         def host_empty(self, *arguments):
             import torch
 
-            leaked.append(torch.ones(100, device=self.torch_device))
+            leaked.append(torch.ones(9 << 20, device=self.torch_device))
             return super().host_empty(*arguments)
 
     device.__class__ = Leaky
-    with pytest.raises(RuntimeError, match="bytes allocated after the release"):
+    with pytest.raises(RuntimeError, match="bytes kept after the release: 75497472"):
         on_card.check_device(device)
 
 
