@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fusion.costmodel.pace import SHAPES
+from fusion.resources import RECIPES
 from stalesync.simulator.cluster import base_of, simulate
 from stalesync.simulator.command_line import cases_of, parse, scenario_of
 from stalesync.simulator.report import growing_loss, linearity
@@ -28,7 +28,7 @@ def scale(args: argparse.Namespace) -> dict[str, Any]:
             f"run.steps={args.scale_steps}",
         ]
     )
-    scenario = scenario_of(parsed, SHAPES.parent)
+    scenario = scenario_of(parsed, RECIPES)
     base, outcomes = base_of(scenario, "colocated"), {}
     figures: dict[str, Any] = {}
     for case in cases_of(parsed.swept):

@@ -14,10 +14,10 @@ from math import erf, exp, hypot, log, sqrt
 
 from fusion.costmodel.hardware import Hardware, hardware_named
 from fusion.costmodel.memory import largest_weight_bytes
-from fusion.costmodel.pace import SHAPES
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
+from fusion.resources import SHAPES
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ ROOT = _PACKAGED if _PACKAGED.is_dir() else _PACKAGED.parent.parent
 RECIPES = ROOT / "recipes"
 """Folder of `conf/` (the groups of the config) and `shapes/` (shapes of models)."""
 
+SHAPES = RECIPES / "shapes"
+
 SCRIPTS = ROOT / "scripts"
 """Folder of the commands: `train.py` is `rlfusion train`."""
 

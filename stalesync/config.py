@@ -18,6 +18,7 @@ from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
 from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
 from fusion.npu.config import DeviceConfig
+from fusion.resources import SHAPES
 from fusion.rewards.config import RewardConfig
 from fusion.telemetry.loggers import check_loggers
 from fusion.telemetry.validation import Checks
@@ -203,7 +204,7 @@ class Config:
             return None
         from fusion.costmodel.pace import Pace
 
-        return Pace.load(self.device, self.cluster.hardware)
+        return Pace.load(self.device, self.cluster.hardware, SHAPES)
 
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
         """Returns the layout of the reference or reward ``model`` over the cards that host it.

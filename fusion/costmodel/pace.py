@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
@@ -37,9 +38,6 @@ from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
-from fusion.resources import RECIPES
-
-SHAPES = RECIPES / "shapes"
 
 SecondsByKind = dict[str, float]
 """Kind of work → seconds of the run."""
@@ -59,8 +57,8 @@ class Pace:
     """Factor on the cost of an update, its forward and backward passes included."""
 
     @classmethod
-    def load(cls, device: DeviceConfig, hardware: str | None) -> Pace:
-        """Resolves the config of a device that has a pace.
+    def load(cls, device: DeviceConfig, hardware: str | None, shapes: Path) -> Pace:
+        """Resolves the config of a device that has a pace; ``shapes``: the folder of the models' shapes.
 
         Raises:
             ValueError: no such model or hardware, by key.
@@ -68,7 +66,7 @@ class Pace:
         assert device.pace is not None, "the device has no pace"
         if hardware is None:
             raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to name the modelled cards")
-        shape = load_shape(device.pace, SHAPES, key="device.pace").shape
+        shape = load_shape(device.pace, shapes, key="device.pace").shape
         return cls(
             shape=shape,
             hardware=hardware_named(hardware),

@@ -24,6 +24,7 @@ from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig, open_device
 from fusion.npu.pacer import CATCH_UP_S, Pacer
 from fusion.offload import HostPool
+from fusion.resources import SHAPES
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.kv_pool.files import KVFiles
@@ -39,7 +40,7 @@ DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")
 
 
 def _pace(count=1, speed=1.0):
-    return Pace.load(replace(DEVICE, pace_tokens=count, pace_speed=speed), "ascend_910c")
+    return Pace.load(replace(DEVICE, pace_tokens=count, pace_speed=speed), "ascend_910c", SHAPES)
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def _worker(path, speed):
         training=TrainingConfig(lr=1e-3),
         algorithm=AlgorithmConfig(kl_coef=0.1, group_size=4),
         device=device,
-        pace=Pace.load(device, "ascend_910c"),
+        pace=Pace.load(device, "ascend_910c", SHAPES),
     )
     worker = Worker(spec, 0, LocalQueue(["train"]))
     worker.prepare("")

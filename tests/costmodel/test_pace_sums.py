@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.pace import SHAPES, EngineCost, EngineLoad, Pace, StepSums
+from fusion.costmodel.pace import EngineCost, EngineLoad, Pace, StepSums
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import attention_pairs
 from fusion.model import Parallel
+from fusion.resources import SHAPES
 
 CONTEXTS = st.lists(st.integers(1, 9000), max_size=12).map(tuple)
 CHUNKS = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 900)), max_size=3).map(tuple)

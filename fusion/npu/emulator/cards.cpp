@@ -38,7 +38,7 @@ struct Card {
 class Cards {
  public:
   void open(int index, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late) {
-    TORCH_CHECK_VALUE(index >= 0 && index < kCards, "npu:", index, ": an emulated node has ", kCards, " cards");
+    check_card(index);
     const auto lock = lock_idle(index);
     auto& card = cards_[index];
     const bool same = card.ledger && card.ledger->path() == path && card.heap->expandable() == expandable &&
@@ -52,13 +52,14 @@ class Cards {
     set_late(index, late);
   }
 
-  void* allocate(int index, int64_t bytes) {
+  void* allocate(int index, int64_t bytes, c10::StreamId stream) {
     for (const bool last_try : {false, true}) {
       const auto lock = last_try ? lock_idle(index) : std::unique_lock<std::mutex>(mutex_);
       auto& card = opened(index);
       free_unused(card);
       if (last_try) card.heap->release_cached(false);
-      auto* block = card.heap->allocate(bytes, current_stream(index));
+      auto* block = card.heap->allocate(bytes, stream, current_pool(index));
+      if (block == nullptr && last_try) block = card.heap->borrow(bytes, stream);
       if (block != nullptr) return entered(index, block);
       if (!last_try) continue;
       ++card.stats.out_of_memory;
@@ -129,11 +130,23 @@ class Cards {
     return function(opened(index));
   }
 
-  void release_cached() {
+  void release_cached(bool from_host) {
     for (int i = 0; i < kCards; ++i) {
       const auto lock = lock_idle(i);
-      if (cards_[i].heap) cards_[i].heap->release_cached(true);
+      if (cards_[i].heap) cards_[i].heap->release_cached(from_host);
     }
+  }
+
+  std::vector<SegmentView> view() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<SegmentView> views;
+    for (const auto& card : cards_) {
+      if (!card.heap) continue;
+      std::set<Block*> awaiting;
+      for (const auto& unused : card.unused) awaiting.insert(unused.block);
+      for (auto& one : card.heap->view(awaiting)) views.push_back(std::move(one));
+    }
+    return views;
   }
 
   void leave_sessions() {
@@ -145,7 +158,7 @@ class Cards {
 
  private:
   Card& at(int index) {
-    TORCH_CHECK_VALUE(index >= 0 && index < kCards, "npu:", index, ": an emulated node has ", kCards, " cards");
+    check_card(index);
     return cards_[index];
   }
 
@@ -159,7 +172,7 @@ class Cards {
     card.heap.reset();
     card.ledger.reset();
     card.ledger = std::make_unique<CardLedger>(path, capacity);
-    card.heap = std::make_unique<Heap>(*card.ledger, expandable, late);
+    card.heap = std::make_unique<Heap>(static_cast<int>(&card - cards_), *card.ledger, expandable, late);
   }
 
   void* entered(int index, Block* block) {
@@ -258,7 +271,11 @@ void limit_process(int card, double fraction) {
 }
 
 void* take_block(int card, int64_t bytes) {
-  return cards().allocate(card, bytes);
+  return cards().allocate(card, bytes, current_stream(card));
+}
+
+void* take_block(int card, int64_t bytes, c10::StreamId stream) {
+  return cards().allocate(card, bytes, stream);
 }
 
 bool give_block(void* memory) {
@@ -278,7 +295,15 @@ void set_owner_of_block(void* memory, int owner) {
 }
 
 void release_cached() {
-  cards().release_cached();
+  cards().release_cached(true);
+}
+
+void release_free_pages() {
+  cards().release_cached(false);
+}
+
+std::vector<SegmentView> all_segments() {
+  return cards().view();
 }
 
 SharedHandle shared_place(void* memory) {

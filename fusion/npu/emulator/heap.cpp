@@ -22,8 +22,8 @@ bool ByAddress::operator()(const Block* a, const Block* b) const {
   return a->at < b->at;
 }
 
-Heap::Heap(CardLedger& ledger, bool expandable, bool poisoned)
-    : ledger_(ledger), expandable_(expandable), poisoned_(poisoned) {}
+Heap::Heap(int card, CardLedger& ledger, bool expandable, bool poisoned)
+    : card_(card), ledger_(ledger), expandable_(expandable), poisoned_(poisoned) {}
 
 Heap::~Heap() {
   for (auto& [_, pool] : pools_) {
@@ -33,15 +33,28 @@ Heap::~Heap() {
   while (!all_segments_.empty()) remove(*all_segments_.begin());
 }
 
-Block* Heap::allocate(int64_t bytes, c10::StreamId stream) {
+Block* Heap::allocate(int64_t bytes, c10::StreamId stream, PrivatePool* owner) {
   const int64_t rounded = round_up(bytes, sizes::kBlock);
-  auto& pool = pool_of(rounded, stream);
+  auto& pool = pool_of(rounded, stream, owner);
   Block* block = fit(pool, rounded);
   if (block == nullptr) {
     block = grow(pool, rounded);
     if (block == nullptr) return nullptr;
     if (worth_splitting(*block, rounded)) pool.free.insert(split(block, rounded));
   }
+  return in_use(block, bytes);
+}
+
+Block* Heap::borrow(int64_t bytes, c10::StreamId stream) {
+  const int64_t rounded = round_up(bytes, sizes::kBlock);
+  for (auto& [_, pool] : pools_) {
+    if (pool.owner == nullptr || !pool.owner->use_on_oom || pool.stream != stream) continue;
+    if (auto* block = fit(pool, rounded)) return in_use(block, bytes);
+  }
+  return nullptr;
+}
+
+Block* Heap::in_use(Block* block, int64_t bytes) {
   block->in_use = true;
   block->requested = bytes;
   return block;
@@ -54,12 +67,14 @@ void Heap::free(Block* block) {
   block->segment->pool.free.insert(block);
 }
 
-Pool& Heap::pool_of(int64_t bytes, c10::StreamId stream) {
+Pool& Heap::pool_of(int64_t bytes, c10::StreamId stream, PrivatePool* owner) {
   const auto kind = bytes <= sizes::kSmallLimit ? PoolKind::kSmall : PoolKind::kLarge;
-  const auto found = pools_.find({stream, kind});
+  const std::tuple key(owner, stream, kind);
+  const auto found = pools_.find(key);
   if (found != pools_.end()) return found->second;
   const int64_t page = kind == PoolKind::kLarge ? sizes::kLargeSegment : sizes::kUnit;
-  return pools_.emplace(std::pair(stream, kind), Pool{kind, stream, expandable_, page, {}, {}}).first->second;
+  const bool expandable = expandable_ && (owner == nullptr || (owner->allocate == nullptr && !owner->no_split));
+  return pools_.emplace(key, Pool{kind, stream, owner, expandable, page, {}, {}}).first->second;
 }
 
 // Takes the smallest free block that is large enough; reuses its tree node for the remainder.
@@ -78,6 +93,7 @@ Block* Heap::fit(Pool& pool, int64_t bytes) {
 
 bool Heap::worth_splitting(const Block& block, int64_t bytes) const {
   const auto& pool = block.segment->pool;
+  if (pool.owner != nullptr && pool.owner->no_split) return false;
   const bool fine = pool.expandable || pool.kind == PoolKind::kSmall;
   const int64_t rest = block.bytes - bytes;
   return fine ? rest >= sizes::kBlock : rest > sizes::kSmallLimit;
@@ -91,11 +107,12 @@ Block* Heap::grow(Pool& pool, int64_t bytes) {
     size = bytes < sizes::kOwnSegment ? sizes::kLargeSegment : round_up(bytes, sizes::kUnit);
   }
   auto* segment = new_segment(pool, size);
+  if (segment == nullptr) return nullptr;
   if (!take(*segment, size)) {
     remove(segment);
     return nullptr;
   }
-  auto* block = new Block{segment, segment->region.base, size};
+  auto* block = segment->first = new Block{segment, segment->region.base, size};
   block->mapped = true;
   if (poisoned_) poison(block->at, size);
   return block;
@@ -118,7 +135,7 @@ Block* Heap::extend(Pool& pool, int64_t bytes) {
   if (block == nullptr) {
     const int64_t addresses = std::max(bytes, ledger_.capacity() / 8 * 9);
     auto* segment = new_segment(pool, round_up(addresses, pool.page));
-    block = new Block{segment, segment->region.base, segment->region.bytes};
+    block = segment->first = new Block{segment, segment->region.base, segment->region.bytes};
     pool.unmapped.insert(block);
   }
   if (!block->mapped) block = map(block, std::min(bytes, block->bytes));
@@ -144,7 +161,11 @@ Block* Heap::map(Block* block, int64_t bytes) {
 }
 
 Segment* Heap::new_segment(Pool& pool, int64_t bytes) {
-  return *all_segments_.insert(new Segment(pool, bytes)).first;
+  if (pool.owner == nullptr || pool.owner->allocate == nullptr) {
+    return *all_segments_.insert(new Segment(pool, bytes)).first;
+  }
+  auto* memory = static_cast<char*>(pool.owner->allocate(bytes, card_, reinterpret_cast<void*>(pool.stream)));
+  return memory == nullptr ? nullptr : *all_segments_.insert(new Segment(pool, memory, bytes)).first;
 }
 
 bool Heap::take(Segment& segment, int64_t bytes) {
@@ -164,6 +185,7 @@ void Heap::give(Segment& segment, int64_t bytes) {
 
 void Heap::release_cached(bool from_host) {
   for (auto& [_, pool] : pools_) {
+    if (pool.is_kept()) continue;
     const std::vector<Block*> cached(pool.free.begin(), pool.free.end());
     for (auto* block : cached) {
       if (pool.expandable) {
@@ -173,6 +195,15 @@ void Heap::release_cached(bool from_host) {
         give(*block->segment, block->bytes);
         remove(block->segment);
         delete block;
+      }
+    }
+    if (pool.owner != nullptr) { // of a released pool nothing is reused, not even addresses
+      const std::vector<Block*> unmapped(pool.unmapped.begin(), pool.unmapped.end());
+      for (auto* hole : unmapped) {
+        if (hole->before != nullptr || hole->after != nullptr) continue;
+        pool.unmapped.erase(hole);
+        remove(hole->segment);
+        delete hole;
       }
     }
     if (!from_host) continue;
@@ -208,6 +239,7 @@ void Heap::unmap(Block* block) {
 int64_t Heap::releasable() const {
   int64_t bytes = 0;
   for (const auto& [_, pool] : pools_) {
+    if (pool.is_kept()) continue;
     for (const auto* block : pool.free) {
       if (pool.expandable) {
         const auto [begin, end] = whole_pages(*block);
@@ -227,7 +259,32 @@ int64_t Heap::largest(int64_t room) const {
 
 void Heap::remove(Segment* segment) {
   all_segments_.erase(segment);
+  const auto& [pool, region] = std::tie(segment->pool, segment->region);
+  if (pool.owner != nullptr && pool.owner->free != nullptr) {
+    pool.owner->free(region.base, static_cast<size_t>(region.bytes), reinterpret_cast<void*>(pool.stream));
+  }
   delete segment;
+}
+
+std::vector<SegmentView> Heap::view(const std::set<Block*>& awaiting) const {
+  std::vector<SegmentView> views;
+  for (const auto* segment : all_segments_) {
+    const auto& pool = segment->pool;
+    const int64_t owner = pool.owner == nullptr ? 0 : pool.owner->id;
+    bool open = false;
+    for (auto* block = segment->first; block != nullptr; block = block->after) {
+      const auto address = reinterpret_cast<int64_t>(block->at);
+      if (block->mapped && !open) {
+        views.push_back({card_, address, 0, owner, pool.stream, pool.kind == PoolKind::kLarge, pool.expandable, {}});
+      }
+      open = block->mapped;
+      if (!open) continue;
+      const char* state = !block->in_use ? "inactive" : awaiting.count(block) ? "active_awaiting_free" : "active_allocated";
+      views.back().bytes += block->bytes;
+      views.back().blocks.push_back({address, block->bytes, block->in_use ? block->requested : 0, state});
+    }
+  }
+  return views;
 }
 
 // Splits the block after `bytes`; returns the remainder, which is in no tree.

@@ -10,14 +10,18 @@
 //                is an unnamed file (memfd), which other processes can map (shared.cpp)
 //   fixed        many ranges of a few sizes, released when entirely free (both vendors' default)
 //
+// A private pool (pools.cpp) has its own small and large pools per stream, which no other allocation uses.
+//
 // `reserved` counts the bytes of the card that segments hold. An unmapped page no longer counts, but the host keeps its
 // memory until empty_cache(), so that mapping it again causes no page fault.
 #pragma once
 
 #include "emulator.h"
 
+#include <atomic>
 #include <map>
 #include <set>
+#include <tuple>
 
 namespace npu {
 
@@ -35,6 +39,7 @@ constexpr int64_t kOwnSegment = 5 * kUnit; // requests of at least this size get
 struct Region {
   Region(int64_t bytes, bool shared);
   Region(int file, int64_t bytes); // memory that another process shares; owns the descriptor
+  Region(char* base, int64_t bytes) : base(base), bytes(bytes) {} // memory that a function of the user's provides
   ~Region();
   Region(const Region&) = delete;
   void drop(int64_t offset, int64_t bytes); // returns memory to the host
@@ -56,21 +61,40 @@ struct ByAddress {
   bool operator()(const Block* a, const Block* b) const;
 };
 
+// A pool of its own (pools.cpp).
+struct PrivatePool {
+  using Allocate = void* (*)(ssize_t bytes, int card, void* stream);
+  using Free = void (*)(void* memory, size_t bytes, void* stream);
+  int64_t id = 0;
+  Allocate allocate = nullptr;
+  Free free = nullptr;
+  bool use_on_oom = false;
+  bool no_split = false;
+  std::atomic<int64_t> users{1}; // its object, and the threads that allocate from it
+  bool is_kept() const { return users > 0; } // else its free memory may be released
+};
+
+PrivatePool* current_pool(int card); // of this thread; nullptr: none
+
 enum class PoolKind : uint8_t { kSmall, kLarge };
 
 struct Pool {
   PoolKind kind;
   c10::StreamId stream;
+  PrivatePool* owner; // nullptr: shared by all allocations
   bool expandable;
   int64_t page; // granularity by which an expandable segment grows
   std::set<Block*, BySize> free; // mapped
   std::set<Block*, ByAddress> unmapped;
+  bool is_kept() const { return owner != nullptr && owner->is_kept(); }
 };
 
 struct Segment {
   Segment(Pool& pool, int64_t bytes) : pool(pool), region(bytes, pool.expandable) {}
+  Segment(Pool& pool, char* memory, int64_t bytes) : pool(pool), region(memory, bytes) {}
   Pool& pool;
   Region region;
+  Block* first = nullptr; // at the beginning of the region
   int64_t mapped = 0; // bytes
 };
 
@@ -90,24 +114,27 @@ struct Block {
 
 class Heap {
  public:
-  Heap(CardLedger& ledger, bool expandable, bool poisoned);
+  Heap(int card, CardLedger& ledger, bool expandable, bool poisoned);
   ~Heap();
-  Block* allocate(int64_t bytes, c10::StreamId stream); // nullptr: the card is full
+  Block* allocate(int64_t bytes, c10::StreamId stream, PrivatePool* owner); // nullptr: the card is full
+  Block* borrow(int64_t bytes, c10::StreamId stream); // from the free memory of private pools that allow it
   void free(Block* block);
   void release_cached(bool from_host); // entirely free pages and segments; from_host: their host memory too
   int64_t releasable() const; // bytes that release_cached would release
+  std::vector<SegmentView> view(const std::set<Block*>& awaiting) const; // awaiting: freed blocks that streams still use
   int64_t largest(int64_t room) const; // the largest request that `room` bytes of the card can serve
   bool expandable() const { return expandable_; }
 
   Stat reserved, segments;
 
  private:
-  Pool& pool_of(int64_t bytes, c10::StreamId stream);
+  Pool& pool_of(int64_t bytes, c10::StreamId stream, PrivatePool* owner);
+  Block* in_use(Block* block, int64_t bytes);
   Block* fit(Pool& pool, int64_t bytes);
   Block* grow(Pool& pool, int64_t bytes);
   Block* extend(Pool& pool, int64_t bytes);
   Block* map(Block* block, int64_t bytes);
-  Segment* new_segment(Pool& pool, int64_t bytes);
+  Segment* new_segment(Pool& pool, int64_t bytes); // nullptr: the user's function has no memory
   bool take(Segment& segment, int64_t bytes);
   void give(Segment& segment, int64_t bytes);
   void unmap(Block* block);
@@ -117,10 +144,11 @@ class Heap {
   Block* split(Block* block, int64_t bytes);
   Block* merged(Block* block);
 
+  int card_;
   CardLedger& ledger_;
   bool expandable_;
   bool poisoned_; // whether new memory is poisoned
-  std::map<std::pair<c10::StreamId, PoolKind>, Pool> pools_;
+  std::map<std::tuple<PrivatePool*, c10::StreamId, PoolKind>, Pool> pools_;
   std::set<Segment*> all_segments_;
 };
 

@@ -4,6 +4,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <array>
 #include <map>
 
 namespace npu {
@@ -77,13 +78,15 @@ struct PinnedAllocator final : at::HostAllocator {
   }
   void reset_accumulated_stats() override {
     std::lock_guard<std::mutex> lock(mutex);
-    stats.active_bytes.reset_accumulated();
-    stats.allocated_bytes.reset_accumulated();
+    for (auto* stat : all_of(stats)) stat->reset_accumulated();
   }
   void reset_peak_stats() override {
     std::lock_guard<std::mutex> lock(mutex);
-    stats.active_bytes.reset_peak();
-    stats.allocated_bytes.reset_peak();
+    for (auto* stat : all_of(stats)) stat->reset_peak();
+  }
+
+  static std::array<c10::CachingAllocator::Stat*, 4> all_of(at::HostStats& stats) {
+    return {&stats.active_bytes, &stats.allocated_bytes, &stats.active_requests, &stats.allocations};
   }
 
   std::mutex mutex;
@@ -100,6 +103,18 @@ PinnedAllocator& pinned_allocator() {
 
 bool is_pinned(const void* pointer) {
   return pinned_allocator().holds(pointer);
+}
+
+at::HostStats pinned_stats() {
+  return pinned_allocator().get_stats();
+}
+
+void reset_pinned_peaks() {
+  pinned_allocator().reset_peak_stats();
+}
+
+void reset_pinned_totals() {
+  pinned_allocator().reset_accumulated_stats();
 }
 
 ChargeScope::ChargeScope(int card) : before_(std::exchange(t_charged_card, card)) {}

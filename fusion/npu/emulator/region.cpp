@@ -63,7 +63,7 @@ Region::Region(int file, int64_t size) : bytes(size), fd(file), inode(inode_of(f
 }
 
 Region::~Region() {
-  munmap(mapped_, mapped_bytes_);
+  if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
   if (fd >= 0) close(fd);
 }
 

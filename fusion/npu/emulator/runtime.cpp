@@ -21,10 +21,6 @@ std::atomic<c10::StreamId> next_stream{0};
 constexpr int kPooledStreams = 32; // reused round-robin, as on a real card
 std::atomic<bool> forked_child{false};
 
-void check_card(int card) {
-  TORCH_CHECK_VALUE(card >= 0 && card < kCards, "npu:", card, ": an emulated node has ", kCards, " cards");
-}
-
 // A device generator: wraps a CPU generator and reports the card as its device. Kernels use the wrapped one.
 struct NpuGenerator final : c10::GeneratorImpl {
   explicit NpuGenerator(int card, at::Generator inside = at::detail::createCPUGenerator())
@@ -151,6 +147,10 @@ struct NpuHooks final : at::PrivateUse1HooksInterface {
 
 int current_card() {
   return t_card;
+}
+
+void check_card(int card) {
+  TORCH_CHECK_VALUE(card >= 0 && card < kCards, "npu:", card, ": an emulated node has ", kCards, " cards");
 }
 
 c10::StreamId current_stream(int card) {

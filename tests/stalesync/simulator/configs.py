@@ -7,6 +7,7 @@ from fusion.costmodel.pace import EngineCost, Pace
 from fusion.costmodel.presets import load_shape
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
+from fusion.resources import SHAPES
 from stalesync.config import Config
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
@@ -40,7 +41,5 @@ def simulation_of(config, overheads=None, observe=lambda decision: None, kv_toke
 
 
 def engine_cost(model="qwen3_30b_a3b", *, layout=None, scale=1, full=16):
-    from fusion.costmodel.pace import SHAPES
-
     pace = Pace(load_shape(model, SHAPES).shape, hardware_named("ascend_910c"), scale, 1.0)
     return EngineCost(pace, layout or Parallel(), full)

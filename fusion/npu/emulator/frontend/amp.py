@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def is_bf16_supported() -> bool:
+def is_bf16_supported(including_emulation: bool = False) -> bool:
     return True
 
 

@@ -92,12 +92,12 @@ class _Properties:
     multi_processor_count: int = 1
 
 
-def get_device_properties(device: Any = None) -> _Properties:
-    return _Properties(name=get_device_name(device), total_memory=mem_get_info(device)[1])
+def get_device_properties(device_name: Any = None) -> _Properties:
+    return _Properties(name=get_device_name(device_name), total_memory=mem_get_info(device_name)[1])
 
 
-def get_device_name(device: Any = None) -> str:
-    card_index(device)
+def get_device_name(device_name: Any = None) -> str:
+    card_index(device_name)
     return "Emulated NPU"
 
 
@@ -105,8 +105,8 @@ def get_device_capability(device: Any = None) -> None:
     return None
 
 
-def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    return card_index(device) != card_index(peer_device)
+def can_device_access_peer(device_id: Any, peer_device_id: Any) -> bool:
+    return card_index(device_id) != card_index(peer_device_id)
 
 
 def utilization(device: Any = None) -> int:

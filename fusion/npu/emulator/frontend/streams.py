@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ class Stream(torch.Stream):
     @property
     def npu_stream(self) -> int:
         return self.stream_id
+
+
+class SyncLaunchStream(Stream):
+    """A stream whose work does not pass through the task queue: as every stream here."""
 
 
 class _IsEvent(type):
@@ -55,8 +60,8 @@ def set_stream(stream: torch.Stream) -> None:
 class StreamContext:
     """Context manager: the current stream; None changes nothing."""
 
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self.stream = stream
+    def __init__(self, stream_ctx: torch.Stream | None) -> None:
+        self.stream = stream_ctx
 
     def __enter__(self) -> None:
         if self.stream is not None:
@@ -70,8 +75,13 @@ class StreamContext:
             set_device(self.before_card)
 
 
-stream = StreamContext
+def stream(stream: torch.Stream | None) -> StreamContext:
+    return StreamContext(stream)
 
 
 def is_current_stream_capturing() -> bool:
     return False
+
+
+def current_blas_handle() -> None:
+    warnings.warn("NPU does not use blas handle.", stacklevel=2)

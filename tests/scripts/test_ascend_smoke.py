@@ -1,0 +1,58 @@
+"""recipes/ascend_smoke.sh on emulated cards, and on a machine that lacks what Ascend needs."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.machine import patience, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def smoke(report, *arguments, timeout_s=120):
+    """Runs the recipe; returns its exit status, report and output."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_")}
+    command = ["bash", str(ROOT / "recipes/ascend_smoke.sh"), "--report", str(report), *arguments]
+    done = run(command, timeout_s, env=environment)
+    return done.returncode, json.loads(report.read_text()) if report.exists() else None, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(bool(list(Path("/dev").glob("davinci[0-9]*"))), reason="this machine has an Ascend card")
+def test_what_is_missing_is_refused_by_name(tmp_path):
+    status, report, output = smoke(tmp_path / "r.json", "--stages", "device,hccl,switch,train")
+    assert status == 1 and not report["ok"]
+    for name in ("Ascend card", "CANN", "torch_npu"):
+        assert name in [one["name"] for one in report["missing"]] and f"{name} is missing: " in output
+    assert {stage["status"] for stage in report["stages"]} == {"skipped"}
+
+
+def test_an_unknown_stage_is_refused(tmp_path):
+    status, report, output = smoke(tmp_path / "r.json", "--stages", "hcl")
+    assert status == 2 and report is None and "unknown hcl; expected some of doctor, device, hccl" in output
+
+
+def test_devices_collectives_and_a_switch_on_emulated_cards(tmp_path):
+    arguments = ["--device", "emulated", "--cards", "2", "--stages", "device,hccl,switch"]
+    status, report, output = smoke(tmp_path / "r.json", *arguments)
+    assert status == 0, output
+    device, hccl, switch = (stage["figures"] for stage in report["stages"])
+    assert device["cards"] == 2 == hccl["cards"] and device["allocated_bytes"] == 64 << 20
+    assert hccl["backend"] == "cpu:gloo,npu:hccl" and len(hccl["by_rank"]) == 2
+    for direction in ("to_infer", "to_train"):
+        assert 0 < switch[f"{direction}_peak_bytes"] <= switch[f"{direction}_bound_bytes"]
+        assert switch[f"{direction}_bytes"] > 0
+    assert report["machine"]["packages"]["torch"]
+
+
+@pytest.mark.extended
+def test_every_stage_on_emulated_cards(tmp_path):
+    timeout = str(patience(120))
+    status, report, output = smoke(
+        tmp_path / "r.json", "--device", "emulated", "--cards", "2", "--timeout", timeout, timeout_s=240
+    )
+    assert status == 0 and report["ok"], output
+    assert [stage["name"] for stage in report["stages"]] == ["doctor", "device", "hccl", "switch", "train"]
+    train = report["stages"][-1]["figures"]
+    assert train["steps"] == 10 and train["grad_norm_max"] > 0 and train["logprobs_diff"] < 1e-4
