@@ -7,7 +7,8 @@ from fusion.npu import open_device
 @pytest.fixture(params=["emulated", "ledger"])
 def device(request):
     if request.param == "emulated":
-        return open_device("emulated", capacity_bytes=64 << 20)
+        yield open_device("emulated", capacity_bytes=64 << 20)
+        return
     from fusion.npu.ledger import LedgerDevice
 
     ledger = LedgerDevice(0, 64 << 20)
@@ -15,7 +16,6 @@ def device(request):
     ledger.close()
 
 
-@pytest.mark.parametrize("device", ["emulated", "ledger"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_view_is_on_the_host_over_the_same_bytes(device, dtype):
     flat = torch.zeros(24, dtype=dtype, device=device.torch_device)

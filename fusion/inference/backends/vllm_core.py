@@ -82,6 +82,10 @@ class VllmCore:
         self.release_kv()
 
     @property
+    def holds_kv(self) -> bool:
+        return bool(self._kv)
+
+    @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return sum(tensor.size for tensor in self._kv_config(1).kv_cache_tensors)
@@ -101,12 +105,15 @@ class VllmCore:
         views = runner._reshape_kv_cache_tensors(raw, runner._kernel_block_sizes)
         runner.kv_caches.clear()
         bind_kv_cache(views, runner.compilation_config.static_forward_context, runner.kv_caches)
-        old, self.scheduler = self.scheduler, Scheduler(
-            vllm_config=self.vllm_config,
-            kv_cache_config=generate_scheduler_kv_cache_config([config]),
-            structured_output_manager=self._structured_output,
-            block_size=cache.block_size,
-            hash_block_size=cache.block_size,
+        old, self.scheduler = (
+            self.scheduler,
+            Scheduler(
+                vllm_config=self.vllm_config,
+                kv_cache_config=generate_scheduler_kv_cache_config([config]),
+                structured_output_manager=self._structured_output,
+                block_size=cache.block_size,
+                hash_block_size=cache.block_size,
+            ),
         )
         if old is not None:
             self.scheduler.finished_req_ids |= old.finished_req_ids
@@ -138,7 +145,7 @@ class VllmCore:
         runner, (allocate, device) = self.runner, (self.runner._allocate_kv_cache_tensors, self.device)
 
         def on_card(config: Any) -> dict[str, torch.Tensor]:
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for wanted in config.kv_cache_tensors:
                 with device.owner("kv"):
                     self._kv.append(torch.zeros(wanted.size, dtype=torch.int8, device=device.torch_device))
@@ -166,10 +173,11 @@ def start(
         os.environ.update(ENVIRONMENT)
         import vllm.v1.executor.uniproc_executor as executors
 
-        if device.torch_device.type != "npu" or device.kind in ("emulated", "ledger"):
-            from fusion.inference.backends.vllm_host import compute_from_plain_tensors
+        if device.kind in ("emulated", "ledger"):
+            from fusion.inference.backends.vllm_host import compute_from_plain_tensors, pad_heads
 
             compute_from_plain_tensors()
+            pad_heads()
         name = _shared_name(mesh)
 
         class InProcess(executors.ExecutorWithExternalLauncher):
@@ -202,7 +210,7 @@ def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype:
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format="dummy",
-            dtype=name,
+            dtype=name,  # type: ignore[arg-type]
             seed=0,
             enforce_eager=True,
             async_scheduling=False,

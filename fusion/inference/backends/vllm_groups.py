@@ -50,7 +50,9 @@ def _set_groups(mesh: Mesh, local_rank: int, backend: str) -> None:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     world = mesh.world_group or alone
 
-    def coordinator(name: str, group: dist.ProcessGroup | None, all2all: bool = False, communicates: bool = True) -> Any:
+    def coordinator(
+        name: str, group: dist.ProcessGroup | None, all2all: bool = False, communicates: bool = True
+    ) -> Any:
         """Return vLLM's coordinator of a group that exists."""
         group = group or alone
         members = dist.get_process_group_ranks(group)

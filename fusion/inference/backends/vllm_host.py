@@ -1,15 +1,17 @@
 """Make vLLM's layers compute from their plain weight tensors where it computes on the host.
 
 vLLM for the CPU packs weights into private copies once they are loaded (oneDNN handles, expert tiles), so that a weight
-written later would have no effect. It also lacks the exchange of uneven numbers of tokens between attention ranks, and
-the experts of another rank.
+written later would have no effect. It also lacks the exchange of uneven numbers of tokens between attention ranks, the
+experts of another rank, and attention heads narrower than 32 channels: such heads are padded with zeros.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
 
@@ -25,6 +27,50 @@ def compute_from_plain_tensors() -> None:
     experts.check_grouped_gemm = lambda self, layer: (False, "none")
     experts.init_moe_torch = lambda self, layer: None  # would keep the tensors as they are now
     experts.forward_torch = _experts
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # would bind all memory of the process to one node
+
+
+def pad_heads() -> None:
+    """Widen attention heads to the next width that vLLM computes, in the KV cache and in queries."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    layer, impl = Attention, CPUAttentionBackendImpl
+    if hasattr(impl, "pads_heads"):
+        return
+    impl.pads_heads = True
+    spec_of, init, update, forward = layer.get_kv_cache_spec, impl.__init__, impl.do_kv_cache_update, impl.forward
+
+    def wide(width: int) -> int:
+        return min(one for one in widths if one >= width)
+
+    def get_kv_cache_spec(self: Any, *args: Any) -> Any:
+        spec = spec_of(self, *args)
+        return replace(spec, head_size=wide(spec.head_size), head_size_v=wide(spec.head_size_v))
+
+    def wide_init(self: Any, num_heads: int, head_size: int, *args: Any, **options: Any) -> None:
+        init(self, num_heads, wide(head_size), *args, **options)
+
+    def do_kv_cache_update(self: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *args: Any) -> None:
+        missing = self.head_size - key.shape[-1]
+        if missing:
+            key, value = F.pad(key, (0, missing)), F.pad(value, (0, missing))
+        update(self, layer, key, value, *args)
+
+    def wide_forward(
+        self: Any, layer: Any, query: torch.Tensor, *args: Any, output: torch.Tensor, **options: Any
+    ) -> Any:
+        width = query.shape[-1]
+        if width == self.head_size:
+            return forward(self, layer, query, *args, output=output, **options)
+        query = F.pad(query, (0, self.head_size - width))
+        padded = torch.zeros_like(query)
+        forward(self, layer, query, *args, output=padded, **options)
+        return output.copy_(padded[..., :width])
+
+    layer.get_kv_cache_spec, impl.__init__ = get_kv_cache_spec, wide_init
+    impl.do_kv_cache_update, impl.forward = do_kv_cache_update, wide_forward
 
 
 def _experts(
@@ -51,8 +97,8 @@ def _experts(
     pieces = []
     for expert, x in enumerate(input[rows].split(counts[1:])):
         if len(x):
-            gate, up = torch.nn.functional.linear(x, w13[expert]).chunk(2, -1)
-            pieces.append(torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert]))
+            gate, up = F.linear(x, w13[expert]).chunk(2, -1)
+            pieces.append(F.linear(F.silu(gate) * up, w2[expert]))
     output = torch.zeros_like(input)
     if pieces:
         weights = topk_weights.flatten()[own].unsqueeze(1)
