@@ -19,6 +19,7 @@ from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
 def compute_from_plain_tensors() -> None:
     """Turn off packing in this process, and compute experts from their tensors, also if some are on other ranks."""
     import vllm._custom_ops as ops
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     ops._supports_onednn = False
@@ -27,7 +28,9 @@ def compute_from_plain_tensors() -> None:
     experts.check_grouped_gemm = lambda self, layer: (False, "none")
     experts.init_moe_torch = lambda self, layer: None  # would keep the tensors as they are now
     experts.forward_torch = _experts
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # would bind all memory of the process to one node
+    # Its shared memory would outlive a killed process, and its ranks wait for each other by spinning.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]  # would bind all memory of the process to one node
 
 
 def pad_heads() -> None:
@@ -36,7 +39,8 @@ def pad_heads() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
     widths = CPUAttentionBackend.get_supported_head_sizes()
-    layer, impl = Attention, CPUAttentionBackendImpl
+    layer: Any = Attention
+    impl: Any = CPUAttentionBackendImpl
     if hasattr(impl, "pads_heads"):
         return
     impl.pads_heads = True
