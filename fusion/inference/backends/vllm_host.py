@@ -20,9 +20,12 @@ def compute_from_plain_tensors() -> None:
     """Turn off packing in this process, and compute experts from their tensors, also if some are on other ranks."""
     import vllm._custom_ops as ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     ops._supports_onednn = False
+    lookup: Any = embedding.get_masked_input_and_mask  # would be compiled, by a process of its own
+    embedding.get_masked_input_and_mask = getattr(lookup, "_torchdynamo_orig_callable", lookup)
     experts: Any = CPUFusedMOE
     experts._pad_moe_intermediate_for_grouped_gemm = lambda self, layer: None
     experts.check_grouped_gemm = lambda self, layer: (False, "none")
