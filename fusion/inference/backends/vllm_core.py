@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,10 +161,18 @@ class VllmCore:
 
 
 def start(
-    config: ModelConfig, mesh: Mesh, device: Device, rollout: RolloutConfig, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    mesh: Mesh,
+    device: Device,
+    rollout: RolloutConfig,
+    dtype: torch.dtype = torch.float32,
+    load: Callable[[torch.nn.Module], None] | None = None,
 ) -> VllmCore:
     """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh; once in a process,
     as vLLM keeps its process groups in global variables.
+
+    Args:
+        load: loads weights into the model in place of the dummy ones, before vLLM processes what was loaded.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -187,10 +195,28 @@ def start(
                 return f"rlfusion:{name}", mesh.rank, device.index
 
         vllm_config = _vllm_config(config, mesh, rollout, dtype)
+        if load is not None:
+            vllm_config.load_config.load_format = _loader(load)
         with use_groups(mesh):
             executor = InProcess(vllm_config)
         runner = executor.driver_worker.worker.model_runner
         return VllmCore(vllm_config, executor, runner, runner.model, device)
+
+
+def _loader(load: Callable[[torch.nn.Module], None]) -> str:
+    """Return vLLM's name of a loader that loads dummy weights, and then these."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    name = "rlfusion"
+
+    @register_model_loader(name)
+    class Loader(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            load(model)
+
+    return name
 
 
 def max_length_of(config: ModelConfig, rollout: RolloutConfig) -> int:
