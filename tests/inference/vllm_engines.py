@@ -58,7 +58,8 @@ def run(engine: InferEngine) -> list[Output]:
 
 
 def arriving_in_two_waves(engine: InferEngine, model: WeightHolder, leads: bool) -> tuple[list[Output], dict]:
-    wanted = requests(12) + requests(4, temperature=0.7, top_k=9, top_p=0.9)[3:]
+    filtered = SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.02, max_tokens=30)
+    wanted = requests(12) + [Request("filtered", (4, 5, 6, 7), filtered)]
     wanted += [Request("greedy", (4, 5, 6), SamplingParams(temperature=0, max_tokens=30))]
     if leads:
         engine.submit(wanted[:5])
