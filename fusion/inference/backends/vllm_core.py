@@ -42,6 +42,15 @@ ENVIRONMENT = {
 """What vLLM reads from environment variables, at its import and later"""
 
 
+_REPLACED: dict[Any, tuple[str, ...]] = {
+    torch: ("set_num_threads", "Event"),
+    torch.cuda: ("Event", "Stream", "set_stream", "current_stream"),
+    torch.accelerator: ("synchronize", "empty_cache", "get_memory_info"),
+    torch.Tensor: ("pin_memory", "record_stream"),
+}
+"""Functions of torch that vLLM for the CPU replaces for the whole process by ones that do nothing"""
+
+
 @dataclass
 class VllmCore:
     """One rank's vLLM.
@@ -269,14 +278,14 @@ def _shared_name(mesh: Mesh) -> str:
 def _unchanged_process() -> Iterator[None]:
     """Undoes what vLLM changes of the process while it starts: environment variables (libraries to preload into child
     processes among them), random states, and functions of torch that it replaces."""
-    environment, threads = dict(os.environ), torch.set_num_threads
-    synchronize, empty_cache = torch.accelerator.synchronize, torch.accelerator.empty_cache
+    environment = dict(os.environ)
+    replaced = [(owner, name, getattr(owner, name)) for owner, names in _REPLACED.items() for name in names]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        torch.set_num_threads = threads
-        torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])

@@ -88,7 +88,7 @@ class VllmModel:
         self._addresses: list[int] = [0] * len(self.weights.flats)
         module.register_forward_pre_hook(self._follow_storage)
 
-    def _follow_storage(self, *_: Any) -> None:
+    def _follow_storage(self, *inputs: Any) -> None:
         """Set the parameters' data to the views of units that have been allocated since the last pass."""
         addresses: list[int] = [flat.untyped_storage().data_ptr() for flat in self.weights.flats]
         if addresses == self._addresses:
