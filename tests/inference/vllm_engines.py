@@ -22,9 +22,8 @@ def build(
     device: Device, folder: str, parallel: Parallel, stop_strings: StopStrings | None = None, **rollout: Any
 ) -> dict[str, tuple[WeightHolder, InferEngine]]:
     """Models and engines by backend, KV allocated. Collective."""
-    from fusion.inference.backends.vllm_model import VllmModel
-
     from fusion.inference.backends.vllm_engine import VllmEngine
+    from fusion.inference.backends.vllm_model import VllmModel
 
     mesh, shape = Mesh.create(parallel), ModelConfig.from_hf(folder)
     config = RolloutConfig(**(dict(max_length=LENGTH, max_seqs=8, max_batch_tokens=64, max_kv_tokens=1024) | rollout))
