@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,15 @@ ENVIRONMENT = {
     "VLLM_ASCEND_ENABLE_NZ": "0",  # weights in a private format could not be written by slices
 }
 """What vLLM reads from environment variables, at its import and later"""
+
+
+_REPLACED: dict[Any, tuple[str, ...]] = {
+    torch: ("set_num_threads", "Event"),
+    torch.cuda: ("Event", "Stream", "set_stream", "current_stream"),
+    torch.accelerator: ("synchronize", "empty_cache", "get_memory_info"),
+    torch.Tensor: ("pin_memory", "record_stream"),
+}
+"""Functions of torch that vLLM for the CPU replaces for the whole process by ones that do nothing"""
 
 
 @dataclass
@@ -161,10 +170,18 @@ class VllmCore:
 
 
 def start(
-    config: ModelConfig, mesh: Mesh, device: Device, rollout: RolloutConfig, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    mesh: Mesh,
+    device: Device,
+    rollout: RolloutConfig,
+    dtype: torch.dtype = torch.float32,
+    load: Callable[[torch.nn.Module], None] | None = None,
 ) -> VllmCore:
     """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh; once in a process,
     as vLLM keeps its process groups in global variables.
+
+    Args:
+        load: loads weights into the model in place of the dummy ones, before vLLM processes what was loaded.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -187,10 +204,28 @@ def start(
                 return f"rlfusion:{name}", mesh.rank, device.index
 
         vllm_config = _vllm_config(config, mesh, rollout, dtype)
+        if load is not None:
+            vllm_config.load_config.load_format = _loader(load)
         with use_groups(mesh):
             executor = InProcess(vllm_config)
         runner = executor.driver_worker.worker.model_runner
         return VllmCore(vllm_config, executor, runner, runner.model, device)
+
+
+def _loader(load: Callable[[torch.nn.Module], None]) -> str:
+    """Return vLLM's name of a loader that loads dummy weights, and then these."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    name = "rlfusion"
+
+    @register_model_loader(name)
+    class Loader(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            load(model)
+
+    return name
 
 
 def max_length_of(config: ModelConfig, rollout: RolloutConfig) -> int:
@@ -243,14 +278,14 @@ def _shared_name(mesh: Mesh) -> str:
 def _unchanged_process() -> Iterator[None]:
     """Undoes what vLLM changes of the process while it starts: environment variables (libraries to preload into child
     processes among them), random states, and functions of torch that it replaces."""
-    environment, threads = dict(os.environ), torch.set_num_threads
-    synchronize, empty_cache = torch.accelerator.synchronize, torch.accelerator.empty_cache
+    environment = dict(os.environ)
+    replaced = [(owner, name, getattr(owner, name)) for owner, names in _REPLACED.items() for name in names]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        torch.set_num_threads = threads
-        torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
