@@ -24,9 +24,8 @@ def build(
     device: Device, folder: str, parallel: Parallel, stop_strings: StopStrings | None = None, **rollout: Any
 ) -> dict[str, tuple[WeightHolder, InferEngine]]:
     """Models and engines by backend, KV allocated. Collective."""
-    from fusion.inference.backends.vllm_model import VllmModel
-
     from fusion.inference.backends.vllm_engine import VllmEngine
+    from fusion.inference.backends.vllm_model import VllmModel
 
     mesh, shape = Mesh.create(parallel), ModelConfig.from_hf(folder)
     config = RolloutConfig(**(dict(max_length=LENGTH, max_seqs=8, max_batch_tokens=64, max_kv_tokens=1024) | rollout))
@@ -116,9 +115,7 @@ def adopting_new_weights(engine: InferEngine, model: WeightHolder, leads: bool) 
 
     engine.on_adopt = on_adopt
     params = SamplingParams(max_tokens=24, stop_token_ids=())
-    wanted = [
-        Request(f"a{i}", (5, 6, 7 + i % 3) * 8, params, group=f"{i % 3}") for i in range(6)
-    ]
+    wanted = [Request(f"a{i}", (5, 6, 7 + i % 3) * 8, params, group=f"{i % 3}") for i in range(6)]
     if leads:
         engine.submit(wanted)
     outputs = [output for _ in range(8) for output in engine.step()]
