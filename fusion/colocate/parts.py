@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fusion.colocate.frozen.roles import FrozenRoles
@@ -50,4 +51,9 @@ def worker_parts(spec: WorkerSpec) -> WorkerParts:
         from fusion.training.backends.megatron_model import MegatronModel
 
         parts = replace(parts, train_model=MegatronModel)
+    if spec.rollout.backend == "vllm":
+        from fusion.inference.backends.vllm_engine import VllmEngine
+        from fusion.inference.backends.vllm_model import VllmModel
+
+        parts = replace(parts, infer_model=partial(VllmModel, rollout=spec.rollout), engine=VllmEngine)
     return parts

@@ -61,6 +61,11 @@ class InferenceShare:
             parsed: Any = _engines(value, engines) if name == "engines" else _number(key, value)
             share = replace(share, **{name: parsed})
         share.rollout(config).validate()
+        if config.backend == "vllm" and share.max_seqs > config.max_seqs:
+            raise ValueError(
+                f"rollout.max_seqs={share.max_seqs}: expected at most {config.max_seqs}, the value at the start, with "
+                "rollout.backend=vllm, whose buffers are sized once"
+            )
         if (
             share.max_kv_tokens is not None
             and share.max_kv_tokens // config.block_size * config.block_size < max_tokens

@@ -82,8 +82,7 @@ class WorkerSpec:
 
     @property
     def infer_of_one_engine(self) -> Parallel:
-        shape = self.infer
-        return Parallel(self.engine_size, tp=shape.tp, ep=shape.ep, pp=shape.pp, etp=shape.etp)
+        return layout_of_engine(self.infer)
 
     @property
     def drafting_ranks(self) -> list[int]:
@@ -106,3 +105,8 @@ def engine_size(infer: Parallel) -> int:
     """Returns the number of cards of one engine: the smallest range of ranks with complete TP, expert and pipeline
     groups."""
     return infer.pp * lcm(infer.tp, infer.ep * infer.etp)
+
+
+def layout_of_engine(infer: Parallel) -> Parallel:
+    """Returns the layout of one engine."""
+    return Parallel(engine_size(infer), tp=infer.tp, ep=infer.ep, pp=infer.pp, etp=infer.etp)

@@ -22,7 +22,8 @@ from typing import Literal
 
 from fusion.costmodel.attention import AttentionCost, attention_cost
 from fusion.model import ModelConfig, Parallel
-from fusion.model.local_param import Box, LocalParam
+from fusion.model.boxes import Box
+from fusion.model.local_param import LocalParam
 from fusion.model.spec import LayerSpec, Sparse
 from fusion.model.table import EMBEDDING, local_params
 

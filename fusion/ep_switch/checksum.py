@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fusion.model.boxes import Box
 from fusion.model.holder import WeightHolder
-from fusion.model.local_param import Box
 from fusion.npu.all_or_none import all_or_none, gather_json
 
 _CHUNK = 1 << 18

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from fusion.ep_switch.layout import Layout, is_contiguous, places_in
 from fusion.ep_switch.moves import Regions
+from fusion.model.boxes import Box, intersect, subtract
 from fusion.model.bucket_plan import BucketPlan
-from fusion.model.local_param import Box
+from fusion.model.local_param import LocalParam
 
 
 class Slab:
@@ -66,18 +67,18 @@ def slabs_of(layout: Layout) -> dict[object, Slab]:
     slabs: dict[object, Slab] = {}
     for alike in layout.alike:
         for index, unit in enumerate(layout.units(alike[0])):
-            key = tuple(
-                [
-                    (start, param.shape, param.block, *[(p.name, p.region, p.local, p.transposed) for p in param.parts])
-                    for param, start in unit.entries
-                ]
-            )
+            key = tuple([(start, param.shape, param.block, *_key(param)) for param, start in unit.entries])
             slab = slabs.get(key)
             if slab is None:
                 slab = slabs[key] = Slab(unit)
             for rank in alike:
                 slab.owners[rank] = index
     return slabs
+
+
+def _key(param: LocalParam) -> list[object]:
+    """Return what `BucketPlan.content` has of a parameter's parts, as plain tuples, which hash faster."""
+    return [(p.name, p.region, p.local, p.transposed) for p in param.parts] or [param.name]
 
 
 def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
@@ -184,20 +185,3 @@ def _inside(spot: Spot, whole: Box, box: Box) -> Spot:
     for stride, (base, _), (start, _) in zip(spot.strides, whole, box, strict=True):
         offset += stride * (start - base)
     return Spot(spot.slab, offset, spot.strides)
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, None if it is empty."""
-    box = tuple([(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)])
-    return box if all(start < stop for start, stop in box) else None
-
-
-def subtract(box: Box, hole: Box) -> list[Box]:
-    """Return disjoint boxes that cover ``box`` without ``hole``, which is contained in it."""
-    pieces, rest = [], list(box)
-    for d, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
-        for piece in ((start, first), (last, stop)):
-            if piece[0] < piece[1]:
-                pieces.append((*rest[:d], piece, *rest[d + 1 :]))
-        rest[d] = (first, last)
-    return pieces

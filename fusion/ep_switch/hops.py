@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fusion.ep_switch.fragments import Fragment, Spot
 from fusion.ep_switch.layout import Place
 from fusion.ep_switch.moves import Move, UnitId
-from fusion.model.local_param import Box
+from fusion.model.boxes import Box
 
 
 class Hop(NamedTuple):

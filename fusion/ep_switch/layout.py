@@ -6,16 +6,18 @@ its format builds on a rank with the same arguments. A plan can connect any two 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from fusion.model.boxes import Box
 from fusion.model.bucket_plan import BucketPlan, plan_units, unit_bytes
 from fusion.model.config import ModelConfig
 from fusion.model.formats import EMBEDDED, Format, local_table
-from fusion.model.local_param import Box, LocalParam, Part
+from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 
 
@@ -100,10 +102,17 @@ class Layout:
         return sum(self.unit_nbytes(rank))
 
     def external_nbytes(self, rank: int) -> int:
-        """Return the bytes of a rank's largest unit that its format did not cut to fit; 0 if there is none."""
+        """Return the bytes of a rank's largest unit that its format did not cut to fit; 0 if there is none. The stacks
+        of a layer's experts count as one: no expert is complete, in the other layout, without a share of each."""
         if self.format == EMBEDDED:
             return 0
-        return max((size for size in self.unit_nbytes(rank) if size > unit_bytes(self.bucket_bytes)), default=0)
+        max_bytes, sizes = unit_bytes(self.bucket_bytes), defaultdict[object, int](int)
+        for index, (unit, size) in enumerate(zip(self.units(rank), self.unit_nbytes(rank), strict=True)):
+            if size > max_bytes:
+                first = unit.entries[0][0]
+                stacked = first.expert and first.expert_index is None
+                sizes[("stacks", first.layer) if stacked else index] += size
+        return max(sizes.values(), default=0)
 
     def places(self, rank: int) -> tuple[Held, ...]:
         """Return every box of a global tensor that a rank holds, in the order of its storage."""

@@ -10,7 +10,7 @@ from operator import eq
 from typing import Any, NamedTuple, Protocol
 
 from fusion.ep_switch.layout import Place
-from fusion.model.local_param import Box
+from fusion.model.boxes import Box
 
 UnitId = tuple[int, int]
 """(global rank, index of the storage unit on it)."""

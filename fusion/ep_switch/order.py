@@ -12,8 +12,12 @@ exceeds max(A, B). The order stays near that line:
     4. a slab that opens units may not use a rank's last bucket, which is reserved for closing open units;
     5. if nothing fits, all slabs that close some unit are taken together.
 
+Where units are large, as stacks of experts are, interleaving holds too many of them open. The alternative is an order
+by *clusters*: slabs that read a unit in common follow one another, and the next cluster is the one that exceeds no
+limit and leaves the tightest ranks most room.
+
 The limit is not guaranteed by construction: the result includes the excess over the limit, and `plan` retries with
-smaller wire buffers, which leave more room for weights.
+smaller wire buffers, which leave more room for weights, and then with clusters.
 """
 
 from __future__ import annotations
@@ -55,15 +59,21 @@ class Demand(NamedTuple):
 WINDOW = 32
 """Number of upcoming slabs that are considered for the next place."""
 
+MAX_EXPONENT = 500.0
+"""Half buckets beyond the limit from which all excess counts alike, so that no weight overflows"""
+
 NOTICEABLE = 0.02
 """Increase in tightness, in half buckets at the limit, up to which a slab is taken without considering others."""
 
 
-def fill_order(jobs: Iterable[Job], storage: Storage, itemsize: int, bucket_bytes: int) -> tuple[list[int], int]:
+def fill_order(
+    jobs: Iterable[Job], storage: Storage, *, itemsize: int, bucket_bytes: int, by_clusters: bool = False
+) -> tuple[list[int], int]:
     """Return the indices of the jobs in order, and the maximum bytes by which a rank exceeds its limit (0: none does).
 
     Args:
         itemsize: bytes of an element of the target.
+        by_clusters: whether slabs that read a unit in common follow one another.
     """
     demands = []
     for job in jobs:
@@ -73,6 +83,8 @@ def fill_order(jobs: Iterable[Job], storage: Storage, itemsize: int, bucket_byte
         reads = tuple([(unit, numel) for unit, numel in job.reads().items() if unit in storage.size])
         demands.append(Demand(tuple(takes.items()), reads))
     search = _Search(demands, storage, bucket_bytes)
+    if by_clusters:
+        search.take_clusters(clusters_of(demands))
     while search.left:
         search.step()
     return search.order, search.worst
@@ -85,6 +97,26 @@ def evenly(demands: list[Demand]) -> list[int]:
         kinds[takes, tuple([unit[0] for unit, _ in reads])].append(index)
     times = [((place + 0.5) / len(members), index) for members in kinds.values() for place, index in enumerate(members)]
     return [index for _, index in sorted(times)]
+
+
+def clusters_of(demands: list[Demand]) -> list[tuple[int, ...]]:
+    """Return the indices of slabs that are connected by units that they read in common, in order."""
+    head = list(range(len(demands)))
+
+    def first(index: int) -> int:
+        while head[index] != index:
+            head[index] = index = head[head[index]]
+        return index
+
+    reader: dict[UnitId, int] = {}
+    for index, demand in enumerate(demands):
+        for unit, _ in demand.reads:
+            one, other = sorted((first(index), first(reader.setdefault(unit, index))))
+            head[other] = one
+    clusters: dict[int, list[int]] = defaultdict(list)
+    for index in range(len(demands)):
+        clusters[first(index)].append(index)
+    return [tuple(cluster) for cluster in clusters.values()]
 
 
 class _Search:
@@ -109,6 +141,41 @@ class _Search:
         self.weights = {rank: self._weights(rank) for rank in self.resident}
         self.order: list[int] = []
         self.worst = 0
+
+    def take_clusters(self, clusters: list[tuple[int, ...]]) -> None:
+        """Append all slabs, cluster by cluster."""
+        kinds: dict[object, list[tuple[int, ...]]] = defaultdict(list)
+        for cluster in reversed(clusters):
+            kinds[tuple(sorted(self._change(cluster).items()))].append(cluster)
+        while kinds:
+            options = [
+                (max(0, self._excess(queue[-1])), self._tightening(queue[-1]), queue[-1], kind)
+                for kind, queue in kinds.items()
+            ]
+            _, _, cluster, kind = min(options, key=lambda option: option[:3])
+            kinds[kind].pop()
+            if not kinds[kind]:
+                del kinds[kind]
+            for index in cluster:
+                self._take((index,))
+
+    def _change(self, cluster: tuple[int, ...]) -> dict[int, int]:
+        """Return by rank the bytes allocated less the bytes released by a whole cluster."""
+        change: dict[int, int] = defaultdict(int)
+        units = {unit for index in cluster for unit, _ in self.demands[index].reads}
+        for index in cluster:
+            for rank, nbytes in self.demands[index].takes:
+                change[rank] += nbytes
+        for unit in units:
+            change[unit[0]] -= self.size[unit]
+        return change
+
+    def _tightening(self, cluster: tuple[int, ...]) -> float:
+        before = {rank: (self.limit[rank] - self.resident[rank]) / self.scale for rank in self.resident}
+        return sum(
+            exp(min(nbytes / self.scale - before[rank], MAX_EXPONENT)) - exp(min(-before[rank], MAX_EXPONENT))
+            for rank, nbytes in self._change(cluster).items()
+        )
 
     def step(self) -> None:
         """Append one slab to the order, or several that together close a unit."""

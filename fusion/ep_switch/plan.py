@@ -19,10 +19,10 @@ Invariants, in this order:
 3. The busiest sender over each class of links sends at most 1.1 times the fractional optimum (`senders`).
 4. On every rank, at all times, weights + send, receive and staging buffers ≤ `Plan.bound_bytes`: max(A, B) + SLACK
    buckets (with ``keep``: A + B minus shared units) + the largest external unit. A unit is external if its format does
-   not cut tensors to fit units: it is allocated as a whole. (Without one, no unit may be larger than a bucket.) This is
-   the result of a search, not guaranteed by construction: a plan that exceeds the bound issues a warning. In a round no
-   rank sends more than half of ``bucket_bytes``, nor writes more than that (received and copied), in bytes of the wider
-   dtype.
+   not cut tensors to fit units: it is allocated as a whole. The stacks of a layer's experts are one such unit. (Without
+   one, no unit may be larger than a bucket.) This is the result of a search, not guaranteed by construction: a plan
+   that exceeds the bound issues a warning. In a round no rank sends more than half of ``bucket_bytes``, nor writes more
+   than that (received and copied), in bytes of the wider dtype.
 5. Each source unit that is not shared is released once, after its last read: before the first round if no rank reads
    it, else after the last round that reads it; with ``keep`` none is released. Each target unit that is not shared is
    allocated once, before it is written. A relayed move reads elements that arrived at least two rounds before.
@@ -51,10 +51,13 @@ from fusion.ep_switch.topology import LEVELS, Topology
 SLACK = 4
 """Buckets that a rank may hold beyond max(A, B): units of both layouts, send and receive buffers."""
 
-TRIES = ((2.5, 2), (3.0, 2), (3.0, 4), (3.5, 4), (SLACK, 4), (SLACK, 8), (SLACK, 16))
-"""(buckets beyond max(A, B), slots of a send or receive buffer per bucket), tried until an order is found. The rest of
-SLACK is left for the allocator's rounding and fragmentation. Smaller slots leave more room for weights, but need more
-rounds."""
+TRIES = (
+    *((slack, slots, False) for slack, slots in ((2.5, 2), (3.0, 2), (3.0, 4), (3.5, 4), (SLACK, 4), (SLACK, 8))),
+    *((SLACK, 16, by_clusters) for by_clusters in (False, True)),
+)
+"""(buckets beyond max(A, B), slots of a send or receive buffer per bucket, order by clusters), tried until an order is
+found. The rest of SLACK is left for the allocator's rounding and fragmentation. Smaller slots leave more room for
+weights, but need more rounds."""
 
 STAGING = 16
 """Staging buffers per bucket: a rank that fills units from its host has one staging buffer (`fill`)."""
@@ -230,17 +233,19 @@ def plan_switch(
     assert source.config == target.config, "the layouts are of different models"
     topology = topology or Topology.single_node()
     wide = max(source.dtype.itemsize, target.dtype.itemsize)
-    assert bucket_bytes >= wide * max(slots for _, slots in TRIES), f"{bucket_bytes} bytes are too few for a bucket"
+    assert bucket_bytes >= wide * max(slots for _, slots, _ in TRIES), f"{bucket_bytes} bytes are too few for a bucket"
     jobs, shared = _jobs_between(source, target, hosted)
     choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
     weights = _Weights(source, target, jobs=jobs, shared=shared, keep=keep)
     for rank in {rank for rank, _ in hosted}:
         weights.max_bytes[rank] -= bucket_bytes // STAGING
     tried: list[tuple[int, int, int, Storage, list[int]]] = []
-    for slack, slots in TRIES:
+    for slack, slots, by_clusters in TRIES:
         slot = bucket_bytes // slots // wide
         storage = weights.storage(int(slack * bucket_bytes), slot)
-        order, over = fill_order(jobs, storage, itemsize=target.dtype.itemsize, bucket_bytes=bucket_bytes)
+        order, over = fill_order(
+            jobs, storage, itemsize=target.dtype.itemsize, bucket_bytes=bucket_bytes, by_clusters=by_clusters
+        )
         tried.append((over, len(tried), slot, storage, order))
         if not over:
             break

@@ -64,7 +64,7 @@ class _Packer:
         for (rank, _), numel in takes.items():
             nbytes[rank] += numel * itemsize
         earliest = {rank: self.held[rank].earliest(size) for rank, size in nbytes.items()}
-        first = {unit: earliest[unit[0]] for unit in job.hosted}
+        first: dict[UnitId, int] = {}
         reads: dict[UnitId, int] = {}
         # (rank, fragment) → (start, stop, round) of each piece that the rank receives
         rounds_received: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -78,6 +78,8 @@ class _Packer:
             if not hop.relayed:
                 reads[hop.reads] = max(placed[-1][2], reads.get(hop.reads, 0))
             first[hop.writes] = min(placed[0][2], first.get(hop.writes, placed[0][2]))
+        for unit in takes:
+            first.setdefault(unit, earliest[unit[0]])  # no hop writes it: it is hosted, or all padding
         for unit, at in first.items():
             self._reach(at)
             self.held[unit[0]].add(takes[unit] * itemsize, at)

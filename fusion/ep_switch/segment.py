@@ -17,7 +17,7 @@ import torch
 from fusion.ep_switch.checksum import NO_SUM, run_sums
 from fusion.ep_switch.layout import Place, is_contiguous
 from fusion.ep_switch.moves import Move
-from fusion.model.local_param import Box
+from fusion.model.boxes import Box
 from fusion.npu import Device
 
 MAX_SUMS = 1024

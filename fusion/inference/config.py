@@ -17,6 +17,7 @@ DRAFTS = ("none", "siblings", "history", "both")
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
 
+BACKENDS = ("embedded", "vllm")
 ORDERS = ("fifo", "least_generated", "context", "history", "oracle", "histopipe")
 DRAFT_BUDGETS = ("measured", "window")
 
@@ -28,6 +29,10 @@ BLOCK_MULTIPLE = 16
 class RolloutConfig:
     """How responses are sampled and how an engine uses its card."""
 
+    backend: str = "embedded"
+    """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
+    process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
+    do is refused by key (docs/backends.md)."""
     temperature: float = 1.0
     """Divides the logits, 1e-5 to 1e5; 0: greedy decoding."""
     top_k: int = 0
@@ -161,6 +166,7 @@ class RolloutConfig:
         check.integer("kv_spread", at_least=0)
         check.integer("kv_pull_tokens", at_least=1)
         check.that("kv_spill", self.kv_spill is None or os.path.isabs(self.kv_spill), "an absolute path, or null")
+        check.one_of("backend", BACKENDS)
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("kv_remote", KV_REMOTE)
         check.one_of("order", ORDERS)

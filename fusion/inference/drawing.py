@@ -35,7 +35,7 @@ class Draw:
     def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: Step) -> tuple[list[int], list[float]]:
         """Returns a token for each of ``step.drawn`` and its log-probability, sampled on the last stage, equal on
         all."""
-        noise, sequences = self._noise(step.sampled), step.drawn
+        noise, sequences = noise_of(step.sampled, self.seed), step.drawn
         if step.verified:
             noise = np.concatenate([noise, self._noise_of_rows(step.verified)])
         drawn = torch.empty(2, len(sequences), dtype=torch.float64)
@@ -73,20 +73,21 @@ class Draw:
         dist.all_gather_into_tensor(shards, logits_nVl.contiguous(), group=group)
         return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
 
-    def _noise(self, sampled: list[Sequence]) -> np.ndarray:
-        """Returns a number for each sequence's next position. Numbers are drawn for several positions at once, as the
-        generator's ten rounds take about the same time for few numbers as for many."""
-        empty = [seq for seq in sampled if not seq.noise]
-        if empty:
-            keys = np.fromiter((seq.noise_key for seq in empty), np.uint64, len(empty)).repeat(NOISE_AHEAD)
-            next_ = np.fromiter((len(seq.tokens) for seq in empty), np.int64, len(empty))
-            ahead = uniforms(self.seed, keys, (next_[:, None] + np.arange(NOISE_AHEAD)[::-1]).ravel())
-            for seq, numbers in zip(empty, ahead.reshape(len(empty), NOISE_AHEAD).tolist(), strict=True):
-                seq.noise = numbers
-        return np.array([seq.noise.pop() for seq in sampled])
-
     def _noise_of_rows(self, verified: list[Verification]) -> np.ndarray:
         """Returns the number of the position behind each row of drafts."""
         keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
         positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
         return uniforms(self.seed, keys, positions)
+
+
+def noise_of(sampled: list[Sequence], seed: int) -> np.ndarray:
+    """Returns a number for each sequence's next position. Numbers are drawn for several positions at once, as the
+    generator's ten rounds take about the same time for few numbers as for many."""
+    empty = [seq for seq in sampled if not seq.noise]
+    if empty:
+        keys = np.fromiter((seq.noise_key for seq in empty), np.uint64, len(empty)).repeat(NOISE_AHEAD)
+        next_ = np.fromiter((len(seq.tokens) for seq in empty), np.int64, len(empty))
+        ahead = uniforms(seed, keys, (next_[:, None] + np.arange(NOISE_AHEAD)[::-1]).ravel())
+        for seq, numbers in zip(empty, ahead.reshape(len(empty), NOISE_AHEAD).tolist(), strict=True):
+            seq.noise = numbers
+    return np.array([seq.noise.pop() for seq in sampled])

@@ -56,14 +56,22 @@ class BucketPlan:
     entries: tuple[tuple[LocalParam, int], ...]
 
     @cached_property
-    def content(self) -> tuple[tuple[int, tuple[int, ...], int | None, tuple[Part, ...]], ...]:
+    def content(self) -> tuple[tuple[int, tuple[int, ...], int | None, tuple[Part, ...] | str], ...]:
         """(offset, shape, block, parts) of every parameter: pieces of equal content are stored alike, whatever the
-        formats that name their parameters."""
-        return tuple([(offset, param.shape, param.block, param.parts) for param, offset in self.entries])
+        formats that name their parameters. A parameter that is all padding is told apart by its name."""
+        return tuple([(offset, param.shape, param.block, param.parts or param.name) for param, offset in self.entries])
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the parameters, by name, in a piece of this plan."""
         return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
+
+    def holes(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the parameters' padding in a piece of this plan."""
+        return [
+            flat[at : at + param.numel].view(param.shape)[tuple(slice(start, stop) for start, stop in hole)]
+            for param, at in self.entries
+            for hole in param.holes
+        ]
 
 
 def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> tuple[BucketPlan, ...]:
@@ -82,7 +90,8 @@ def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> t
 
 def _unit_kind(param: LocalParam) -> tuple[int | str, int | str | None]:
     """Return (layer or global tensor, which ranks replicate it): parameters of one kind may share a unit."""
-    scope = param.parts[0].name if param.layer is None else param.layer
+    own = param.parts[0].name if param.parts else param.name  # a share of the vocabulary may be all padding
+    scope = own if param.layer is None else param.layer
     if param.expert:
         return scope, param.expert_index
     return scope, "share" if param.tp_sharded else "replicated"

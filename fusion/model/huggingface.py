@@ -22,13 +22,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from fusion.model.boxes import Box
 from fusion.model.bucket_plan import unit_bytes
 from fusion.model.config import GENERATION, ModelConfig
 from fusion.model.folder import FLOAT8, block_scales, check_tensor
 from fusion.model.formats import Format, local_table
 from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
-from fusion.model.local_param import Box, LocalParam, Part
+from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
 from fusion.model.table import global_params

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from fusion.model.boxes import Box, numel, outside
+
 if TYPE_CHECKING:
     import torch
-
-Box = tuple[tuple[int, int], ...]
-"""One (start, stop) per dimension."""
 
 Storage = Literal["unit", "card", "host"]
 """Where a local tensor lies: in a ``unit`` of the weights, which is trained, released and moved; on the ``card``, apart
@@ -87,6 +86,16 @@ class LocalParam:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def holes(self) -> tuple[Box, ...]:
+        """Boxes of the local tensor that no part fills: padding."""
+        if sum(numel(part.local) for part in self.parts) == self.numel:
+            return ()
+        pieces: list[Box] = [tuple((0, size) for size in self.shape)]
+        for part in self.parts:
+            pieces = [rest for piece in pieces for rest in outside(piece, part.local)]
+        return tuple(pieces)
 
     def cut(self, max_numel: int) -> list[LocalParam]:
         """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is

@@ -1,8 +1,8 @@
 """Store one rank's weights in flat pieces whose memory can be released and reallocated while every view stays valid.
 
 What a piece holds is planned by bucket_plan.py. Parameters that are in no piece (`LocalParam.storage`) keep their
-memory in every phase: small vectors in float32 on the card, and on the host what no forward pass needs. Invariant:
-`release` frees every byte of the pieces.
+memory in every phase: small vectors in float32 on the card, and on the host what no forward pass needs. Invariants:
+`release` frees every byte of the pieces; the padding of a parameter (`LocalParam.holes`) is zero while it has memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Buckets:
         """Index of a shared piece → its index in ``share``."""
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
+        self._holes: dict[int, list[torch.Tensor]] = {}
         with device.owner(owner):
             for i, plan in enumerate(plans):
                 if share is not None and i in self.shared:
@@ -53,6 +54,7 @@ class Buckets:
                 flat = torch.zeros(plan.numel, dtype=dtype, device=device.torch_device)
                 self.flats.append(flat)
                 self.views |= plan.views(flat)
+                self._holes[i] = plan.holes(flat)
                 if not resident:
                     flat.untyped_storage().resize_(0)
         self.apart = tuple(apart)
@@ -80,12 +82,15 @@ class Buckets:
         return self.flats[index].untyped_storage().nbytes()
 
     def allocate(self, index: int | Sequence[int] | None = None) -> None:
-        """Allocate memory for all of this object's own pieces, or for some. Newly allocated content is undefined."""
+        """Allocate memory for all of this object's own pieces, or for some. Newly allocated content is undefined,
+        but for padding."""
         with self._device.owner(self.owner):
             for i in self._own(index):
                 storage = self.flats[i].untyped_storage()
                 if storage.nbytes() == 0:
                     storage.resize_(self.plans[i].numel * self.dtype.itemsize)
+                    for hole in self._holes[i]:
+                        hole.zero_()
 
     def release(self, index: int | Sequence[int] | None = None) -> None:
         """Release the device memory of all of this object's own pieces, or of some; views stay valid, their content is

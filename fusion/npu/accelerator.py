@@ -183,6 +183,9 @@ class EmulatedDevice(AcceleratorDevice):
         sizes = self._extension.by_owner(self.index)
         return {name: sizes[name] for name in OWNERS}
 
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._extension.host_view(tensor)
+
     def share(self, tensor: torch.Tensor) -> bytes:
         return HANDLE.pack(*self._extension.share(tensor))
 

@@ -85,6 +85,18 @@ class Device(ABC):
         """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over the same bytes for a library that does not know emulated cards: on these a CPU tensor,
+        on other cards ``tensor`` itself.
+
+        It is valid until the storage is released or resized. Synchronise before the library reads what the card has
+        written.
+
+        Raises:
+            ValueError: the storage is released.
+        """
+        return tensor
+
     @abstractmethod
     def new_stream(self) -> Any: ...
 

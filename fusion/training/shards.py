@@ -28,7 +28,8 @@ from typing import Literal
 import torch
 
 from fusion.model import BucketPlan, LocalParam, ModelConfig, Parallel, plan_buckets
-from fusion.model.local_param import Box, Part
+from fusion.model.boxes import Box
+from fusion.model.local_param import Part
 from fusion.model.table import EMBEDDING
 
 _Slice = tuple[str, Box]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -14,8 +15,7 @@ import torch
 from fusion.ep_switch import Layout, Move, Place, Plan, Topology
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import ModelConfig, Parallel, global_params
-from fusion.model.formats import EMBEDDED, MEGATRON, Format
-from fusion.model.formats.megatron import misfit
+from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_ASCEND, VLLM_CPU, Format, megatron, vllm
 from tests.helpers import tiny_config
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -23,6 +23,7 @@ Choose = Callable[[Sequence[Any]], Any]
 
 SIZES = dict(vocab_size=48, hidden_size=24, intermediate_size=48, head_dim=2, num_attention_heads=12)
 BUCKETS = (512, 1024, 2048, 6144)
+MISFITS = {MEGATRON: megatron.misfit, VLLM_CPU: vllm.misfit, VLLM_ASCEND: vllm.misfit}
 
 
 def random_config(choose: Choose) -> ModelConfig:
@@ -40,7 +41,7 @@ def random_config(choose: Choose) -> ModelConfig:
 def random_layout(
     choose: Choose, config: ModelConfig, ranks: Sequence[int], bucket_bytes: int, format: Format = EMBEDDED
 ) -> Layout:
-    fitting = [grid for grid in grids(config, len(ranks)) if format == EMBEDDED or not misfit(config, grid)]
+    fitting = [grid for grid in grids(config, len(ranks)) if format == EMBEDDED or not MISFITS[format](config, grid)]
     parallel = choose(fitting)
     engines = choose(range(1, len(ranks) // parallel.world + 1))
     left, taken = list(ranks), []
@@ -89,11 +90,14 @@ def random_switch(choose: Choose, most_ranks: int = 8) -> tuple[Layout, Layout, 
 
 
 def random_switch_of_formats(choose: Choose, most_ranks: int = 4) -> tuple[Layout, Layout, int, Topology, bool]:
-    """Between Megatron's format, of which some units are larger than a bucket, and the embedded one."""
+    """Between any two formats that are not both embedded. Some units of Megatron's and vLLM's are larger than a bucket,
+    and vLLM's vocabulary is padded: 80 rows to 128, of which the last of four ranks holds only padding."""
     config, bucket_bytes = random_config(choose), choose(BUCKETS)
-    layouts = [random_layout(choose, config, range(most_ranks), bucket_bytes, f) for f in (EMBEDDED, MEGATRON)]
+    config = replace(config, vocab_size=choose((config.vocab_size, 80)))
+    formats = [choose((EMBEDDED, *MISFITS)), choose([*MISFITS])]
     if choose((True, False)):
-        layouts.reverse()
+        formats.reverse()
+    layouts = [random_layout(choose, config, range(most_ranks), bucket_bytes, format) for format in formats]
     return *layouts, bucket_bytes, random_topology(choose), choose((False, False, False, True))
 
 

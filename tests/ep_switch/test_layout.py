@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fusion.ep_switch import Layout, shared_units
-from fusion.ep_switch.fragments import intersect, slabs_of, subtract
+from fusion.ep_switch.fragments import slabs_of
 from fusion.model import Buckets, Parallel, local_params, plan_units, unit_bytes
+from fusion.model.boxes import intersect, subtract
 from fusion.npu import open_device
 from tests.helpers import tiny_config
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusion.ep_switch import Layout, Plan, Topology, plan_switch
 from fusion.model import Parallel, unit_bytes
-from fusion.model.formats import MEGATRON
+from fusion.model.formats import EMBEDDED
 from tests.ep_switch.oracle import (
     check_contents,
     check_traffic,
@@ -87,8 +87,9 @@ def bound(plan: Plan, rank: int) -> int:
 
 
 def largest_external(layout: Layout, rank: int) -> int:
-    """Bytes of the largest tensor that Megatron's format leaves whole though it does not fit a unit."""
-    if layout.format != MEGATRON or rank not in layout.ranks:
+    """Bytes of the largest tensor that another format than the embedded one leaves whole though it does not fit a
+    unit."""
+    if layout.format == EMBEDDED or rank not in layout.ranks:
         return 0
     sizes = [p.numel * layout.dtype.itemsize for unit in layout.units(rank) for p, _ in unit.entries]
     return max((size for size in sizes if size > unit_bytes(layout.bucket_bytes)), default=0)

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.model import LocalParam, Parallel, Part, global_params, local_params, plan_buckets, plan_units
+from fusion.model import Buckets, LocalParam, Parallel, Part, global_params, local_params, plan_buckets, plan_units
 from fusion.model.formats import MEGATRON, local_table
 from tests.helpers import tiny_config
 
@@ -196,3 +197,19 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
 def test_stages_share_the_layers_evenly_and_early_ones_take_the_remainder():
     assert [len(Parallel(8, pp=8).layers(61, stage)) for stage in range(8)] == [8, 8, 8, 8, 8, 7, 7, 7]
     assert [i for stage in range(8) for i in Parallel(8, pp=8).layers(61, stage)] == list(range(61))
+
+
+def test_padding_is_zero_whenever_its_memory_is_new(device):
+    table = (
+        LocalParam("p", (4, 6), (Part("w", ((0, 3), (0, 5)), ((0, 3), (0, 5))),)),
+        LocalParam("padding", (32,), ()),
+    )
+    assert [param.holes for param in table] == [(((3, 4), (0, 6)), ((0, 3), (5, 6))), (((0, 32),),)]
+    weights = Buckets(plan_units(table, 4, 1 << 10), device, torch.float32, owner="weights")
+    for _ in range(3):
+        matrix, padding = weights.views["p"], weights.views["padding"]
+        assert not padding.any() and not matrix[3].any() and not matrix[:, 5].any()
+        for flat in weights.flats:
+            flat.fill_(7.0)
+        weights.release()
+        weights.allocate()

@@ -15,8 +15,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fusion.inference.backends.support import check_vllm
+from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
+from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
 from fusion.model.options import LayoutConfig
+from fusion.npu.config import DeviceConfig
 from fusion.training.algorithms import ALGORITHMS
 from fusion.training.backends.support import check_megatron
 from stalesync.config import Config
@@ -371,6 +375,62 @@ def test_a_layout_is_refused_for_the_megatron_backend_alone(tmp_path, monkeypatc
         _config(checkpoint, training__backend="megatron", parallel__train__tp=4).validate()
     sequences = dict(training__load_balancing="sequence", training__load_balancing_coef=1e-4)
     _config(checkpoint, training__backend="megatron", **sequences).validate()
+
+
+VLLM = {"rollout__backend": "vllm", "device__kind": "emulated"}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """As where vLLM is installed."""
+    monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: "0.27.1")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(algorithm__replay="rollout"), "algorithm.replay=rollout: vLLM"),
+        (dict(rollout__batch_invariant=True), "rollout.batch_invariant=true: vLLM"),
+        (dict(rollout__suspended_kv="keep"), "rollout.suspended_kv=keep: vLLM"),
+        (dict(rollout__suspended_kv="pool", rollout__chunk_tokens=4), "rollout.suspended_kv=pool: vLLM"),
+        (dict(rollout__drafts="siblings"), "rollout.drafts=siblings: vLLM"),
+        (PACED, "device.pace=qwen3_30b_a3b: "),
+        (dict(device__kind="cuda"), "device.kind=cuda: vLLM"),
+        (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),
+        (dict(parallel__infer__tp=4, parallel__infer__ep=2), "parallel.infer.ep=2 with etp=1: vLLM"),
+    ],
+)
+def test_the_vllm_backend_refuses_by_key_what_it_would_ignore(checkpoint, vllm, changes, message):
+    _config(checkpoint, **changes).validate()
+    _config(checkpoint, **VLLM).validate()
+    with pytest.raises(ValueError, match=f"{re.escape(message)}.*or rollout.backend=embedded"):
+        _config(checkpoint, **VLLM | changes).validate()
+
+
+def test_the_vllm_backend_generates_in_layouts_that_hold_every_expert_once(checkpoint, vllm):
+    for layout in (dict(tp=2, ep=2), dict(tp=2, ep=4), dict(ep=4), dict(tp=2, etp=2), dict(ep=2)):
+        changes = {f"parallel__infer__{axis}": size for axis, size in layout.items()}
+        _config(checkpoint, **VLLM, **changes).validate()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, vllm):
+    def check():
+        check_vllm(family_config(kind), RolloutConfig(), Parallel(), device=DeviceConfig("emulated"), replay="none")
+
+    if kind in VLLM_FAMILIES and kind != "deepseek_v3":
+        return check()
+    with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
+        check()
+
+
+def test_vllm_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
+    for version, problem in ((None, "is not installed"), ("0.11.0", r"is 0.11.0, expected 0.27.\*")):
+        monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: version)  # noqa: B023
+        with pytest.raises(ValueError, match=f"vLLM {problem}; bash scripts/environment.sh --backend vllm, or rollout"):
+            _config(checkpoint, **VLLM).validate()
+    with pytest.raises(ValueError, match="rollout.backend='sglang': expected"):
+        _config(checkpoint, rollout__backend="sglang").validate()
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):

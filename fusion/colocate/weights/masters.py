@@ -18,17 +18,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import NamedTuple
 
 import torch
 
 from fusion.ep_switch import Layout, Topology, shared_units
 from fusion.ep_switch.fill import HostPart
-from fusion.ep_switch.fragments import intersect
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.unit_sources import Part, plan_return
-from fusion.model.local_param import Box
+from fusion.model.boxes import Box, intersect, numel
 from fusion.training.shards import gradient_buckets, own_range, shard_pieces
 
 
@@ -104,12 +102,8 @@ def _lacking(layout: Layout, rank: int, held: Mapping[str, set[Box]]) -> dict[in
     lacking: dict[int, int] = defaultdict(int)
     for name, region, place in layout.places(rank):
         hits = [hit for box in held.get(name, ()) if (hit := intersect(region, box))]
-        lacking[place.unit] += _numel(region) - sum(map(_numel, hits))
+        lacking[place.unit] += numel(region) - sum(map(numel, hits))
     return lacking
-
-
-def _numel(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
 
 
 def _level_to_nearest_engine(source: Layout, rank: int, topology: Topology) -> int:

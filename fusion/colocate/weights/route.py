@@ -20,6 +20,7 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.masters import choose_hosted
 from fusion.ep_switch import Layout, Plan, Topology, plan_switch
 from fusion.model import ModelConfig
+from fusion.model.formats import engine_format
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,14 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
     shared = tuple(rank for rank in generating if rank in deployment.train)
 
     def inference(ranks: tuple[int, ...]) -> Layout:
-        return Layout(config, spec.infer_of_one_engine, ranks, dtype=dtype, bucket_bytes=bucket_bytes)
+        return Layout(
+            config,
+            spec.infer_of_one_engine,
+            ranks,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            format=engine_format(spec.rollout.backend, spec.device.kind),
+        )
 
     train = Layout(
         config,

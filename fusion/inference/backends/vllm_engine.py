@@ -1,0 +1,395 @@
+"""Generate with vLLM in this process: its scheduler, its model and its KV cache, with our requests and our sampler.
+
+    submit, abort ─► control channel ─► place ─► scheduler of each rank ─► worker ─► keyed sampler ─► outputs
+                     (any thread)       (same on every rank)   │           ▲
+                                                               └─ blocks ─► KV on our card
+
+Every rank has a scheduler of its own. The ranks of a TP group give theirs the same requests at the same step, so that
+they schedule alike: whatever order matters (arrival, aborts, ends) is that of the control channel, never that of a set.
+Attention ranks schedule their own requests; an idle one computes vLLM's dummy batch for the exchange between experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+from fusion.inference.backends.vllm_core import VllmCore, max_length_of
+from fusion.inference.backends.vllm_sampler import KeyedSampler
+from fusion.inference.config import RolloutConfig
+from fusion.inference.control import ControlChannel, Counters, Orders
+from fusion.inference.interface import InferEngine
+from fusion.inference.placement import place
+from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+from fusion.inference.sequence import Sequence
+from fusion.inference.stop_strings import StopStrings
+from fusion.inference.validation import check_distinct, check_fits, checked_requests
+from fusion.model import Mesh
+from fusion.npu import Device
+
+if TYPE_CHECKING:
+    from fusion.inference.backends.vllm_model import VllmModel
+
+
+class VllmEngine:
+    """vLLM as an `InferEngine`, whose docstrings specify the methods. Construction is collective.
+
+    Arguments are those of `EmbeddedEngine`; what vLLM cannot do must be None or False (`support.check_vllm`).
+    """
+
+    def __init__(
+        self,
+        model: VllmModel,
+        mesh: Mesh,
+        device: Device,
+        config: RolloutConfig,
+        seed: int = 0,
+        routing: bool = False,
+        memory: Any = None,
+        stop_strings: StopStrings | None = None,
+        drafter: Any = None,
+        kv_store: Any = None,
+    ):
+        config.validate()
+        assert not routing and drafter is None and kv_store is None, "check_vllm refuses these"
+        self.model, self.mesh, self.device, self.config = model, mesh, device, config
+        self.core: VllmCore = model.core
+        self.max_length = max_length_of(model.config, config)
+        self._max_seqs = config.max_seqs
+        self._max_batch_tokens = max(config.max_batch_tokens, config.max_seqs)
+        self._stop_strings = stop_strings
+        self.control = ControlChannel(mesh)
+        self.sequences: dict[str, Sequence] = {}
+        """Unfinished requests of this attention rank in order of arrival"""
+        self.core.runner.sampler = self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
+        self.capacity_tokens = 0
+        """Capacity of an attention rank's KV cache in tokens, at the last allocation"""
+        self.on_adopt: Callable[[int], None] = lambda version: None
+        self.paused = False
+        self.last_step_kind = ""
+        self._idle = True
+        self._version = 0
+        self._arrived = 0
+        self._withdrawn: set[str] = set()
+        """Requests that `_restart` has preempted since the last step"""
+        self._totals = Counters()
+        self._busy_s = 0.0
+        self._interned: dict[SamplingParams, SamplingParams] = {}
+
+    @property
+    def is_leader(self) -> bool:
+        return self.mesh.rank == 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.parallel.world
+
+    @property
+    def parked_kv_bytes(self) -> int:
+        return 0
+
+    # Memory and weights
+
+    def allocate_kv(self) -> None:
+        """Allocates ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+
+        Raises:
+            ValueError: as `InferEngine.allocate_kv`.
+        """
+        config, bytes_free, block_bytes = self.config, self.device.memory().free, self.core.kv_block_bytes
+        per_sequence = -(-self.max_length // config.block_size)
+        blocks = int(bytes_free * config.kv_fraction) // block_bytes - 1  # vLLM keeps one that it never uses
+        blocks = min(blocks, config.max_seqs * per_sequence)
+        if config.max_kv_tokens is not None:
+            blocks = min(blocks, config.max_kv_tokens // config.block_size)
+        blocks = self.control.min_over_ranks(blocks)
+        if blocks < 1:
+            raise ValueError(
+                f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
+                f"no block of {config.block_size} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
+            )
+        self.capacity_tokens = blocks * config.block_size
+        for seq in self.sequences.values():
+            check_fits(seq.request, self.max_length, self.capacity_tokens)
+        self.core.allocate_kv(blocks)
+        scheduler = self.core.scheduler
+        scheduler.max_num_running_reqs = config.max_seqs
+        scheduler.max_num_scheduled_tokens = config.max_batch_tokens
+
+    def reconfigure(self, config: RolloutConfig) -> None:
+        """Changes the limits of memory, sequences and tokens from the next `allocate_kv` on.
+
+        Raises:
+            ValueError: a value out of range, by key; vLLM has sized its buffers by the first config.
+        """
+        assert not self.core.holds_kv, "release_kv comes before reconfigure"
+        config.validate()
+        if config.max_seqs > self._max_seqs or config.max_batch_tokens > self._max_batch_tokens:
+            raise ValueError(
+                f"rollout.max_seqs={config.max_seqs} (max_batch_tokens={config.max_batch_tokens}): expected at most "
+                f"{self._max_seqs} ({self._max_batch_tokens}), the values at the start, with rollout.backend=vllm"
+            )
+        self.config = config
+
+    def release_kv(self) -> None:
+        self._restart()
+        self.core.release_kv()
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        if version == self._version:
+            return
+        self._version = version
+        self._restart()
+
+    def _restart(self) -> None:
+        """Drops all KV: running requests wait again, with their tokens."""
+        self.device.synchronize()  # vLLM on the host reads what the card has written
+        if self.core.scheduler is None:
+            return
+        for request in self.core.scheduler.running:
+            self._withdraw(self.sequences[request.request_id])
+            self._withdrawn.add(request.request_id)
+        self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        seq.known, seq.computed = max(seq.known, seq.computed), 0
+
+    # Control calls, from any thread of rank 0
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        assert self.mesh.rank == 0, "requests go to rank 0 of the engine"
+        assert self.capacity_tokens, "allocate_kv comes before the first submit"
+        requests = checked_requests(requests, self.model.config.vocab_size)
+        check_distinct(requests)
+        for request in requests:
+            check_fits(request, self.max_length, self.capacity_tokens)
+        self.control.inbox.submit(requests)
+
+    def abort(self, ids: Iterable[str] | None = None) -> None:
+        assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
+        self.control.inbox.abort(ids)
+
+    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
+        self.control.inbox.report(items)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        assert self.mesh.rank == 0, "reports arrive on rank 0 of the engine"
+        return self.control.inbox.take_reports()
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Does nothing but check the ids: no KV is parked."""
+        assert self.mesh.rank == 0, "parked KV is freed by rank 0 of the engine"
+        self.control.inbox.forget(ids)
+
+    def pause(self) -> None:
+        assert self.mesh.rank == 0, "pauses go to rank 0 of the engine"
+        self.control.inbox.pause()
+
+    def adopt(self, version: int) -> None:
+        assert self.mesh.rank == 0, "new weights are announced to rank 0 of the engine"
+        self.control.inbox.adopt(version)
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def status(self) -> dict[str, float]:
+        totals = self.control.totals()
+        return {
+            "depth": totals.waiting + len(self.control.inbox),
+            "running": totals.running,
+            "generated_tokens": totals.generated_tokens,
+            "preemptions": totals.preemptions,
+            "prefix_hit_tokens": totals.prefix_hit_tokens,
+            "dummy_steps": totals.dummy_steps,
+            "kv_restored_tokens": 0,
+            "recomputed_tokens": totals.recomputed_tokens,
+            "interrupted": totals.interrupted,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
+            "decoded_sequences": totals.decoded_sequences,
+            "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
+            "policy_version": self.policy_version,
+            "kv_tokens": self.capacity_tokens,
+        }
+
+    # Generation
+
+    def step(self) -> list[Output]:
+        """Computes one step; returns outputs on the first TP rank of the attention rank that owns them."""
+        began = time.perf_counter()
+        outputs, self.last_step_kind = self._apply_orders(self._exchange()), ""
+        if not self._idle:
+            assert self.core.holds_kv, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
+            outputs += self._compute()
+            self._busy_s += time.perf_counter() - began
+        return outputs if self._reports else []
+
+    def run(self) -> list[Output]:
+        """Steps until the engine is idle; returns all outputs. Collective."""
+        outputs = self.step()
+        while not self._idle:
+            outputs += self.step()
+        return outputs
+
+    @property
+    def idle(self) -> bool:
+        return self._idle
+
+    def suspend(self) -> list[Output]:
+        outputs = self._apply_orders(self._exchange())
+        outputs += [self._end(seq, "abort") for seq in list(self.sequences.values())]
+        self._exchange(idle=True)
+        return outputs if self._reports else []
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank returns outputs and counts requests for all ranks with the same schedule."""
+        return self.mesh.tp_rank == 0
+
+    def _exchange(self, idle: bool = False) -> Orders:
+        scheduler, counters = self.core.scheduler, Counters()
+        if self._reports:
+            counters = self._totals
+            counters.running = len(scheduler.running) if scheduler is not None else 0
+            counters.waiting = len(self.sequences) - counters.running
+        orders = self.control.exchange(counters)
+        self._idle = idle or (not self.control.unfinished.any() and not orders)
+        return orders
+
+    def _apply_orders(self, orders: Orders) -> list[Output]:
+        if not orders:
+            return []
+        parallel = self.mesh.parallel
+        loads = self.control.unfinished[:: parallel.tp].tolist()
+        for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
+            if rank == self.mesh.dp_rank:
+                self._add(request)
+        self.paused |= orders.pause
+        if orders.version is not None:
+            self._adopt(orders.version)
+        ids = set(orders.abort)
+        aborted = [seq for seq in self.sequences.values() if orders.abort_all or seq.request.id in ids]
+        return [self._end(seq, "abort") for seq in aborted]
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams as VllmParams
+        from vllm.v1.request import Request as VllmRequest
+
+        params = self._interned.setdefault(request.params, request.params)
+        seq = self.sequences[request.id] = Sequence.of(request, params, self.model.config.eos_token_ids)
+        self._arrived += 1
+        # Its sampling parameters are not passed on: the sampler is ours, and greedy is what vLLM prepares least for.
+        ends = VllmParams(
+            temperature=0.0,
+            max_tokens=seq.limit - len(seq.tokens),
+            stop_token_ids=sorted(seq.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self.core.scheduler.add_request(
+            VllmRequest(
+                request.id,
+                list(seq.tokens),
+                ends,
+                None,
+                arrival_time=float(self._arrived),
+                priority=request.priority,
+                block_hasher=self.core.block_hasher,
+            )
+        )
+
+    def _adopt(self, version: int) -> None:
+        running = (self.sequences[request.request_id] for request in self.core.scheduler.running)
+        self._totals.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
+        self.on_adopt(version)
+        self.policy_version = version
+
+    def _compute(self) -> list[Output]:
+        """Runs one step of vLLM's scheduler and worker; returns the requests that ended."""
+        core, totals = self.core, self._totals
+        plan = core.scheduler.schedule()
+        self._observe(plan)
+        result = core.executor.execute_model(plan)
+        if result is None:
+            result = core.executor.sample_tokens(None)
+        totals.dummy_steps += not plan.total_num_scheduled_tokens and self.mesh.parallel.dp > 1
+        ended = []
+        for of_client in core.scheduler.update_from_output(plan, result).values():
+            for news in of_client.outputs:
+                ended += self._append(news)
+        return ended
+
+    def _observe(self, plan: Any) -> None:
+        """Counts what vLLM has scheduled, and advances the sequences."""
+        totals, sequences = self._totals, self.sequences
+        for name in plan.preempted_req_ids or ():
+            if name not in self._withdrawn and name in sequences:
+                totals.preemptions += 1
+                self._withdraw(sequences[name])
+        self._withdrawn.clear()
+        cached = plan.scheduled_cached_reqs
+        begun = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+        if cached.resumed_req_ids:
+            computed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            begun |= {name: count for name, count in computed if name in cached.resumed_req_ids}
+        for name, hits in begun.items():
+            seq = sequences[name]
+            seq.computed = hits
+            totals.prefix_hit_tokens += hits
+            totals.recomputed_tokens += max(0, seq.known - hits)
+        decodes = 0
+        for name, count in plan.num_scheduled_tokens.items():
+            seq = sequences[name]
+            decodes += name not in begun and seq.computed + 1 == len(seq.tokens)
+            seq.computed += count
+        totals.decoded_sequences += decodes
+        if plan.num_scheduled_tokens:
+            self.last_step_kind = "decode" if decodes == len(plan.num_scheduled_tokens) else "prefill"
+
+    def _append(self, news: Any) -> list[Output]:
+        """Appends a request's new token; returns its output if it ends with it."""
+        seq = self.sequences[news.request_id]
+        (token,), logprob = news.new_token_ids, self.sampler.logprobs[news.request_id]
+        if isnan(logprob):
+            raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self._version} are NaN")
+        seq.tokens.append(token)
+        seq.logprobs.append(logprob)
+        seq.versions.append(self._version)
+        self._totals.generated_tokens += 1
+        reason: FinishReason | None = None
+        if token in seq.stop_token_ids or self._completes(seq):
+            reason = "stop"
+        elif len(seq.tokens) >= seq.limit:
+            reason = seq.reason_at_limit
+        if reason is None:
+            assert news.finish_reason is None, f"vLLM has ended request {news.request_id!r}: {news.finish_reason}"
+            return []
+        return [self._end(seq, reason)]
+
+    def _completes(self, seq: Sequence) -> bool:
+        strings = self._stop_strings
+        return strings is not None and not seq.request.exact_tokens and strings.completes(seq.tokens, seq.first_token)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> Output:
+        """Removes a request from vLLM unless that has ended it itself; one by one, in the same order on all ranks."""
+        from vllm.v1.request import RequestStatus
+
+        name = seq.request.id
+        self.core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        del self.sequences[name]
+        output = seq.output(reason)
+        output.kv_rank = self.mesh.dp_rank if reason == "chunk" and self.config.prefix_cache else None
+        return output
+
+
+if TYPE_CHECKING:
+
+    def _satisfies_interface(engine: VllmEngine) -> InferEngine:
+        return engine

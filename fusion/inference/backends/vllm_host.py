@@ -1,0 +1,134 @@
+"""Make vLLM's layers compute from their plain weight tensors where it computes on the host.
+
+vLLM for the CPU packs weights into private copies once they are loaded (oneDNN handles, expert tiles), so that a weight
+written later would have no effect. It also lacks the exchange of uneven numbers of tokens between attention ranks, the
+experts of another rank, and attention heads narrower than 32 channels: such heads are padded with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
+
+
+def compute_from_plain_tensors() -> None:
+    """Turn off packing in this process, and compute experts from their tensors, also if some are on other ranks."""
+    import vllm._custom_ops as ops
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    ops._supports_onednn = False
+    lookup: Any = embedding.get_masked_input_and_mask  # would be compiled, by a process of its own
+    embedding.get_masked_input_and_mask = getattr(lookup, "_torchdynamo_orig_callable", lookup)
+    experts: Any = CPUFusedMOE
+    experts._pad_moe_intermediate_for_grouped_gemm = lambda self, layer: None
+    experts.check_grouped_gemm = lambda self, layer: (False, "none")
+    experts.init_moe_torch = lambda self, layer: None  # would keep the tensors as they are now
+    experts.forward_torch = _experts
+    # Its shared memory would outlive a killed process, and its ranks wait for each other by spinning.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]  # would bind all memory of the process to one node
+
+
+def pad_heads() -> None:
+    """Widen attention heads to the next width that vLLM computes, in the KV cache and in queries."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    layer: Any = Attention
+    impl: Any = CPUAttentionBackendImpl
+    if hasattr(impl, "pads_heads"):
+        return
+    impl.pads_heads = True
+    spec_of, init, update, forward = layer.get_kv_cache_spec, impl.__init__, impl.do_kv_cache_update, impl.forward
+
+    def wide(width: int) -> int:
+        return min(one for one in widths if one >= width)
+
+    def get_kv_cache_spec(self: Any, *args: Any) -> Any:
+        spec = spec_of(self, *args)
+        return replace(spec, head_size=wide(spec.head_size), head_size_v=wide(spec.head_size_v))
+
+    def wide_init(self: Any, num_heads: int, head_size: int, *args: Any, **options: Any) -> None:
+        init(self, num_heads, wide(head_size), *args, **options)
+
+    def do_kv_cache_update(self: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *args: Any) -> None:
+        missing = self.head_size - key.shape[-1]
+        if missing:
+            key, value = F.pad(key, (0, missing)), F.pad(value, (0, missing))
+        update(self, layer, key, value, *args)
+
+    def wide_forward(
+        self: Any, layer: Any, query: torch.Tensor, *args: Any, output: torch.Tensor, **options: Any
+    ) -> Any:
+        width = query.shape[-1]
+        if width == self.head_size:
+            return forward(self, layer, query, *args, output=output, **options)
+        query = F.pad(query, (0, self.head_size - width))
+        padded = torch.zeros_like(query)
+        forward(self, layer, query, *args, output=padded, **options)
+        return output.copy_(padded[..., :width])
+
+    layer.get_kv_cache_spec, impl.__init__ = get_kv_cache_spec, wide_init
+    impl.do_kv_cache_update, impl.forward = do_kv_cache_update, wide_forward
+
+
+def _experts(
+    self: Any,
+    layer: Any,
+    input: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int = -1,
+    skip_weighted: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum [N, D] of this rank's experts for rows [N, D]; 0 where a row has none."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    assert activation == MoEActivation.SILU and not skip_weighted
+    w13, w2, owned = layer.w13_weight, layer.w2_weight, layer.expert_map
+    chosen = topk_ids.flatten().long()
+    local = chosen if owned is None else owned[chosen].long()
+    order = local.argsort(stable=True)
+    counts = torch.bincount(local + 1, minlength=len(w13) + 1).tolist()  # those of other ranks are -1
+    own = order[counts[0] :]
+    rows = own // topk_ids.shape[1]
+    pieces = []
+    for expert, x in enumerate(input[rows].split(counts[1:])):
+        if len(x):
+            gate, up = F.linear(x, w13[expert]).chunk(2, -1)
+            pieces.append(F.linear(F.silu(gate) * up, w2[expert]))
+    output = torch.zeros_like(input)
+    if pieces:
+        weights = topk_weights.flatten()[own].unsqueeze(1)
+        output.index_add_(0, rows, (torch.cat(pieces) * weights).to(output.dtype))
+    return output
+
+
+def exchange_uneven() -> None:
+    """Let vLLM's attention ranks exchange different numbers of tokens on the host."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    communicator: Any = CpuCommunicator
+    communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
+
+
+def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    assert dim == 0
+    if isinstance(input_, list):
+        return [_all_gatherv(self, one, dim, sizes) for one in input_]
+    return gather_uneven(input_, sizes or [len(input_)] * self.world_size, self.device_group)
+
+
+def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    assert dim == 0
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    return reduce_scatter_uneven(input_.contiguous(), sizes, self.device_group)

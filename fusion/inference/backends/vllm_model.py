@@ -1,0 +1,102 @@
+"""Hold the weights of vLLM's model in our `Buckets`.
+
+    vLLM's nn.Module ── its parameters ── views of units ── Buckets ── allocated, released and moved by a switch
+                        (on an emulated card: host views of them)
+
+A parameter's `.data` is set anew whenever the memory of its unit has been allocated anew: before each forward pass the
+addresses of the units are compared with those of the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion.inference.backends import vllm_core
+from fusion.inference.backends.vllm_checks import (
+    KeyedWeights,
+    check_experts,
+    check_live,
+    check_tensors,
+)
+from fusion.inference.config import RolloutConfig
+from fusion.model import Buckets, Mesh, ModelConfig, plan_units, unit_bytes
+from fusion.model.formats import VLLM_CPU, Format, engine_format, local_table
+from fusion.model.spec import Latent
+from fusion.npu import Device
+
+
+class VllmModel:
+    """Starts vLLM (`vllm_core.start`) and holds one rank's shard of its weights. Construction is collective.
+
+    Args:
+        batch_invariant: must be False: vLLM's results depend on the batch.
+        share, resident: as of `Buckets`.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`).
+        WeightsNotOurs: its tensors are not those of the table, or not what it computes from.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        device: Device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        rollout: RolloutConfig,
+        bucket_bytes: int = 256 << 20,
+        batch_invariant: bool = False,
+        share: Buckets | None = None,
+        resident: bool = True,
+    ):
+        assert not batch_invariant, "check_vllm refuses it"
+        self.config, self.mesh, self.device, self.bucket_bytes = config, mesh, device, bucket_bytes
+        self.format: Format = engine_format("vllm", device.kind)
+        if isinstance(config.attention, Latent) and self.format != VLLM_CPU:
+            raise ValueError(
+                "rollout.backend=vllm: with latent attention vLLM computes from products of kv_b_proj, which a switch "
+                "does not write; use rollout.backend=embedded"
+            )
+        max_bytes, parallel = unit_bytes(bucket_bytes), mesh.parallel
+        self.table = local_table(self.format, config, parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize)
+        keyed = KeyedWeights(config, dtype)
+        self.core = vllm_core.start(config, mesh, device, rollout, dtype, load=keyed.load)
+        module = self.core.module
+        check_tensors(self.table, module, dtype, mesh.rank)
+        keyed.check(self.table, module)
+        check_experts(self.table, module)
+        check_live(self.core, self.table)
+        self._params = {name: param.requires_grad_(False) for name, param in module.named_parameters()}
+        for tensor in self._params.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # frees vLLM's own memory first
+        apart = [param for param in self.table if param.storage == "card"]
+        self.weights = Buckets(
+            plan_units(self.table, dtype.itemsize, max_bytes),
+            device,
+            dtype,
+            owner="weights",
+            share=share,
+            resident=resident,
+            apart=apart,
+        )
+        for param in apart:
+            self._params[param.name].data = device.host_view(self.weights.views[param.name])
+        self._addresses: list[int] = [0] * len(self.weights.flats)
+        module.register_forward_pre_hook(self._follow_storage)
+
+    def _follow_storage(self, *inputs: Any) -> None:
+        """Set the parameters' data to the views of units that have been allocated since the last pass."""
+        addresses: list[int] = [flat.untyped_storage().data_ptr() for flat in self.weights.flats]
+        if addresses == self._addresses:
+            return
+        assert all(addresses), "vLLM's weights are not resident"
+        self.device.synchronize()
+        for plan, now, before in zip(self.weights.plans, addresses, self._addresses, strict=True):
+            if now != before:
+                for param, _ in plan.entries:
+                    self._params[param.name].data = self.device.host_view(self.weights.views[param.name])
+        self._addresses = addresses

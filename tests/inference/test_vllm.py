@@ -1,0 +1,153 @@
+"""vLLM as the engine samples what the embedded engine samples, whatever happens to its requests."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from fusion.inference.stop_strings import StopStrings
+from fusion.model import Parallel
+from tests.helpers import run_ranks
+from tests.inference import vllm_engines as scenarios
+from tests.inference.engines import by_id, checkpoint
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="bash scripts/environment.sh --backend vllm"),
+]
+
+LAYOUTS = {
+    "one card": (Parallel(), True),
+    "one card, dense": (Parallel(), False),
+    "TP2, dense": (Parallel(2, tp=2), False),
+    "TP2 with cut experts": (Parallel(2, tp=2, etp=2), True),
+    "TP2 EP2": (Parallel(2, tp=2, ep=2), True),
+    "EP2: two attention ranks": (Parallel(2, ep=2), True),
+    "EP4: four attention ranks": (Parallel(4, ep=4), True),
+    "TP2 EP4: two attention ranks of two": (Parallel(4, tp=2, ep=4), True),
+}
+SINGLE, TWO = Parallel(), Parallel(2, tp=2, ep=2)
+
+
+def both(scenario, parallel=SINGLE, experts=True, device="emulated", **rollout):
+    """What a scenario returns by rank, of each backend."""
+    arguments = checkpoint(experts), parallel, scenario, rollout
+    results = run_ranks(scenarios.of_both, parallel.world, *arguments, device=device, timeout_s=240)
+    return [[of_rank[name] for of_rank in results] for name in ("embedded", "vllm")]
+
+
+def same(ours, theirs):
+    """Checks that both have generated the same, token by token."""
+    ours, theirs = by_id(ours), by_id(theirs)
+    assert {name: tokens for name, (tokens, _) in ours.items()} == {
+        name: tokens for name, (tokens, _) in theirs.items()
+    }
+    for name, (_, logprobs) in ours.items():
+        assert theirs[name][1] == pytest.approx(logprobs, abs=1e-5), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_samples_the_same_tokens(layout):
+    parallel, experts = LAYOUTS[layout]
+    ours, theirs = both(scenarios.arriving_in_two_waves, parallel, experts)
+    same([output for mine, _ in ours for output in mine], [output for mine, _ in theirs for output in mine])
+    for rank, (mine, _) in enumerate(theirs):
+        assert bool(mine) == (parallel.coordinate("tp", rank) == 0)
+    embedded, vllm = (of_ranks[0][1] for of_ranks in (ours, theirs))
+    assert embedded.keys() == vllm.keys()
+    for figure in ("generated_tokens", "decoded_sequences", "dummy_steps", "kv_tokens", "depth", "running"):
+        assert vllm[figure] == embedded[figure], figure
+    assert (vllm["dummy_steps"] > 0) == (parallel.dp > 1)
+    assert vllm["tokens_per_s"] > 0 and vllm["preemptions"] == 0
+    statuses = [{name: value for name, value in status.items() if name != "tokens_per_s"} for _, status in theirs]
+    assert all(status == statuses[0] for status in statuses)
+
+
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize("parallel", [SINGLE, TWO], ids=str)
+def test_chunks_aborts_suspension_and_new_versions_change_no_token(parallel, device):
+    _, theirs = both(scenarios.broken_off_and_resumed, parallel, device=device)
+    whole = by_id(both(scenarios.arriving_in_two_waves)[0][0][0])
+    outputs, status = theirs[0]
+    assert {output.finish_reason for output in outputs} >= {"abort", "chunk", "length"}
+    got: dict[str, tuple[list[int], list[float]]] = {}
+    for output in outputs:
+        tokens, logprobs = got.setdefault(output.request_id, ([], []))
+        assert len(output.tokens) == len(output.logprobs) == len(output.versions)
+        assert list(output.before) == tokens
+        tokens += output.tokens
+        logprobs += output.logprobs
+    assert len(got) == 12
+    for name, (tokens, logprobs) in got.items():
+        assert tokens == whole[name][0], name
+        assert logprobs == pytest.approx(whole[name][1], abs=1e-5)
+    assert status["generated_tokens"] == sum(len(tokens) for tokens, _ in got.values())
+    assert status["recomputed_tokens"] > 0 and status["depth"] == status["running"] == 0
+
+
+@pytest.mark.parametrize("parallel", [SINGLE, TWO], ids=str)
+def test_new_weights_are_adopted_between_two_steps(parallel):
+    ours, theirs = both(scenarios.adopting_new_weights, parallel)
+    same(ours[0], theirs[0])
+    versions = {output.request_id: output.versions for output in theirs[0]}
+    assert versions == {output.request_id: output.versions for output in ours[0]}
+    assert versions["a0"][:8] == [0] * 8 and versions["a0"][8:] == [3] * 16 and set(versions["after"]) == {3}
+
+
+def _decode(tokens):
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def test_requests_end_in_every_way_and_with_the_same_reason(monkeypatch):
+    first, _ = both(scenarios.ending_in_every_way)
+    string = next(output for output in first[0] if output.request_id == "string")
+    strings = StopStrings([_decode(string.tokens[4:6])], _decode)
+    ours, theirs = both(scenarios.ending_in_every_way, stop_strings=strings)
+    same(ours[0], theirs[0])
+    reasons, expected = (
+        {o.request_id: (o.finish_reason, o.kv_rank, o.before) for o in side[0]} for side in (theirs, ours)
+    )
+    assert reasons == expected
+    assert {name: reason for name, (reason, _, _) in reasons.items()} == {
+        "length": "length",
+        "stop": "stop",
+        "chunk": "chunk",
+        "resumed": "chunk",
+        "exact": "stop",
+        "exact and long": "length",
+        "string": "stop",
+    }
+    lengths = {output.request_id: len(output.tokens) for output in theirs[0]}
+    assert lengths["exact"] == 11 and lengths["string"] == 6 and lengths["resumed"] == 5
+
+
+def test_requests_of_a_lower_number_are_admitted_first():
+    ours, theirs = both(scenarios.in_order_of_priority, max_seqs=1)
+    assert theirs[0] == ours[0] == ["p2", "p1", "p4", "p0", "p3"]
+
+
+@pytest.mark.parametrize("parallel", [SINGLE, TWO], ids=str)
+def test_little_kv_preempts_and_changes_no_token(parallel):
+    ours, theirs = both(scenarios.crowding_the_kv, parallel, max_kv_tokens=128)
+    same(ours[0][0], theirs[0][0])
+    status = theirs[0][1]
+    assert status["preemptions"] > 0 and status["recomputed_tokens"] > 0 and status["kv_tokens"] == 128
+
+
+def test_nan_logits_are_reported_and_harm_no_later_version():
+    ours, theirs = both(scenarios.surviving_bad_weights)
+    assert "the logits of policy 1 are NaN" in theirs[0][0] and "request 'r" in theirs[0][0]
+    same(ours[0][1], theirs[0][1])
+
+
+def test_kv_is_memory_of_the_card_and_is_given_back():
+    _, theirs = both(scenarios.counting_memory, TWO)
+    for allocated, released, again in theirs:
+        assert allocated == again and allocated - released >= 1024 // 16 * 16 * 2 * 32 * 2 * 4
+
+
+def test_a_prompt_that_was_computed_before_is_found():
+    ours, theirs = both(scenarios.sharing_prompts)
+    assert theirs[0] == ours[0] == 80
+    assert both(scenarios.sharing_prompts, prefix_cache=False)[1][0] == 0

@@ -1,0 +1,97 @@
+"""Whole runs with rollout.backend=vllm: the embedded engine's first step, hybrid cards, kill and resume."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.stalesync.runs import FOUR, kill, rows_of, train, wait_until, weights_of
+from tests.stalesync.test_saving import _whole
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="bash scripts/environment.sh --backend vllm"),
+]
+
+VLLM, MEGATRON = "rollout.backend=vllm", "training.backend=megatron"
+OPTIONS = ["run.eval_prompts=0", "fusion.checksum=true", "training.lr=1e-3"]
+LUCK = """
+import zlib
+
+def score(prompt, response, answer, **fields):
+    return zlib.crc32((prompt + response).encode()) % 3 / 2
+"""
+
+
+@pytest.fixture
+def luck(tmp_path):
+    """A reward that any model receives now and then, so that every step has a gradient."""
+    (tmp_path / "luck.py").write_text(LUCK)
+    return f"reward.path={tmp_path / 'luck.py'}:score"
+
+
+def samples_of(run, step):
+    """Lines of samples.jsonl of one step, without what is not computed bitwise alike."""
+    return sorted(line for line in (run / "samples.jsonl").read_text().splitlines() if f'"step": {step},' in line)
+
+
+@pytest.mark.parametrize("parallel", ["tp2ep2_ep4", "tp2ep2_ep2"])
+def test_four_cards_generate_with_vllm_as_with_the_embedded_engine(base, luck, tmp_path, parallel):
+    rows = {}
+    for name, options in {"embedded": [], "vllm": [VLLM], "both": [VLLM, MEGATRON]}.items():
+        options = [*options, "cluster=four", f"parallel={parallel}", "run.steps=2"]
+        done = train(base, tmp_path, f"run.name={name}", *OPTIONS, luck, *options, timeout_s=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows[name] = rows_of(tmp_path / name)
+    first = [samples_of(tmp_path / name, 1) for name in rows]
+    assert first[0] and first[0] == first[1] == first[2], "the engines sample step 1 from the same weights"
+    for name in ("vllm", "both"):
+        one, other = rows["embedded"][0], rows[name][0]
+        assert one["actor/grad_norm"] > 0.01 and one["critic/rewards/mean"] == other["critic/rewards/mean"]
+        for figure in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+            assert other[figure] == pytest.approx(one[figure], rel=1e-4, abs=1e-6), figure
+        assert all(row["training/rollout_logprobs_diff_mean"] < 1e-4 for row in rows[name]), "after every switch"
+        assert other["memory/infer/optimizer_mib"] == other["memory/infer/gradients_mib"] == 0
+        assert other["memory/infer/kv_mib"] > 0 and other["rollout/kv_tokens_min"] > 0
+        assert other["rollout/generated_tokens"] == one["rollout/generated_tokens"]
+
+
+def test_hybrid_cards_one_step_stale_with_chunks_and_weights_in_the_background(base, luck, tmp_path):
+    """Cards that only generate decode while the others train, and adopt new weights between two steps."""
+    options = ["cluster=four", "parallel=tp2ep2_ep2", "fusion=hybrid", "stalesync.max_staleness=1", "run.steps=4"]
+    options += ["rollout.chunk_tokens=3", "rollout.max_response_length=8"]
+    done = train(base, tmp_path, VLLM, *OPTIONS, luck, *options, timeout_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 4 and all(0.001 < row["actor/grad_norm"] < 100 for row in rows)
+    assert all(row["training/rollout_logprobs_diff_mean"] < 0.2 for row in rows)
+    assert max(row["training/staleness_max"] for row in rows) == 1
+
+
+def test_bfloat16_with_a_reference(base, luck, tmp_path):
+    options = [VLLM, "model=bfloat16", "algorithm.kl_coef=0.01", *FOUR, "run.steps=2"]
+    done = train(base, tmp_path, *OPTIONS, luck, *options, timeout_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2 and all(0.01 < row["actor/grad_norm"] < 100 for row in rows)
+    assert all(row["training/rollout_logprobs_diff_mean"] < 0.05 for row in rows)
+
+
+@pytest.mark.parametrize("trainer", ["embedded", "megatron"])
+def test_a_run_on_vllm_that_is_killed_and_resumed_is_bitwise_the_one_that_was_not(base, start, luck, tmp_path, trainer):
+    options = [VLLM, f"training.backend={trainer}", *OPTIONS, luck, "cluster.npus=1", "parallel=single"]
+    options += ["run.steps=6", "run.save_every=1"]
+    whole = train(base, tmp_path / "whole", *options, timeout_s=400)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    run = start(*options)
+    wait_until(run, 200, lambda: any(_whole(tmp_path / "run")))
+    kill(run)
+    done = train(base, tmp_path, *options, "run.resume=true", timeout_s=400)
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
+    figures = [
+        [(row["critic/rewards/mean"], row["actor/grad_norm"]) for row in rows_of(folder / "run")]
+        for folder in (tmp_path, tmp_path / "whole")
+    ]
+    assert figures[0] == figures[1] and len(figures[0]) == 6 and all(norm > 0.01 for _, norm in figures[0])
+    ours, theirs = (weights_of(folder / "run" / "hf") for folder in (tmp_path, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
