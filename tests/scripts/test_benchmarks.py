@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import backends, drafts_sides, rollout_rhyme
+from benchmarks import backends, backends_engines, drafts_sides, rollout_rhyme
 from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
 from benchmarks.growth_run import calls_of_a_step, growth_of_rss
@@ -129,3 +129,11 @@ def test_a_mode_of_the_rhyme_ablation_is_compared_by_seed_and_with_what_is_publi
     assert RHYME.published.keys() < rollout_rhyme.MODES.keys()
     figures = {"full": {"ratio": 2.0}, "histospec": {"ratio": 2.0}}
     assert rollout_rhyme.misses(figures) and not rollout_rhyme.misses(figures | {"full": {"ratio": 2.1}})
+
+
+def test_engines_are_compared_round_by_round():
+    seconds = {"embedded": [2.0, 4.0, 3.0], "vllm": [2.0, 2.0, 8.0], "vllm_plain": [2.0, 1.0, 4.0]}
+    figures = backends_engines.summary(seconds | {"vllm_alone": [1.0, 1.5, 8.0]})
+    tokens = backends_engines.REQUESTS * backends_engines.TOKENS
+    assert figures["embedded"] == {"gen_tokens_per_s": tokens / 3}
+    assert figures["vllm_plain"]["ratio"] == 0.5 and figures["vllm_alone"]["ratio"] == 0.75

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from tests.stalesync import test_engine_restarts as restarts
 from tests.stalesync.runs import FOUR, kill, rows_of, train, wait_until, weights_of
 from tests.stalesync.test_saving import _whole
 
@@ -95,3 +96,13 @@ def test_a_run_on_vllm_that_is_killed_and_resumed_is_bitwise_the_one_that_was_no
     assert figures[0] == figures[1] and len(figures[0]) == 6 and all(norm > 0.01 for _, norm in figures[0])
     ours, theirs = (weights_of(folder / "run" / "hf") for folder in (tmp_path, tmp_path / "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
+def test_an_engine_of_two_cards_that_is_killed_is_replaced(base, tmp_path):
+    """vLLM starts again in processes that take part in no group of the run but those of their engine."""
+    options = [VLLM, "rollout=sampling", "parallel.infer.tp=2", "parallel.infer.etp=2", "run.steps=3"]
+    done, folder = restarts.run(base, tmp_path / "killed", *options, kills={40: [2]})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert restarts.restarts_of(folder) == 1 and "1 engines died and were replaced" in done.stdout
+    rows = rows_of(folder)
+    assert len(rows) == 3 and all(row["training/rollout_logprobs_diff_mean"] < 1e-4 for row in rows)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
+from fusion.npu.fused import operators_for
+from fusion.npu.ops import grouped_linear, swiglu
 
 
 def compute_from_plain_tensors() -> None:
@@ -98,19 +100,23 @@ def _experts(
     chosen = topk_ids.flatten().long()
     local = chosen if owned is None else owned[chosen].long()
     order = local.argsort(stable=True)
-    counts = torch.bincount(local + 1, minlength=len(w13) + 1).tolist()  # those of other ranks are -1
-    own = order[counts[0] :]
+    counts = torch.bincount(local + 1, minlength=len(w13) + 1)  # those of other ranks are -1
+    own = order[int(counts[0]) :]
     rows = own // topk_ids.shape[1]
-    pieces = []
-    for expert, x in enumerate(input[rows].split(counts[1:])):
-        if len(x):
-            gate, up = F.linear(x, w13[expert]).chunk(2, -1)
-            pieces.append(F.linear(F.silu(gate) * up, w2[expert]))
     output = torch.zeros_like(input)
-    if pieces:
-        weights = topk_weights.flatten()[own].unsqueeze(1)
-        output.index_add_(0, rows, (torch.cat(pieces) * weights).to(output.dtype))
+    if len(rows):
+        y = _swiglu_of_experts(input[rows], counts[1:], w13, w2)
+        output.index_add_(0, rows, (y * topk_weights.flatten()[own].unsqueeze(1)).to(output.dtype))
     return output
+
+
+def _swiglu_of_experts(x: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of rows sorted by expert, ``counts[e]`` of each."""
+    with torch.inference_mode():
+        if (operators := operators_for(x)) is not None:
+            return operators.experts(x, counts, list(w13.unbind()), list(w2.unbind()), 1)
+        gate_up = grouped_linear(x, w13.unbind(), counts.tolist())
+        return grouped_linear(swiglu(gate_up), w2.unbind(), counts.tolist())
 
 
 def exchange_uneven() -> None:
