@@ -165,8 +165,7 @@ class TrainingRun:
         phase at the start and at the end."""
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
         if self.evaluation.due(self.step, last):
-            self.evaluate()
-            self._figures |= self.evaluation.short_metrics("before")
+            self.evaluate_first()
         saved_at = time.monotonic()
         with collecting_seldom(self.max_samples), self.logging_after_failure():
             self.view.begin()
@@ -187,6 +186,22 @@ class TrainingRun:
                 self.cards.wait(stage)
         self.check_rewards()
         return self.evaluation.answers()
+
+    def evaluate_first(self) -> None:
+        """Evaluates before the first step of this start of the run. Where that is not the run's first step, the row of
+        the step that the checkpoint was saved after is logged, so it is completed; the checkpoint may be the best."""
+        start = time.perf_counter()
+        is_best, metrics = self.evaluate()
+        if not self.step:
+            self._figures |= self.evaluation.short_metrics("before")
+            return
+        if metrics:
+            metrics |= {"timing_s/testing": time.perf_counter() - start}
+        if self.step == self.config.run.steps:
+            metrics |= self.evaluation.short_metrics("after")
+        self.folder.complete(self.step, metrics)
+        if is_best:
+            self.folder.write_best(self.evaluation.best())
 
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:

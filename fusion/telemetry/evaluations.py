@@ -6,6 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+RESULT: Mapping[str, type] = {
+    "file": str,
+    "step": int,
+    "samples": int,
+    "prompts": int,
+    "failed": int,
+    "estimates": dict,
+}
+"""Fields of every row of `evaluations.jsonl`"""
+
+
 def evaluation_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a title and a line for the first and the last evaluation of each file, as cells: prompts and answers to
     each, the mean reward and pass@k for the largest k with their 95 % intervals, and the tokens of a response."""

@@ -30,7 +30,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, TypeVar
 
-from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, remove_temporary, write_atomic
+from fusion.telemetry.files import (
+    NOT_FINITE,
+    JsonLines,
+    finite,
+    keep_lines,
+    read_jsonl,
+    remove_temporary,
+    write_atomic,
+)
 from fusion.telemetry.folder_lock import FolderLock
 from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
@@ -124,6 +132,21 @@ class RunFolder:
         self._metrics.write({"step": step, **numbers})
         self._opened_loggers().log(step, numbers)
 
+    def complete(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
+        """Add figures to the row of a step that an earlier start of the run has logged, the last one. Loggers get the
+        whole row again, as TensorBoard replaces what it has of this step. Call it before the first `log` of a start."""
+        assert self._metrics is None, "complete after writing"
+        numbers = {name: float(value) for name, value in figures.items()}
+        path = self.path / "metrics.jsonl"
+        rows = read_jsonl(path, {"step": int})
+        row = next((row for row in reversed(rows) if row["step"] == step), {})
+        row = {name: value for name, value in row.items() if name not in ("step", NOT_FINITE)} | row.get(NOT_FINITE, {})
+        known = {name: float(value) for name, value in row.items()}
+        completed = {"step": step, **known, **numbers}
+        kept = [row for row in rows if row["step"] != step]
+        write_atomic(path, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]))
+        self._opened_loggers().log(step, {**known, **numbers})
+
     def log_samples(
         self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
     ) -> None:
@@ -190,8 +213,8 @@ class RunFolder:
         files = self._metrics, self._samples, self._groups, self._evaluations
         assert files == (None,) * len(files), "rewind after writing"
         for name in ("samples.jsonl", "groups.jsonl", EVALUATIONS):
-            keep_lines(self.path / name, lambda row: row["step"] <= step)
-        return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
+            keep_lines(self.path / name, lambda row: row["step"] <= step, {"step": int})
+        return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step, {"step": int})
 
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""

@@ -167,6 +167,29 @@ def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path):
         assert [row["step"] for row in metrics(run)] == [1, 2]
 
 
+def test_a_resumed_run_completes_the_row_of_the_step_that_it_begins_after(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        for step in (1, 2, 3):
+            run.log(step, {"a": float(step), "b": math.inf, "c": math.nan})
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        run.rewind(2)
+        run.complete(2, {"val-core/a/reward/mean@1": 0.5, "c": math.nan})
+        run.log(3, {"a": 30.0})
+    last = metrics(run)[1]
+    assert last == {
+        "step": 2,
+        "a": 2.0,
+        "b": None,
+        "c": None,
+        "val-core/a/reward/mean@1": 0.5,
+        "not_finite": {"b": "inf", "c": "nan"},
+    }
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    curves = scalars(run.path / "tensorboard")
+    assert curves["a"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert curves["val-core/a/reward/mean@1"] == [(2, 0.5)]
+
+
 def test_damage_in_the_middle_is_not_passed_over(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(ValueError, match="line 2"):
