@@ -184,7 +184,9 @@ def _run(
         reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
         if terms:
             reward_source = WeightedReward(reward_source, config.reward.title, terms)
-        scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share))
+        needs_groups = any(pool.needs_group for pool in (rule, *(term.pool for term in terms)) if pool is not None)
+        group_size = config.algorithm.group_size if needs_groups else None
+        scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share, group_size))
         run = TrainingRun(
             config=config,
             spec=spec,

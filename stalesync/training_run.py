@@ -405,7 +405,7 @@ class TrainingRun:
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON, between two steps. No engine has a request."""
         state = {"step": self.step, "prompts": self.source.state_dict(), "share": self.desk.state_dict()}
-        return state | self.admission.state_dict() | self.groups.state_dict()
+        return state | self.admission.state_dict() | self.groups.state_dict() | self.scorer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object."""
@@ -414,6 +414,7 @@ class TrainingRun:
         self.desk.load_state_dict(state["share"])
         self.admission.load_state_dict(state)
         self.groups.load_state_dict(state)
+        self.scorer.load_state_dict(state, self.groups.scored)
 
     @property
     def checkpoint(self) -> Path:

@@ -115,9 +115,7 @@ def iterate_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> I
             yield record
 
 
-def keep_lines(
-    path: Path, keep: Callable[[dict[str, Any]], bool], required: Mapping[str, type] = NOTHING
-) -> int:
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool], required: Mapping[str, type] = NOTHING) -> int:
     """Rewrite a JSON-lines file with only the objects that `keep` accepts; returns how many were dropped.
 
     Args:

@@ -139,9 +139,9 @@ class RunFolder:
         numbers = {name: float(value) for name, value in figures.items()}
         path = self.path / "metrics.jsonl"
         rows = read_jsonl(path, {"step": int})
-        row = next((row for row in reversed(rows) if row["step"] == step), {})
-        row = {name: value for name, value in row.items() if name not in ("step", NOT_FINITE)} | row.get(NOT_FINITE, {})
-        known = {name: float(value) for name, value in row.items()}
+        logged: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
+        values = {name: value for name, value in logged.items() if name not in ("step", NOT_FINITE)}
+        known = {name: float(value) for name, value in (values | logged.get(NOT_FINITE, {})).items()}
         completed = {"step": step, **known, **numbers}
         kept = [row for row in rows if row["step"] != step]
         write_atomic(path, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]))

@@ -54,7 +54,7 @@ class Evaluation:
         samples, asked = self.config.samples, file.asked(self.config.samples)
         source = None if file.pool is None else RuleReward(file.pool)
         try:
-            outcomes = scorer.score_answers(asked, answers, source)
+            outcomes = scorer.score_answers(asked, answers, source, group_size=samples)
             if file.pool is not None and (verdict := self._failed[file.name].observe([one for _, one in outcomes])):
                 raise RewardsFailed(str(verdict))
             errors = [outcome for _, outcome in outcomes if outcome.error is not None]
