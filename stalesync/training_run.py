@@ -45,6 +45,7 @@ from stalesync.saving import Saver
 from stalesync.scoring import EVALUATED, RESPONSE, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.step_metrics import StepMetrics
+from stalesync.stopping import completing, requested_stop
 from stalesync.update import Updater
 
 TASKS = ("reward", "train")
@@ -162,12 +163,16 @@ class TrainingRun:
 
     def run(self) -> list[Answer]:
         """Runs all remaining steps; returns answers of the first and the last evaluation. The cards are in the training
-        phase at the start and at the end."""
+        phase at the start and at the end.
+
+        Raises:
+            Stopped: SIGTERM has arrived; a checkpoint was saved after the step that was under way.
+        """
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
         if self.evaluation.due(self.step, last):
             self.evaluate_first()
         saved_at = time.monotonic()
-        with collecting_seldom(self.max_samples), self.logging_after_failure():
+        with collecting_seldom(self.max_samples), self.logging_after_failure(), completing():
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:
@@ -175,11 +180,15 @@ class TrainingRun:
                     self.loop.train_step(self.step + 1, close_last=self.begin_close, log_last=self.log_step)
                 self.step += 1
                 is_best = self.evaluation.due(self.step, last) and self.close_and_evaluate()
-                elapsed_s = time.monotonic() - saved_at
-                if self.step == last or is_best or interval.due(self.step, elapsed_s, self.saver.writing):
+                elapsed_s, stop = time.monotonic() - saved_at, requested_stop()
+                due = interval.due(self.step, elapsed_s, self.saver.writing)
+                if self.step == last or is_best or due or stop is not None:
                     state, saved_at = self.close_and_cut(), time.monotonic()
                     self.save(state)
-        self.saver.finish()
+                if stop is not None and self.step < last:
+                    self.saver.finish()
+                    raise stop
+            self.saver.finish()
         if self.config.rollout.pools_kv:
             live = [ranks for engine, ranks in enumerate(self.cards.engines) if not self.cards.is_down(engine)]
             for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in live]:
