@@ -171,6 +171,8 @@ class TrainingRun:
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
         if self.evaluation.due(self.step, last):
             self.evaluate_first()
+        if self.step:
+            self.folder.repeat(self.evaluation.first_metrics())
         saved_at = time.monotonic()
         with collecting_seldom(self.max_samples), self.logging_after_failure(), completing():
             self.view.begin()

@@ -49,6 +49,9 @@ EVALUATIONS = "evaluations.jsonl"
 BEST = "best.json"
 PROFILES = "profile"
 
+REPEATED_BYTES = 1 << 18
+"""Size of the last rows that a resumed run sends to its loggers again: far more than these keep in memory"""
+
 IfExists = Literal["suffix", "resume"]
 
 T = TypeVar("T")
@@ -133,19 +136,33 @@ class RunFolder:
         self._opened_loggers().log(step, numbers)
 
     def complete(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
-        """Add figures to the row of a step that an earlier start of the run has logged, the last one. Loggers get the
-        whole row again, as TensorBoard replaces what it has of this step. Call it before the first `log` of a start."""
+        """Add figures to the row of a step that an earlier start of the run has logged, the last one. Called before the
+        first `log` of a start; `repeat` then sends the row to the loggers."""
         assert self._metrics is None, "complete after writing"
-        numbers = {name: float(value) for name, value in figures.items()}
         path = self.path / "metrics.jsonl"
         rows = read_jsonl(path, {"step": int})
         logged: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
-        values = {name: value for name, value in logged.items() if name not in ("step", NOT_FINITE)}
-        known = {name: float(value) for name, value in (values | logged.get(NOT_FINITE, {})).items()}
-        completed = {"step": step, **known, **numbers}
+        added = {name: float(value) for name, value in figures.items()}
+        completed = {"step": step, **_figures(logged), **added}
         kept = [row for row in rows if row["step"] != step]
         write_atomic(path, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]))
-        self._opened_loggers().log(step, {**known, **numbers})
+
+    def repeat(self, before_first: Mapping[str, float]) -> None:
+        """Send the last rows of an earlier start of the run to the loggers again: a logger may keep in memory what it
+        has received, as W&B does offline until a block of 32 KiB is full, and a run that is killed loses that.
+
+        Args:
+            before_first: figures of the evaluation before the first step, which no row has.
+        """
+        rows, size = read_jsonl(self.path / "metrics.jsonl", {"step": int}), 0
+        first = len(rows)
+        while first and size < REPEATED_BYTES:
+            first -= 1
+            size += len(json.dumps(rows[first]))
+        if first == 0 and before_first:
+            self._opened_loggers().log(0, before_first)
+        for row in rows[first:]:
+            self._opened_loggers().log(row["step"], _figures(row))
 
     def log_samples(
         self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
@@ -240,6 +257,12 @@ class RunFolder:
     def _made(self, name: str) -> Path:
         (self.path / name).mkdir(exist_ok=True)
         return self.path / name
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the figures of a row of metrics.jsonl as they were logged."""
+    values = {name: value for name, value in row.items() if name not in ("step", NOT_FINITE)}
+    return {name: float(value) for name, value in (values | row.get(NOT_FINITE, {})).items()}
 
 
 def step_of(name: str) -> int | None:

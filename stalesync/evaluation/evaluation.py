@@ -109,6 +109,11 @@ class Evaluation:
         last = self.history.last(HELD_OUT)
         return {} if last is None or last.mean is None else {f"val/rewards/{when}": last.mean.value}
 
+    def first_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the evaluation before the first step, if there was one."""
+        first = [result for result in self.history.results if not result.step]
+        return {name: value for result in first for name, value in result.metrics().items()}
+
     def answers(self) -> list[Answer]:
         """Returns pairs of answers of the first and the last evaluation: of held-out prompts, or of the first file."""
         ends = [(self.history.first(file.name), self.history.last(file.name)) for file in self.files[:1]]
