@@ -153,6 +153,7 @@ class TrainingRun:
             view=view,
         )
         self.trainers = cards.on(spec.deployment.train)
+        self._not_training = frozenset(range(spec.world)) - {*spec.deployment.train}
         self.generators = cards.on([rank for ranks in spec.engines for rank in ranks])
         self.drafters, self._drafting_ranks = cards.on(spec.drafting_ranks), spec.drafting_ranks
         self._draft_starts: dict[int, int] = {}
@@ -195,6 +196,8 @@ class TrainingRun:
             live = [ranks for engine, ranks in enumerate(self.cards.engines) if not self.cards.is_down(engine)]
             for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in live]:
                 self.cards.wait(stage)
+        if self.config.run.profile_steps and (others := self._others()):
+            self.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
         self.check_rewards()
         return self.evaluation.answers()
 
@@ -216,14 +219,23 @@ class TrainingRun:
 
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:
-        """Profiles the cards that train in the block, if the config names the step. If the step fails, the card that
-        failed writes its trace; the others are ended."""
+        """Profiles the cards in the block, if the config names the step. If the step fails, the card that failed writes
+        its trace; the others are ended. Cards that do not train may be in a stage that lasts longer than a step: they
+        begin and end between two steps of their engine."""
         if step not in self.config.run.profile_steps:
             yield
             return
-        self.trainers.call(Worker.begin_profile, str(self.folder.profiles.resolve()), step)
+        folder = str(self.folder.profiles.resolve())
+        self.trainers.call(Worker.begin_profile, folder, step)
+        self.cards.on(self._others()).ask(Worker.ask_profile, folder, step)
         yield
         self.trainers.call(Worker.end_profile)
+        self.cards.on(self._others()).ask(Worker.ask_profile, folder, None)
+
+    def _others(self) -> list[int]:
+        """Returns the ranks of the cards that do not train, and live."""
+        down = [ranks for engine, ranks in enumerate(self.cards.engines) if self.cards.is_down(engine)]
+        return sorted(self._not_training - {rank for ranks in down for rank in ranks})
 
     def run_evaluation(self) -> list[Answer]:
         """Evaluates the weights that the run begins with, and runs no step."""

@@ -74,7 +74,7 @@ class MlflowLogger:
 
 
 def mlflow_name(metric: str) -> str:
-    """Returns the name of a metric as MLflow accepts it: `@` is spelled `_at_`, as in verl, and other characters that it
+    """Returns the name of a metric as MLflow accepts it: `@` is `_at_`, as in verl, and other characters that it
     refuses are underscores."""
     return REFUSED.sub("_", metric.replace("@", "_at_"))
 
