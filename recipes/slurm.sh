@@ -10,8 +10,9 @@
 #   sbatch --nodes=4 recipes/slurm.sh run.name=NAME model.path=FOLDER cluster.npus=32 [overrides]
 # Submit it in the checkout, which all nodes see at the same path, as run.dir and model.path; options of sbatch, such as
 # --gres, --partition or --time, replace those above. Two minutes before the time limit, and at scancel --signal=TERM
-# --batch, the run ends in order and Ray stops. The same command goes on from its newest checkpoint: one is written every
-# ten minutes unless run.save_every says otherwise. A token in a file that only its user can read protects Ray.
+# --batch, the run ends its step, saves a checkpoint, and Ray stops: --signal=B:TERM@600 leaves ten minutes for long
+# steps. The same command goes on from the newest checkpoint: one is also written every ten minutes unless run.save_every
+# says otherwise. A token in a file that only its user can read protects Ray.
 set -euo pipefail
 fail() { echo "error: $*" >&2; exit 2; }
 [ -n "${SLURM_JOB_ID:-}" ] || fail "not a Slurm job: sbatch recipes/slurm.sh run.name=NAME model.path=FOLDER …"

@@ -103,6 +103,10 @@ class Card(Worker):
         super().save_drafts(folder)
 
     @_in_group("control")
+    def ask_profile(self, folder: str, step: int | None) -> None:
+        super().ask_profile(folder, step)
+
+    @_in_group("control")
     def status(self) -> dict[str, Any]:
         return super().status()
 

@@ -134,8 +134,8 @@ class RunConfig:
     """Loggers of the metrics, beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio` (`pip
     install` the library), or your own class as `module:Class` (docs/telemetry.md). []: none."""
     profile_steps: list[int] = field(default_factory=list)
-    """Steps of which every card that trains writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/`
-    of the run's folder, such as [3,4]: from 1 to `steps`. []: none."""
+    """Steps of which every card writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/` of the run's
+    folder, such as [3,4]: from 1 to `steps`. []: none."""
     resume: bool = False
     """Resume from the newest checkpoint of the run with this name."""
 

@@ -221,7 +221,7 @@ class Controller:
         """Reports the samples that the queue has lost, and records how many requests engines have; at most every
         `POLL_S` seconds, unless ``now``."""
         if now or time.perf_counter() - self._lost_polled_s >= POLL_S:
-            self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
+            self.scorer.note_lost(self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost)))
             self._lost_polled_s = time.perf_counter()
             counts = [self.admission.buffer.num_running_on(engine) for engine in self.admission.running]
             if counts:

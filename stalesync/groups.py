@@ -23,10 +23,7 @@ from stalesync.admission import Admission
 from stalesync.prompts import Prompt
 from stalesync.reward_history import RewardHistory
 from stalesync.sample_columns import SampleColumns
-from stalesync.samples import Sample, by_id
-
-LOST = "lost"
-"""Why a sample cannot be scored, and why a group fails, whose samples the queue has lost"""
+from stalesync.samples import LOST, Sample, by_id
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +72,11 @@ class Groups:
             scored = [sample for sample in scored if sample.id not in self._given_up]
         self._record(generated, scored)
 
-    def note_lost(self, lost: Sequence[LostSample]) -> None:
+    def note_lost(self, lost: Sequence[LostSample]) -> list[Sample]:
         """Records samples that the queue has lost. One that was not taken from the queue yet counts as generated and
-        cannot be scored; one that was is lost to training only."""
+        cannot be scored, and is returned; one that was is lost to training only."""
         self.num_noted_lost += len(lost)
+        given_up = []
         for one in lost:
             self.lost.add(one.id)
             log.error("sample %r has ended as %s", one.id, one.reason)
@@ -88,7 +86,9 @@ class Groups:
                 sample = Sample(one.id, prompt, "", len(prompt.ids), entry.generated)
                 sample.outcome = RewardOutcome(None, error=LOST, detail=one.reason)
                 self._given_up.add(one.id)
+                given_up.append(sample)
                 self._record([sample], [sample], lost=True)
+        return given_up
 
     def untrained(self, groups: Sequence[str], samples: SampleColumns) -> list[str]:
         """Returns those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""

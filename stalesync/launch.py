@@ -184,7 +184,9 @@ def _run(
         reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
         if terms:
             reward_source = WeightedReward(reward_source, config.reward.title, terms)
-        scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share))
+        needs_groups = any(pool.needs_group for pool in (rule, *(term.pool for term in terms)) if pool is not None)
+        group_size = config.algorithm.group_size if needs_groups else None
+        scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share, group_size))
         run = TrainingRun(
             config=config,
             spec=spec,
@@ -207,7 +209,11 @@ def _run(
         # Also here, because nothing below can be relied on to end when Ray has failed.
         stack.enter_context(logs.recording(progress, report, world=spec.world))
         with naming_queue(check_ray):
-            report["answers"] = run.run() if trains else run.run_evaluation()
+            try:
+                report["answers"] = run.run() if trains else run.run_evaluation()
+            except KeyboardInterrupt:
+                report["next_steps"] = [how_to_resume(folder)] if trains else []
+                raise
         report["notes"] = damaged + run.notes() + folder.notes
         report["next_steps"] = next_steps(config, folder) if trains else []
 
@@ -313,6 +319,14 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
         options.journal = str((folder.path / "queue").resolve())
         shutil.rmtree(options.journal, ignore_errors=True)
     return options
+
+
+def how_to_resume(folder: RunFolder) -> str:
+    """Returns how a run that was stopped continues."""
+    saved = complete_checkpoints(folder.path)
+    if not saved:
+        return "no checkpoint was saved: the same command begins again, in another folder"
+    return f"continue from step {max(saved)}: the same command with run.name={folder.name} run.resume=true"
 
 
 def next_steps(config: Config, folder: RunFolder) -> list[str]:

@@ -71,7 +71,7 @@ def score_text(pool: RewardPool, samples: Sequence[Sample]) -> list[RewardOutcom
     """Scores the text of samples in the processes of a pool."""
     return pool.score(
         [
-            RewardSample(sample.prompt.text, sample.response, sample.prompt.answer, sample.prompt.fields)
+            RewardSample(sample.prompt.text, sample.response, sample.prompt.answer, sample.prompt.fields, sample.others)
             for sample in samples
         ]
     )

@@ -3,7 +3,7 @@ from its arrival to the end of its training (a frozen dataclass would take three
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -11,11 +11,15 @@ from typing import Any
 from fusion.rewards import RewardOutcome
 from stalesync.prompts import Prompt
 
+LOST = "lost"
+"""Why a sample cannot be scored, and why a group fails, whose samples the queue has lost"""
+
 
 @dataclass(slots=True)
 class Sample:
     """A finished response. ``id``: of its row in the queue; ``outcome``: assigned once, when it is scored; ``oldest``,
-    ``newest``: policy versions of its tokens."""
+    ``newest``: policy versions of its tokens; ``others``: the other responses of its group, where a reward asks for
+    them."""
 
     id: str
     prompt: Prompt
@@ -25,6 +29,7 @@ class Sample:
     outcome: RewardOutcome = field(init=False, repr=False)
     oldest: int = 0
     newest: int = 0
+    others: Sequence[str] = ()
 
     @property
     def tokens(self) -> int:
@@ -32,17 +37,21 @@ class Sample:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a scored sample as plain JSON, with the id of its group in place of the prompt."""
-        fields = {name: getattr(self, name) for name in SAVED}
         outcome = asdict(self.outcome)
         if self.outcome.terms is None:
             del outcome["terms"]
-        return fields | {"outcome": outcome, "group": self.prompt.id}
+        return self.unscored_state_dict() | {"outcome": outcome}
+
+    def unscored_state_dict(self) -> dict[str, Any]:
+        """Returns a sample that has no outcome yet, likewise."""
+        return {name: getattr(self, name) for name in SAVED} | {"group": self.prompt.id}
 
     @classmethod
     def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> Sample:
-        """Restores a sample of ``prompt`` from what `state_dict` returned."""
+        """Restores a sample of ``prompt`` from what `state_dict` or `unscored_state_dict` returned."""
         sample = cls(prompt=prompt, **{name: state[name] for name in SAVED})
-        sample.outcome = RewardOutcome(**state["outcome"])
+        if "outcome" in state:
+            sample.outcome = RewardOutcome(**state["outcome"])
         return sample
 
 

@@ -7,6 +7,10 @@
 The queue delivers a sample's text, and its lengths as metadata; its tokens are never sent to this process. The cards of
 a reward model read them directly from the queue.
 
+A reward that asks for the other responses of a group has each sample wait until all of its group have arrived or are
+lost (`WholeGroups`). A sample is then acknowledged when it arrives: the controller has its text, and a checkpoint
+contains it. Otherwise it is acknowledged when it is scored.
+
 The queue delivers a sample again whose lease has ended before it was acknowledged: it expired, or the queue's actor was
 restarted, whose journal holds no leases. Such a sample is scored once all the same (`Arrivals`).
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Container, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from distqueue import PackedBatch
 from distqueue.core import QueueClosed
@@ -30,6 +34,7 @@ from stalesync.failures import RewardsFailed
 from stalesync.prompts import Prompt
 from stalesync.reward_sources import RewardSource
 from stalesync.samples import Sample, by_id
+from stalesync.whole_groups import WholeGroups
 
 REWARD = "reward"
 """The queue's task of scoring."""
@@ -73,8 +78,8 @@ class ScoringProgress:
     """Tracks which samples were generated, wait for their score, and are scored. Pure.
 
     Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
-    `num_unscored` counts the samples that are generated and not taken as scored yet, `num_unacknowledged` those that
-    are scored and not acknowledged to the queue yet.
+    `num_unscored` counts the samples that are ready to be scored and not taken as scored yet, `num_unacknowledged`
+    those that are about to be acknowledged to the queue.
     """
 
     def __init__(self) -> None:
@@ -88,18 +93,24 @@ class ScoringProgress:
     def has_news(self) -> bool:
         return bool(self._generated or self._scored)
 
-    def observe_generated(self, samples: Sequence[Sample], wait: bool) -> None:
-        """Records generated samples. ``wait``: `take_waiting` returns them for scoring; else the caller scores them
-        now."""
+    def observe_generated(self, samples: Sequence[Sample]) -> None:
+        """Records generated samples."""
         self._generated += samples
+
+    def observe_ready(self, samples: Sequence[Sample], wait: bool) -> None:
+        """Records generated samples that can be scored. ``wait``: `take_waiting` returns them for scoring; else the
+        caller scores them."""
         self.num_unscored += len(samples)
         if wait:
             self._waiting += samples
 
     def observe_scored(self, samples: Sequence[Sample]) -> None:
-        """Records scored samples, which the caller acknowledges to the queue now."""
+        """Records scored samples."""
         self._scored += samples
-        self.num_unacknowledged += len(samples)
+
+    def observe_to_acknowledge(self, count: int) -> None:
+        """Records that the caller is about to acknowledge samples to the queue."""
+        self.num_unacknowledged += count
 
     def observe_acknowledged(self, count: int) -> None:
         self.num_unacknowledged -= count
@@ -157,12 +168,24 @@ class Scorer:
     """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
     its thread scores no sample; a call of the source that is still under way after `MAX_STOP_S` is left behind.
 
-    ``max_failed_share``: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
-    raises `RewardsFailed`.
+    Args:
+        max_failed_share: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
+            raises `RewardsFailed`.
+        group_size: number of samples of a group, all of which the source is given together; None: each is scored when
+            it has arrived.
     """
 
-    def __init__(self, source: RewardSource, queue: ScoringQueue, max_failed_share: float = 1.0):
+    def __init__(
+        self,
+        source: RewardSource,
+        queue: ScoringQueue,
+        max_failed_share: float = 1.0,
+        group_size: int | None = None,
+    ):
         self._source, self._queue = source, queue
+        self._groups = None if group_size is None else WholeGroups(group_size)
+        self._released: list[Sample] = []
+        """Samples that need not wait for others of their group any more, for the thread to score"""
         self._failed = FailedRewards(max_failed_share)
         self.prompts: dict[str, Prompt] = {}
         """Prompts of all groups that have not ended, by id; `Groups` adds each before its samples are generated"""
@@ -196,7 +219,8 @@ class Scorer:
 
     @property
     def num_unscored(self) -> int:
-        """Number of generated samples whose score `poll` has not returned yet."""
+        """Number of generated samples whose score `poll` has not returned yet, without those that wait for others of
+        their group."""
         with self._changed:
             return self._progress.num_unscored
 
@@ -240,14 +264,44 @@ class Scorer:
         """Returns the reports of cards that have scored since the last call, here or in `score_waiting`."""
         return self._source.take_reports()
 
+    def note_lost(self, samples: Sequence[Sample]) -> None:
+        """Records samples that the queue has lost before they arrived: no other sample waits for them."""
+        if self._groups is not None and samples:
+            with self._changed:
+                self._observe_ready(self._groups.give_up(samples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the samples that wait for others of their group as plain JSON; nothing if there are none."""
+        with self._changed:
+            held = [] if self._groups is None else [sample.unscored_state_dict() for sample in self._groups.held()]
+        return {"held": held} if held else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], scored: Mapping[str, Sequence[Sample]]) -> None:
+        """Restores the state; other keys are ignored. `prompts` has been restored.
+
+        Args:
+            scored: samples by group that have a score, of groups that have not ended.
+        """
+        known = {sample.id for members in scored.values() for sample in members}
+        held = [Sample.restore(self.prompts[fields["group"]], fields) for fields in state.get("held", ())]
+        held = [sample for sample in held if sample.id not in known]  # one may have been lost after it had arrived
+        with self._changed:
+            self._observe_ready(held if self._groups is None else self._groups.restore(held, scored))
+
     def score_answers(
-        self, prompts: Sequence[Prompt], answers: Mapping[str, EvalAnswer], source: RewardSource | None = None
+        self,
+        prompts: Sequence[Prompt],
+        answers: Mapping[str, EvalAnswer],
+        source: RewardSource | None = None,
+        *,
+        group_size: int = 1,
     ) -> list[tuple[str, RewardOutcome]]:
         """Scores one answer per prompt (by its id), in the TRAIN phase; returns text and outcome of each. Drops the
         rows of the answers' tokens from the queue.
 
         Args:
             source: a reward of these prompts' own, whose failures are not counted here; None: the run's.
+            group_size: number of consecutive prompts that are the same one: their answers are a group.
         """
         samples = [
             Sample(
@@ -259,6 +313,10 @@ class Scorer:
             )
             for prompt in prompts
         ]
+        for start in range(0, len(samples), group_size):
+            group = samples[start : start + group_size]
+            for sample in group:
+                sample.others = [other.response for other in group if other is not sample]
         outcomes = (source or self._source)(samples)
         if source is None:
             with self._changed:
@@ -289,12 +347,13 @@ class Scorer:
                         timeout_s=POLL_S,
                     )
                 except TimeoutError:
-                    continue
+                    batch = None
                 start = time.perf_counter()
                 with self._scoring:
                     if not self._stopping.is_set():
                         self._take(batch)
-                self._batch_size.observe(len(batch), time.perf_counter() - start)
+                if batch is not None:
+                    self._batch_size.observe(len(batch), time.perf_counter() - start)
         except BaseException as error:
             if self._stopping.is_set() and isinstance(error, QueueClosed):
                 return
@@ -302,13 +361,28 @@ class Scorer:
                 self._error = error
                 self._changed.notify_all()
 
-    def _take(self, batch: PackedBatch) -> None:
-        samples = self._describe(batch)
+    def _take(self, batch: PackedBatch | None) -> None:
+        """Handles the samples of a batch, and scores what is ready."""
+        samples = [] if batch is None else self._describe(batch)
         with self._changed:
-            self._progress.observe_generated(samples, wait=not self.concurrent)
+            self._progress.observe_generated(samples)
+            if self._groups is None:
+                self._observe_ready(samples)
+            else:
+                self._observe_ready(self._groups.add(samples))
+                self._progress.observe_to_acknowledge(len(samples))
+            ready, self._released = self._released, []
             self._changed.notify_all()
-        if self.concurrent and samples:
-            self._score(samples)
+        if self._groups is not None:
+            self._acknowledge(samples)
+        if ready:
+            self._score(ready)
+
+    def _observe_ready(self, samples: Sequence[Sample]) -> None:
+        """Records samples that can be scored; holds the lock."""
+        self._progress.observe_ready(samples, wait=not self.concurrent)
+        if self.concurrent:
+            self._released += samples
 
     def _score(self, samples: Sequence[Sample]) -> None:
         """Scores samples. They are reported before they are acknowledged, so that training need not wait for that."""
@@ -318,7 +392,15 @@ class Scorer:
         with self._changed:
             _refuse(self._failed.observe(outcomes))
             self._progress.observe_scored(samples)
+            if self._groups is None:
+                self._progress.observe_to_acknowledge(len(samples))
             self._changed.notify_all()
+        if self._groups is None:
+            self._acknowledge(samples)
+
+    def _acknowledge(self, samples: Sequence[Sample]) -> None:
+        if not samples:
+            return
         self._queue.ack(REWARD, [sample.id for sample in samples])
         with self._changed:
             self._progress.observe_acknowledged(len(samples))

@@ -56,12 +56,15 @@ class StepMetrics:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Excludes the metrics added inside the block, such as an evaluation's, from the step's."""
-        kept, self.metrics = self.metrics, Metrics()
+        """Excludes metrics, memory and the cards' time of the block, such as an evaluation's, from the step's. No stage
+        may be under way at its start. The timeline has its spans all the same."""
+        metrics, memory, start_ns = self.metrics, self._memory, wall_ns()
+        self.metrics, self._memory = Metrics(), MemoryLedger()
         try:
             yield
         finally:
-            self.metrics = kept
+            self.metrics, self._memory = metrics, memory
+            self._usage.exclude(start_ns, wall_ns())
 
     def close(self, reported_until_ns: int, figures: Mapping[str, float]) -> dict[str, float]:
         """Returns the step's row, with ``figures`` in it; the next step begins.

@@ -7,6 +7,8 @@ is 128 + the signal's number, as a shell reports it.
     begun                      ends it at once with a message: it has started nothing yet       `leave_at_stops`
     a run folder               is raised in the main thread, SIGTERM and SIGHUP as `Stopped`    `stoppable`
     begun to start Ray         waits for the end of that, or for `HOLD_S`                       `holding`
+    steps to save              SIGTERM ends it behind the step under way and a checkpoint; a    `completing`
+                               second signal, or another one, is raised
     received a signal          changes nothing for `FORCE_S`, then ends it at once
     stated how the run ended   changes nothing                                                  `ignore_stops`
 
@@ -46,6 +48,8 @@ FORCE_S = 2.0
 SHOW_CURSOR = b"\x1b[?25h"
 """A view of the progress hides it"""
 
+REQUESTED = b"SIGTERM: the step under way ends, then a checkpoint is saved; a second signal ends the run without it\n"
+
 Phase = Literal["idle", "leave", "raise", "hold", "stopping", "ended"]
 
 
@@ -70,6 +74,11 @@ class _Stops:
     first: KeyboardInterrupt | None = None
     """Was raised"""
     first_s: float = 0.0
+    completes: bool = False
+    """Whether the first SIGTERM is a request, which is not raised (`completing`)"""
+    request: Stopped | None = None
+    """That one, once it has arrived"""
+    request_s: float = 0.0
     failure: BaseException | None = None
     """Of another thread; `WAKE` interrupts the main thread for it"""
 
@@ -159,6 +168,23 @@ def holding() -> Iterator[None]:
         stop, _stops.held = _stops.held, None
         if stop is not None:
             _raise(stop)
+
+
+@contextmanager
+def completing() -> Iterator[None]:
+    """Lets the block complete what it does at the first SIGTERM: it asks for `requested_stop`, and raises that when it
+    has saved. Any other signal, and a SIGTERM that comes more than `FORCE_S` later, are raised in it. A request that
+    the block has not raised, since it has come to its end, changes nothing."""
+    _stops.completes = True
+    try:
+        yield
+    finally:
+        _stops.completes = False
+
+
+def requested_stop() -> Stopped | None:
+    """Returns the SIGTERM that has arrived in `completing`."""
+    return _stops.request
 
 
 def held_too_long() -> KeyboardInterrupt | None:
@@ -279,10 +305,22 @@ def _handle(number: int, _: object) -> None:
             if _stops.held is None:
                 _stops.held_s, _stops.held = time.monotonic(), stop
         case "raise":
-            _raise(stop)
+            if not (isinstance(stop, Stopped) and _is_request(stop)):
+                _raise(stop)
         case "stopping":
             if time.monotonic() - _stops.first_s > FORCE_S:
                 leave(_stops.first or stop)
+
+
+def _is_request(stop: Stopped) -> bool:
+    """Returns whether a signal asks to complete what is under way: the first SIGTERM in `completing`, and those that
+    come with it."""
+    if not _stops.completes or stop.signal != signal.SIGTERM:
+        return False
+    if _stops.request is None:
+        _stops.request, _stops.request_s = stop, time.monotonic()
+        os.write(2, REQUESTED)
+    return time.monotonic() - _stops.request_s <= FORCE_S
 
 
 def exception_of(number: int) -> KeyboardInterrupt:

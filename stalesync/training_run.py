@@ -45,6 +45,7 @@ from stalesync.saving import Saver
 from stalesync.scoring import EVALUATED, RESPONSE, Scorer
 from stalesync.staleness import StalenessLedger
 from stalesync.step_metrics import StepMetrics
+from stalesync.stopping import completing, requested_stop
 from stalesync.update import Updater
 
 TASKS = ("reward", "train")
@@ -152,6 +153,7 @@ class TrainingRun:
             view=view,
         )
         self.trainers = cards.on(spec.deployment.train)
+        self._not_training = frozenset(range(spec.world)) - {*spec.deployment.train}
         self.generators = cards.on([rank for ranks in spec.engines for rank in ranks])
         self.drafters, self._drafting_ranks = cards.on(spec.drafting_ranks), spec.drafting_ranks
         self._draft_starts: dict[int, int] = {}
@@ -162,13 +164,18 @@ class TrainingRun:
 
     def run(self) -> list[Answer]:
         """Runs all remaining steps; returns answers of the first and the last evaluation. The cards are in the training
-        phase at the start and at the end."""
+        phase at the start and at the end.
+
+        Raises:
+            Stopped: SIGTERM has arrived; a checkpoint was saved after the step that was under way.
+        """
         last, interval = self.config.run.steps, SaveInterval.parse(self.config.run.save_every)
         if self.evaluation.due(self.step, last):
-            self.evaluate()
-            self._figures |= self.evaluation.short_metrics("before")
+            self.evaluate_first()
+        if self.step:
+            self.folder.repeat(self.evaluation.first_metrics())
         saved_at = time.monotonic()
-        with collecting_seldom(self.max_samples), self.logging_after_failure():
+        with collecting_seldom(self.max_samples), self.logging_after_failure(), completing():
             self.view.begin()
             self.step_metrics.begin_first_step()
             while self.step < last:
@@ -176,28 +183,59 @@ class TrainingRun:
                     self.loop.train_step(self.step + 1, close_last=self.begin_close, log_last=self.log_step)
                 self.step += 1
                 is_best = self.evaluation.due(self.step, last) and self.close_and_evaluate()
-                elapsed_s = time.monotonic() - saved_at
-                if self.step == last or is_best or interval.due(self.step, elapsed_s, self.saver.writing):
+                elapsed_s, stop = time.monotonic() - saved_at, requested_stop()
+                due = interval.due(self.step, elapsed_s, self.saver.writing)
+                if self.step == last or is_best or due or stop is not None:
                     state, saved_at = self.close_and_cut(), time.monotonic()
                     self.save(state)
-        self.saver.finish()
+                if stop is not None and self.step < last:
+                    self.saver.finish()
+                    raise stop
+            self.saver.finish()
         if self.config.rollout.pools_kv:
             live = [ranks for engine, ranks in enumerate(self.cards.engines) if not self.cards.is_down(engine)]
             for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in live]:
                 self.cards.wait(stage)
+        if self.config.run.profile_steps and (others := self._others()):
+            self.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
         self.check_rewards()
         return self.evaluation.answers()
 
+    def evaluate_first(self) -> None:
+        """Evaluates before the first step of this start of the run. Where that is not the run's first step, the row of
+        the step that the checkpoint was saved after is logged, so it is completed; the checkpoint may be the best."""
+        start = time.perf_counter()
+        is_best, metrics = self.evaluate()
+        if not self.step:
+            self._figures |= self.evaluation.short_metrics("before")
+            return
+        if metrics:
+            metrics |= {"timing_s/testing": time.perf_counter() - start}
+        if self.step == self.config.run.steps:
+            metrics |= self.evaluation.short_metrics("after")
+        self.folder.complete(self.step, metrics)
+        if is_best:
+            self.folder.write_best(self.evaluation.best())
+
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:
-        """Profiles the cards that train in the block, if the config names the step. If the step fails, the card that
-        failed writes its trace; the others are ended."""
+        """Profiles the cards in the block, if the config names the step. If the step fails, the card that failed writes
+        its trace; the others are ended. Cards that do not train may be in a stage that lasts longer than a step: they
+        begin and end between two steps of their engine."""
         if step not in self.config.run.profile_steps:
             yield
             return
-        self.trainers.call(Worker.begin_profile, str(self.folder.profiles.resolve()), step)
+        folder = str(self.folder.profiles.resolve())
+        self.trainers.call(Worker.begin_profile, folder, step)
+        self.cards.on(self._others()).ask(Worker.ask_profile, folder, step)
         yield
         self.trainers.call(Worker.end_profile)
+        self.cards.on(self._others()).ask(Worker.ask_profile, folder, None)
+
+    def _others(self) -> list[int]:
+        """Returns the ranks of the cards that do not train, and live."""
+        down = [ranks for engine, ranks in enumerate(self.cards.engines) if self.cards.is_down(engine)]
+        return sorted(self._not_training - {rank for ranks in down for rank in ranks})
 
     def run_evaluation(self) -> list[Answer]:
         """Evaluates the weights that the run begins with, and runs no step."""
@@ -390,7 +428,7 @@ class TrainingRun:
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON, between two steps. No engine has a request."""
         state = {"step": self.step, "prompts": self.source.state_dict(), "share": self.desk.state_dict()}
-        return state | self.admission.state_dict() | self.groups.state_dict()
+        return state | self.admission.state_dict() | self.groups.state_dict() | self.scorer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state into this new object."""
@@ -399,6 +437,7 @@ class TrainingRun:
         self.desk.load_state_dict(state["share"])
         self.admission.load_state_dict(state)
         self.groups.load_state_dict(state)
+        self.scorer.load_state_dict(state, self.groups.scored)
 
     @property
     def checkpoint(self) -> Path:

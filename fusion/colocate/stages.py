@@ -8,6 +8,7 @@ idle, so that all kinds of a card add up to its wall clock.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class StageLog:
         self._left_ns: int | None = None
         """End of the last stage"""
         self._profile: Profile | None = None
+        self._asked: deque[Path | None] = deque()
+        """What `ask_profile` was called with, and was not done yet"""
 
     @contextmanager
     def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
@@ -104,8 +107,10 @@ class StageLog:
         """Records the block on the timeline (``kind``: default the name) and explains out-of-memory errors in it. If it
         fails, the profile ends."""
         try:
+            self._do_asked()
             with self.timeline.span(name, kind), self.explain_out_of_memory(name):
                 yield
+            self._do_asked()
         except BaseException:
             try:
                 self.end_profile()
@@ -123,8 +128,26 @@ class StageLog:
         self._profile = Profile(self.device.kind, path)
         self.timeline.annotate = torch.profiler.record_function
 
+    def ask_profile(self, path: Path | None) -> None:
+        """Asks for a profile, or for the end of that which runs (None). It is done on the stages' thread, between two
+        steps of the engine, or at the beginning or the end of a stage. Any thread.
+
+        Args:
+            path: as of `Profile`.
+        """
+        self._asked.append(path)
+        self.timeline.after_mark = self._do_asked
+
+    def _do_asked(self) -> None:
+        self.timeline.after_mark = None
+        while self._asked:
+            path = self._asked.popleft()
+            self.end_profile()
+            if path is not None:
+                self.begin_profile(path)
+
     def end_profile(self) -> None:
-        """Writes the profile, unless none has begun or a failed stage has ended it. Called on the stages' thread."""
+        """Writes the profile, unless none has begun or it was ended meanwhile. Called on the stages' thread."""
         profile, self._profile, self.timeline.annotate = self._profile, None, None
         if profile is not None:
             profile.close()

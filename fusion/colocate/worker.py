@@ -396,14 +396,20 @@ class Worker:
 
     def begin_profile(self, folder: str, step: int) -> None:
         """Profiles the stages of this card up to `end_profile`; the trace is named by step and card. A stage that fails
-        ends and writes it, too. Only on cards whose stages end with the step: those that train."""
+        ends and writes it, too. On cards whose stages end with the step: those that train."""
         self.card.log.begin_profile(Path(folder) / f"step-{step}-card-{self.rank}")
 
     def end_profile(self) -> None:
-        """Writes the trace that `begin_profile` has begun."""
+        """Writes the trace that was begun, unless it is written."""
         self.card.log.end_profile()
 
-    # Control calls: answered while any stage runs. All except `status` are for the first card of an engine.
+    # Control calls: answered while any stage runs. All except the first two are for the first card of an engine.
+
+    def ask_profile(self, folder: str, step: int | None) -> None:
+        """Has the stages of this card profiled as by `begin_profile`, or ends that (None): between two steps of its
+        engine, or at the beginning or the end of a stage. On cards whose stages may last longer than a step."""
+        path = None if step is None else Path(folder) / f"step-{step}-card-{self.rank}"
+        self.card.log.ask_profile(path)
 
     def status(self) -> dict[str, Any]:
         """Reports rank, process id, phase and stage, and on a card that generates `InferEngine.status`."""

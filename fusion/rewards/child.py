@@ -1,4 +1,5 @@
-"""Run the guarded process: read samples, score them one by one, return each result as soon as it is available.
+"""Run the guarded process: read samples, score them one by one, return each result as soon as it is available. A reward
+that scores a batch gets all samples of a frame in one call.
 
 Imports only the standard library and what the selected reward needs, so that a replacement starts in a fraction of a
 second.
@@ -17,24 +18,18 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fusion.rewards.keeper import children, end_descendants, run_kept
-from fusion.rewards.wire import HEADER, START, Result, Started, pack_reply
+from fusion.rewards.loaded import LoadedReward
+from fusion.rewards.wire import HEADER, SPLIT, START, Result, Started, pack_reply
 
 DETAIL_CHARS, SHOWN_CHARS = 8000, 200
+MEMORY = "memory"
+"""Error of a sample that has reached the limit of memory, and key of a `SPLIT` that has: the process ends after it"""
 RESERVE_BYTES = 64 << 20
 """Memory beyond the limit in which a sample that has reached it is reported"""
-
-
-@dataclass(frozen=True)
-class LoadedReward:
-    """``score``: called as `score(prompt, response, answer, **fields of the row)`; ``required_fields``: fields without
-    which it cannot be called."""
-
-    score: Callable[..., float]
-    required_fields: tuple[str, ...] = ()
 
 
 def main(options_json: str) -> None:
@@ -58,11 +53,17 @@ def main(options_json: str) -> None:
         error = f"{where}: loading it raised\n{trace_of_exception()}"
     end_if_forked(pid)
     try:
-        connection.sendall(pack_reply(START, Started(error, list(reward.required_fields) if reward else [])))
+        connection.sendall(pack_reply(START, _started(reward, error)))
     except ConnectionError:  # the pool has been closed meanwhile
         return
     if reward is not None:
-        serve(connection, reward.score, memory_mib=options["memory_mib"])
+        serve(connection, reward, memory_mib=options["memory_mib"])
+
+
+def _started(reward: LoadedReward | None, error: str) -> Started:
+    if reward is None:
+        return Started(error, [])
+    return Started(error, [*reward.required_fields], reward.scores_batch, reward.needs_group)
 
 
 def limit_memory(mib: int | None) -> None:
@@ -106,7 +107,7 @@ def load(kind: str, target: str | None) -> LoadedReward:
         from fusion.rewards.user import load_user_function
 
         assert target is not None
-        return LoadedReward(*load_user_function(target))
+        return load_user_function(target)
     if kind == "format":
         from fusion.rewards.format import format_rule
 
@@ -134,40 +135,88 @@ def without_fields(function: Callable[..., float]) -> Callable[..., float]:
     return call
 
 
-def serve(connection: socket.socket, function: Callable[..., float], *, memory_mib: int | None) -> None:
-    """Score samples from the socket until it closes. After each, end the processes that it has started; those started
-    when the reward was loaded stay."""
+def serve(connection: socket.socket, reward: LoadedReward, *, memory_mib: int | None) -> None:
+    """Score samples from the socket until it closes. After each call, end the processes that it has started; those
+    started when the reward was loaded stay."""
     requests, pid, own = connection.makefile("rb"), os.getpid(), children()
     while header := requests.read(HEADER.size):
         index, size = HEADER.unpack(header)
         started = time.perf_counter()
-        result = score(function, requests.read(size), memory_mib=memory_mib)
+        payload = requests.read(size)
+        if reward.scores_batch:
+            results = score_batch(reward.score, pickle.loads(payload), memory_mib=memory_mib)
+        else:
+            results = [(index, score(reward.score, payload, memory_mib=memory_mib))]
         end_if_forked(pid)
         end_descendants(spared=own)
-        connection.sendall(pack_reply(index, Result(*result[:-1], seconds=time.perf_counter() - started)))
-        if result.error == "memory":
+        seconds = (time.perf_counter() - started) / len(results)
+        replies = [pack_reply(number, Result(*result[:-1], seconds=seconds)) for number, result in results]
+        connection.sendall(b"".join(replies))
+        if any(MEMORY in (result.error, result.key) for _, result in results):
             os._exit(0)  # what has filled the memory may still be referenced
 
 
-def score(function: Callable[..., float], payload: bytes, *, memory_mib: int | None = None) -> Result:
+def score(function: Callable[..., Any], payload: bytes, *, memory_mib: int | None = None) -> Result:
     """Score one sample."""
     try:
         prompt, response, answer, fields = pickle.loads(payload)
-        value = function(prompt, response, answer, **fields)
-        if (reward := finite(value)) is not None:
-            return Result(reward, None, "", "")
-        kind = type(value).__name__
-        return Result(None, "bad_type", f"returned {shown(value)} ({kind}); expected a finite number", kind)
+        return result_of(function(prompt, response, answer, **fields))
     except BaseException as error:  # including a user's sys.exit()
-        out_of_memory = isinstance(error, MemoryError) and memory_mib is not None
-        if out_of_memory:
-            raise_memory_limit()
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        key = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
-        trace = trace_of_exception()
-        if out_of_memory:
-            return Result(None, "memory", f"exceeded the {memory_limit(memory_mib)}\n{trace}", key)
-        return Result(None, "raised", trace, key)
+        return failure_of(error, memory_mib)
+
+
+def score_batch(
+    function: Callable[..., Any], samples: Sequence[tuple[int, bytes]], *, memory_mib: int | None = None
+) -> list[tuple[int, Result]]:
+    """Score the samples (index, payload) of one call; returns index and result of each. If the call fails and has
+    several samples, it is unknown which caused that: returns one result, `SPLIT`, with the index of the first. A value
+    that is no list of as many items is a failure of all of them, as scoring each alone would hide it."""
+    indices = [index for index, _ in samples]
+    try:
+        prompts, responses, answers, rows = zip(*(pickle.loads(payload) for _, payload in samples), strict=True)
+        names = dict.fromkeys(name for fields in rows for name in fields)
+        columns = {name: [fields.get(name) for fields in rows] for name in names}
+        value = function([*prompts], [*responses], [*answers], **columns)
+        items = items_of(value)
+    except BaseException as error:
+        failed = failure_of(error, memory_mib)
+        several = Result(None, SPLIT, "", failed.error if failed.error == MEMORY else "")
+        return [(indices[0], failed if len(samples) == 1 else several)]
+    if items is None or len(items) != len(samples):
+        kind = type(value).__name__
+        number = kind if items is None else f"{kind} of {len(items)}"
+        returned = f"returned {shown(value)} ({number}) for {len(samples)} samples"
+        detail = f"{returned}; expected a list of one number for each"
+        return [(index, Result(None, "bad_type", detail, kind)) for index in indices]
+    return [(index, result_of(item)) for index, item in zip(indices, items, strict=True)]
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """Return the items of a list, tuple, array or tensor; None for anything else."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [*value] if isinstance(value, (list, tuple)) else None
+
+
+def result_of(value: object) -> Result:
+    """Return the result of a sample for which the reward has returned a value."""
+    if (reward := finite(value)) is not None:
+        return Result(reward, None, "", "")
+    kind = type(value).__name__
+    return Result(None, "bad_type", f"returned {shown(value)} ({kind}); expected a finite number", kind)
+
+
+def failure_of(error: BaseException, memory_mib: int | None) -> Result:
+    """Return the result of a sample for which the reward has raised; called where it is handled."""
+    out_of_memory = isinstance(error, MemoryError) and memory_mib is not None
+    if out_of_memory:
+        raise_memory_limit()
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    key = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
+    trace = trace_of_exception()
+    if out_of_memory:
+        return Result(None, MEMORY, f"exceeded the {memory_limit(memory_mib)}\n{trace}", key)
+    return Result(None, "raised", trace, key)
 
 
 def trace_of_exception() -> str:

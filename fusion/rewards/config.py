@@ -34,15 +34,17 @@ class RewardConfig:
     (`reward.path`)."""
 
     path: str | None = None
-    """Your own reward function as `file.py:function`, `fn(prompt, response, answer, **fields) -> float`; implies
-    `custom`."""
+    """Your own reward function as `file.py:function`, `fn(prompt, response, answer, **fields) -> float` or, of a batch,
+    `fn(prompts, responses, answers, **fields) -> list[float]`; implies `custom`. A field `other_responses` is the other
+    responses of the group."""
 
     model: str | None = None
     """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE counterpart). Its score of
     prompt and response replaces the rule; `fusion` configures the cards that it runs on."""
 
     time_limit_s: float = 5.0
-    """Timeout of one sample in seconds of wall time; its process is then replaced and the sample counts as failed."""
+    """Timeout of one sample, or of one call for a batch, in seconds of wall time; its process is then replaced and the
+    sample counts as failed."""
 
     workers: int = 2
     """Number of processes that score samples in parallel."""

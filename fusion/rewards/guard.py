@@ -3,7 +3,8 @@
 Invariants:
 1. Every sample gets exactly one outcome, in the order of the arguments.
 2. A sample that raises, exceeds the limit of time or memory, returns no finite number or kills its process fails alone:
-   the samples queued behind it are still scored, each exactly once.
+   the samples queued behind it are still scored, each exactly once. A reward that scores a batch is called again for
+   each sample of a call that failed so, so that the others have their scores.
 3. `reward` is None if and only if `error` is set; a failure is never reported as 0.
 4. No child survives `close` or the end of this process, however it ends; none is started after `close`. A call of
    `score` under way on another thread raises then.
@@ -18,13 +19,15 @@ import selectors
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
+from fusion.rewards.batch import Batch
 from fusion.rewards.config import RewardConfig, RewardSpec
+from fusion.rewards.loaded import OTHERS
 from fusion.rewards.outcome import RewardOutcome, RewardSample
 from fusion.rewards.process import END_S, Child, start_child
-from fusion.rewards.wire import Result, Started
+from fusion.rewards.wire import SPLIT, Result, Started
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +58,13 @@ class RewardPool:
         self._closed = False
         self.required_fields: frozenset[str] = frozenset()
         """Fields of the data row without which the reward cannot be called"""
+        self.needs_group = False
+        """Whether the reward asks for the other responses of a sample's group (`RewardSample.others`)"""
+        self._scores_batch = False
         try:
             self._fill()
             while not self._start_error and not all(child.ready for child in self._children):
-                self._process_events(_Batch([]))
+                self._process_events(Batch([]))
             if self._start_error:
                 raise ValueError(self._start_error)
         except BaseException:
@@ -74,7 +80,7 @@ class RewardPool:
         """
         with self._lock:
             self._check_open()
-            batch = _Batch(samples)
+            batch = Batch(samples)
             try:
                 self._replace_dead()
                 self._fill()
@@ -83,9 +89,9 @@ class RewardPool:
                     if not self._children:
                         self._fail_remaining(batch)
                         break
-                    for child in self._children:
-                        if child.ready and not child.pending and not child.retired:
-                            self._dispatch(child, batch)
+                    idle = [child for child in self._children if child.is_idle]
+                    for num_served, child in enumerate(idle):
+                        self._dispatch(child, batch, num_idle=len(idle) - num_served)
                     self._process_events(batch)
             except BaseException:
                 # Children may hold samples of this batch; the next call starts with new ones.
@@ -108,17 +114,25 @@ class RewardPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _dispatch(self, child: Child, batch: _Batch) -> None:
-        # Chunks shrink with the samples that remain (guided self-scheduling): slow ones spread over children.
-        count = min(CHUNK, max(1, len(batch.waiting) // (2 * len(self._children))), len(batch.waiting))
-        if not count:
+    def _dispatch(self, child: Child, batch: Batch, num_idle: int) -> None:
+        # Chunks shrink with the samples that remain (guided self-scheduling): slow ones spread over children. A batch
+        # is to be large instead.
+        num_waiting = len(batch.waiting)
+        share = -(-num_waiting // num_idle) if self._scores_batch else num_waiting // (2 * len(self._children))
+        indices = batch.take(CHUNK, max(1, share))
+        if not indices:
             return
-        indices = [batch.waiting.popleft() for _ in range(count)]
+        if self._scores_batch and len(indices) == 1:
+            batch.alone.update(indices)
         child.deadline = time.monotonic() + self._config.time_limit_s
-        child.enqueue([(i, (s.prompt, s.response, s.answer, s.fields)) for i in indices for s in (batch.samples[i],)])
+        child.enqueue([(i, self._arguments(batch.samples[i])) for i in indices], in_one_call=self._scores_batch)
         self._watch(child)
 
-    def _process_events(self, batch: _Batch) -> None:
+    def _arguments(self, sample: RewardSample) -> tuple[str, str, str, dict[str, Any]]:
+        fields = sample.fields | {OTHERS: [*sample.others]} if self.needs_group else sample.fields
+        return sample.prompt, sample.response, sample.answer, fields
+
+    def _process_events(self, batch: Batch) -> None:
         """Wait for the next event (a result, a socket that accepts data, a deadline) and process it."""
         busy = [child for child in self._children if child.pending or child.retired or not child.ready]
         wait_s = min((child.deadline for child in busy), default=0.0) - time.monotonic()
@@ -139,11 +153,14 @@ class RewardPool:
             if child not in responsive and child.deadline <= now:
                 self._expire(child, batch)
 
-    def _read(self, child: Child, batch: _Batch) -> None:
+    def _read(self, child: Child, batch: Batch) -> None:
         replies, alive = child.receive()
         for index, reply in replies:
             if isinstance(reply, Result) and child.pending and child.pending[0] == index:
-                self._take(child, reply, batch)
+                if reply.error == SPLIT:
+                    self._split(child, reply, batch)
+                else:
+                    self._take(child, reply, batch)
             elif isinstance(reply, Started) and not child.ready:
                 self._start(child, reply)
             else:
@@ -160,15 +177,22 @@ class RewardPool:
             return
         child.ready = True
         self.required_fields = frozenset(started.required_fields)
+        self._scores_batch, self.needs_group = started.scores_batch, started.needs_group
 
-    def _take(self, child: Child, result: Result, batch: _Batch) -> None:
+    def _take(self, child: Child, result: Result, batch: Batch) -> None:
         index = child.pending.popleft()
         child.deadline = time.monotonic() + self._config.time_limit_s
         child.retired = result.error == "memory"
         outcome = RewardOutcome(result.reward, result.error, result.detail, seconds=result.seconds)
         self._settle(batch, index, outcome, result.key)
 
-    def _handle_exit(self, child: Child, batch: _Batch) -> None:
+    def _split(self, child: Child, result: Result, batch: Batch) -> None:
+        """Have each sample of a call that failed scored alone."""
+        child.retired = result.key == "memory"
+        batch.alone.update(child.pending)
+        self._requeue(child, batch)
+
+    def _handle_exit(self, child: Child, batch: Batch) -> None:
         trace = child.written_trace()
         # The socket closes before the keeper has ended the child's descendants and exits with its status.
         status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
@@ -181,7 +205,7 @@ class RewardPool:
         self._fail_current(child, batch, error="died", detail=detail, distinct=end)
         self._fill()
 
-    def _expire(self, child: Child, batch: _Batch) -> None:
+    def _expire(self, child: Child, batch: Batch) -> None:
         trace = child.dump_stack()
         self._drop(child)
         if not child.ready:
@@ -193,9 +217,14 @@ class RewardPool:
         self._fail_current(child, batch, error="timeout", detail=detail, distinct=distinct)
         self._fill()
 
-    def _fail_current(self, child: Child, batch: _Batch, *, error: str, detail: str, distinct: str) -> None:
-        """Fail the sample that the child was scoring; requeue the samples behind it at the front."""
+    def _fail_current(self, child: Child, batch: Batch, *, error: str, detail: str, distinct: str) -> None:
+        """Fail the sample that the child was scoring; requeue the samples behind it at the front. Of the samples of one
+        call, none is known to be the cause: requeue all, each to be scored alone."""
         if child.retired or not child.pending:
+            self._requeue(child, batch)
+            return
+        if self._scores_batch and child.pending[0] not in batch.alone:
+            batch.alone.update(child.pending)
             self._requeue(child, batch)
             return
         index = child.pending.popleft()
@@ -203,11 +232,11 @@ class RewardPool:
         seconds = time.monotonic() - child.deadline + self._config.time_limit_s
         self._settle(batch, index, RewardOutcome(None, error, detail, seconds=seconds), distinct)
 
-    def _requeue(self, child: Child, batch: _Batch) -> None:
+    def _requeue(self, child: Child, batch: Batch) -> None:
         batch.waiting.extendleft(reversed(child.pending))
         child.pending.clear()
 
-    def _settle(self, batch: _Batch, index: int, outcome: RewardOutcome, distinct: str) -> None:
+    def _settle(self, batch: Batch, index: int, outcome: RewardOutcome, distinct: str) -> None:
         """Store a sample's outcome; log its error unless one of the same kind and ``distinct`` key was logged."""
         assert batch.outcomes[index] is None, f"sample {index} was scored twice"
         batch.outcomes[index] = outcome
@@ -219,7 +248,7 @@ class RewardPool:
                 self._source(), outcome.error, outcome.detail,
             )  # fmt: skip
 
-    def _fail_remaining(self, batch: _Batch) -> None:
+    def _fail_remaining(self, batch: Batch) -> None:
         detail = f"no process could be started to score this sample: {self._start_error}"
         for index in batch.waiting:
             self._settle(batch, index, RewardOutcome(None, "died", detail), "start")
@@ -265,13 +294,3 @@ class RewardPool:
 def signal_name(number: int) -> str:
     """Return the name of a signal, or its number: real-time signals have no name."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-
-
-class _Batch:
-    """Tracks the samples of one call: the indices that wait, the outcomes, the number without one."""
-
-    def __init__(self, samples: Sequence[RewardSample]) -> None:
-        self.samples = samples
-        self.waiting = deque(range(len(samples)))
-        self.outcomes: list[RewardOutcome | None] = [None] * len(samples)
-        self.num_open = len(samples)

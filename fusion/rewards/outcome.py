@@ -18,12 +18,14 @@ or gone)."""
 
 @dataclass(slots=True)
 class RewardSample:
-    """Holds one response to score. `fields` (picklable) are the other columns of the data row."""
+    """Holds one response to score. `fields` (picklable) are the other columns of the data row, `others` the other
+    responses of its group."""
 
     prompt: str
     response: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
+    others: Sequence[str] = ()
 
 
 @dataclass(slots=True)

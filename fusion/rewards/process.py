@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from fusion.rewards.config import RewardConfig, RewardSpec
-from fusion.rewards.wire import Result, Started, pack_samples, take_replies
+from fusion.rewards.wire import Result, Started, pack_call, pack_samples, take_replies
 
 RECEIVE_BYTES = 1 << 16
 """The allocator takes memory from the system, and gives it back, for more"""
@@ -33,7 +33,8 @@ main(sys.argv[1])"""
 
 class Child:
     """Holds a keeper's process, the connection to its child, and the indices of the child's unfinished samples.
-    `pending[0]` is the sample being scored, and `deadline` (`time.monotonic`) its time limit. `retired`: the child ends
+    `pending[0]` is the sample being scored, of a batch all of `pending` are, and `deadline` (`time.monotonic`) is the
+    time limit. `retired`: the child ends
     by itself, and scores none of them. `unreadable`: why its replies cannot be read any more, "" if they can."""
 
     def __init__(self, process: subprocess.Popen, connection: socket.socket, life_fd: int, trace: IO[bytes]) -> None:
@@ -56,10 +57,16 @@ class Child:
     def wants_write(self) -> bool:
         return bool(self._outbox)
 
-    def enqueue(self, samples: Sequence[tuple[int, Any]]) -> None:
-        """Queue samples (index, picklable) for the child and send as much as the socket accepts."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is ready for samples and has none."""
+        return self.ready and not self.pending and not self.retired
+
+    def enqueue(self, samples: Sequence[tuple[int, Any]], in_one_call: bool = False) -> None:
+        """Queue samples (index, picklable) for the child and send as much as the socket accepts. ``in_one_call``: for a
+        reward that scores a batch."""
         self.pending.extend(index for index, _ in samples)
-        self._outbox += pack_samples(samples)
+        self._outbox += pack_call(samples) if in_one_call else pack_samples(samples)
         self.flush()
 
     def flush(self) -> None:

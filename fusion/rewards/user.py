@@ -1,4 +1,9 @@
-"""Load a user's own reward function from `file.py:function`."""
+"""Load a user's own reward function from `file.py:function`, and find from its parameters what it asks for.
+
+(prompt, response, answer, **fields) -> float              one sample
+(prompts, responses, answers, **fields) -> list of floats  a batch of samples: every argument is a list
+other_responses, another parameter of either               the other responses of the sample's group: texts
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,20 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from fusion.rewards.config import split_path
+from fusion.rewards.loaded import BATCH, OTHERS, LoadedReward
 
-RewardFunction = Callable[..., float]
-PARAMETERS = "(prompt, response, answer, **fields)"
+RewardFunction = Callable[..., Any]
+PARAMETERS = "(prompt, response, answer, **fields) or (prompts, responses, answers, **fields)"
 
 
-def load_user_function(path: str) -> tuple[RewardFunction, tuple[str, ...]]:
-    """Import the file (its folder becomes importable) and return `fn(prompt, response, answer, **fields) -> float`, and
-    the fields of the data row without which it cannot be called.
+def load_user_function(path: str) -> LoadedReward:
+    """Import the file (its folder becomes importable) and load the function.
 
     A function without `**fields` receives only the fields that it names. A parameter with a default keeps it where a
-    row's field is null. Executes the file's code: call it in a guarded child only.
+    row's field is null, or in a batch that of every row. Executes the file's code: call it in a guarded child only.
 
     Raises:
         ValueError: the file or function does not exist, the file cannot be imported, or the function does not accept
@@ -46,7 +52,7 @@ def load_user_function(path: str) -> tuple[RewardFunction, tuple[str, ...]]:
     return _fit_arguments(function, path)
 
 
-def _fit_arguments(function: RewardFunction, path: str) -> tuple[RewardFunction, tuple[str, ...]]:
+def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
     signature = _signature(function, path)
     parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -56,18 +62,24 @@ def _fit_arguments(function: RewardFunction, path: str) -> tuple[RewardFunction,
     accepted = named.keys() - by_position
     optional = {name for name in accepted if named[name].default is not inspect.Parameter.empty}
     accepts_any_field = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    scores_batch = tuple(p.name for p in positional[:2]) == BATCH
 
-    def call(prompt: str, response: str, answer: str, /, **fields: object) -> float:
+    def call(prompt: Any, response: Any, answer: Any, /, **fields: Any) -> Any:
         passed = {
             name: value
             for name, value in fields.items()
             if name not in by_position
             and (accepts_any_field or name in accepted)
-            and not (value is None and name in optional)
+            and not (name in optional and (all(one is None for one in value) if scores_batch else value is None))
         }
         return function(prompt, response, answer, **passed)
 
-    return call, tuple(sorted(accepted - optional))
+    return LoadedReward(
+        call,
+        required_fields=tuple(sorted(accepted - optional - {OTHERS})),
+        scores_batch=scores_batch,
+        needs_group=OTHERS in accepted,
+    )
 
 
 def _signature(function: RewardFunction, path: str) -> inspect.Signature:

@@ -1,5 +1,8 @@
 """Encode and decode frames between the pool and its children: `<index, size>` and a payload, in both directions.
 
+A frame has one sample, or, for a reward that scores a batch, the samples of one call, with the index of the first. A
+result is that of one sample in either case.
+
 Samples are pickled, because fields of a data row may have any type. What a child sends is only numbers and JSON, so
 that the pool executes nothing that the process of a reward writes.
 """
@@ -10,7 +13,7 @@ import json
 import math
 import pickle
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fusion.rewards.outcome import ERRORS
@@ -22,16 +25,19 @@ SCORED = struct.Struct("<dd")
 """Payload of a sample that was scored: reward and seconds. Every other payload of a sample is JSON, and longer."""
 SCORED_FRAME = struct.Struct("<IIdd")
 """Header and payload of such a sample"""
+SPLIT = "split"
+"""Error of a result that stands for a whole call of several samples, which failed: each is to be scored alone"""
 MAX_REPLY_BYTES = 1 << 20
 """Larger than any message of a child"""
 
 
 class Started(NamedTuple):
-    """``error``: why the child cannot score, "" if it can; ``required_fields``: fields of the data row without which
-    the reward cannot be called."""
+    """``error``: why the child cannot score, "" if it can; other fields as of `LoadedReward`."""
 
     error: str
     required_fields: list[str]
+    scores_batch: bool = False
+    needs_group: bool = False
 
 
 class Result(NamedTuple):
@@ -48,6 +54,12 @@ def pack_samples(samples: Iterable[tuple[int, Any]]) -> bytes:
     """Encode samples (index, picklable) for a child. Each is pickled by itself, so that one that cannot be loaded, or
     exceeds the memory, costs no other."""
     return b"".join([_frame(index, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)) for index, sample in samples])
+
+
+def pack_call(samples: Sequence[tuple[int, Any]]) -> bytes:
+    """Encode the samples (index, picklable) of one call for a child. Each is pickled by itself, as above."""
+    call = [(index, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)) for index, sample in samples]
+    return _frame(samples[0][0], pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
 
 
 def pack_reply(index: int, reply: Started | Result) -> bytes:
@@ -100,13 +112,15 @@ def _reply(index: int, payload: bytes) -> Started | Result:
 
 def _is_started(reply: Started) -> bool:
     names = reply.required_fields
-    return isinstance(reply.error, str) and isinstance(names, list) and all(isinstance(name, str) for name in names)
+    flags = type(reply.scores_batch) is type(reply.needs_group) is bool
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return isinstance(reply.error, str) and flags and named
 
 
 def _is_failed(reply: Result) -> bool:
     """Whether it is a failure: scores are not sent as JSON."""
     texts = all(isinstance(text, str) for text in (reply.detail, reply.key))
-    return reply.reward is None and reply.error in ERRORS and texts and type(reply.seconds) in (int, float)
+    return reply.reward is None and reply.error in (*ERRORS, SPLIT) and texts and type(reply.seconds) in (int, float)
 
 
 def _frame(index: int, payload: bytes) -> bytes:

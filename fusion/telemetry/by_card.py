@@ -28,7 +28,10 @@ def read_cards(timeline: Path) -> tuple[list[CardSummary], list[str]]:
     if (size := timeline.stat().st_size) > MAX_TIMELINE_BYTES:
         limit = human_bytes(MAX_TIMELINE_BYTES)
         return [], [f"  timeline.json has {human_bytes(size)}: the table by card is omitted above {limit}"]
-    return summarize_run(read_timeline(timeline)), []
+    try:
+        return summarize_run(read_timeline(timeline)), []
+    except ValueError as error:
+        return [], [f"  the table by card is omitted: {error}"]
 
 
 def card_rows(cards: Sequence[CardSummary]) -> list[list[str]]:

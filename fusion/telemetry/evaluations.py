@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+RESULT: Mapping[str, type] = {
+    "file": str,
+    "step": int,
+    "samples": int,
+    "prompts": int,
+    "failed": int,
+    "estimates": dict,
+}
+"""Fields of every row of `evaluations.jsonl`"""
+
 
 def evaluation_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a title and a line for the first and the last evaluation of each file, as cells: prompts and answers to

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 AT_FDCWD = -100
@@ -28,6 +29,11 @@ RENAME_EXCHANGE = 2
 """Constants of renameat2(2)"""
 
 TAIL_BYTES = 1 << 16
+
+NOT_FINITE = "not_finite"
+"""Field that lists the numbers of an object that are not finite"""
+
+NOTHING: Mapping[str, type] = MappingProxyType({})
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -76,12 +82,19 @@ class JsonLines:
             self._fd = -1
 
 
-def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file; an incomplete last line is ignored. A missing file has none."""
-    return list(iterate_jsonl(path))
+def read_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file; an incomplete last line is ignored. A missing file has none.
+
+    Args:
+        required: fields that every object must have, with their types.
+
+    Raises:
+        ValueError: a line is no object, or lacks such a field; names file and line.
+    """
+    return list(iterate_jsonl(path, required))
 
 
-def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
+def iterate_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file one by one, as `read_jsonl` returns them: for files of any size."""
     path = Path(path)
     if not path.exists():
@@ -91,14 +104,24 @@ def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except ValueError as error:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: expected one JSON object: {error}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number}: expected one JSON object, not {type(record).__name__}")
+            for field, kind in required.items():
+                if not isinstance(record.get(field), kind):
+                    raise ValueError(f"{path}, line {number}: expected {field!r} of the type {kind.__name__}")
+            yield record
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Rewrite a JSON-lines file with only the objects that `keep` accepts; returns how many were dropped."""
-    records = read_jsonl(path)
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool], required: Mapping[str, type] = NOTHING) -> int:
+    """Rewrite a JSON-lines file with only the objects that `keep` accepts; returns how many were dropped.
+
+    Args:
+        required: as of `read_jsonl`, which raises ValueError.
+    """
+    records = read_jsonl(path, required)
     kept = [record for record in records if keep(record)]
     if len(kept) < len(records):
         write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
@@ -210,7 +233,7 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     numbers as None with their names and values under "not_finite"."""
     broken: dict[str, str] = {}
     plain = {str(name): _plain(value, str(name), broken) for name, value in record.items()}
-    return plain | {"not_finite": broken} if broken else plain
+    return plain | {NOT_FINITE: broken} if broken else plain
 
 
 def _plain(value: Any, name: str, broken: dict[str, str]) -> Any:

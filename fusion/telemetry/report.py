@@ -15,13 +15,16 @@ from rich.text import Text
 
 from fusion.telemetry.by_card import card_rows, read_cards
 from fusion.telemetry.columns import duration, seconds
-from fusion.telemetry.evaluations import evaluation_rows
+from fusion.telemetry.evaluations import RESULT, evaluation_rows
 from fusion.telemetry.files import read_jsonl
 from fusion.telemetry.memory import MemoryLedger
+from fusion.telemetry.page.curves import number
 from fusion.telemetry.run_folder import EVALUATIONS, describe
 from fusion.telemetry.timeline import CardSummary
 
 REWARD = "critic/rewards/mean"
+SAMPLE: Mapping[str, type] = {"step": int, "prompt": str, "response": str}
+"""Fields of every row of `samples.jsonl`"""
 NOT_A_PHASE = ("step", "total")
 """Timers that contain the phases."""
 
@@ -67,8 +70,12 @@ class RunReport:
 
     @classmethod
     def from_folder(cls, path: Path | str, **fields: Any) -> RunReport:
-        """Read the report from a run folder; ``fields`` replace or complete the values from its files."""
-        rows = read_jsonl(Path(path) / "metrics.jsonl")
+        """Read the report from a run folder; ``fields`` replace or complete the values from its files.
+
+        Raises:
+            ValueError: a line of a file is not what a run writes; names file and line.
+        """
+        rows = [_numbers(row) for row in read_jsonl(Path(path) / "metrics.jsonl")]
         from_files: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
         from_files |= rewards_of(rows)
         from_files["phase_s"] = _phases(rows)
@@ -77,8 +84,8 @@ class RunReport:
         from_files["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
         from_files["cards"], left_out = read_cards(Path(path) / "timeline.json")
         from_files["folder"] += left_out
-        from_files["evaluations"] = evaluation_rows(read_jsonl(Path(path) / EVALUATIONS))
-        from_files["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl")))
+        from_files["evaluations"] = evaluation_rows(read_jsonl(Path(path) / EVALUATIONS, RESULT))
+        from_files["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl", SAMPLE)))
         return cls(**(from_files | fields))
 
     def render(self) -> Group:
@@ -131,11 +138,16 @@ def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, An
             prompt=prompt,
             before=old["response"],
             after=new["response"],
-            reward_before=old.get("reward"),
-            reward_after=new.get("reward"),
+            reward_before=number(old.get("reward")),
+            reward_after=number(new.get("reward")),
         )
         for prompt, (old, new) in list(pairs.items())[:count]
     ]
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row that are numbers."""
+    return {name: value for name, found in row.items() if (value := number(found)) is not None}
 
 
 def _first_and_last(samples: Sequence[Mapping[str, Any]]) -> tuple[list, list]:

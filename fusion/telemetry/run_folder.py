@@ -30,7 +30,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, TypeVar
 
-from fusion.telemetry.files import JsonLines, finite, keep_lines, read_jsonl, remove_temporary, write_atomic
+from fusion.telemetry.files import (
+    NOT_FINITE,
+    JsonLines,
+    finite,
+    keep_lines,
+    read_jsonl,
+    remove_temporary,
+    write_atomic,
+)
 from fusion.telemetry.folder_lock import FolderLock
 from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
@@ -40,6 +48,9 @@ from fusion.telemetry.trace import TimelineFile
 EVALUATIONS = "evaluations.jsonl"
 BEST = "best.json"
 PROFILES = "profile"
+
+REPEATED_BYTES = 1 << 18
+"""Size of the last rows that a resumed run sends to its loggers again: far more than these keep in memory"""
 
 IfExists = Literal["suffix", "resume"]
 
@@ -124,6 +135,35 @@ class RunFolder:
         self._metrics.write({"step": step, **numbers})
         self._opened_loggers().log(step, numbers)
 
+    def complete(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
+        """Add figures to the row of a step that an earlier start of the run has logged, the last one. Called before the
+        first `log` of a start; `repeat` then sends the row to the loggers."""
+        assert self._metrics is None, "complete after writing"
+        path = self.path / "metrics.jsonl"
+        rows = read_jsonl(path, {"step": int})
+        logged: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
+        added = {name: float(value) for name, value in figures.items()}
+        completed = {"step": step, **_figures(logged), **added}
+        kept = [row for row in rows if row["step"] != step]
+        write_atomic(path, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]))
+
+    def repeat(self, before_first: Mapping[str, float]) -> None:
+        """Send the last rows of an earlier start of the run to the loggers again: a logger may keep in memory what it
+        has received, as W&B does offline until a block of 32 KiB is full, and a run that is killed loses that.
+
+        Args:
+            before_first: figures of the evaluation before the first step, which no row has.
+        """
+        rows, size = read_jsonl(self.path / "metrics.jsonl", {"step": int}), 0
+        first = len(rows)
+        while first and size < REPEATED_BYTES:
+            first -= 1
+            size += len(json.dumps(rows[first]))
+        if first == 0 and before_first:
+            self._opened_loggers().log(0, before_first)
+        for row in rows[first:]:
+            self._opened_loggers().log(row["step"], _figures(row))
+
     def log_samples(
         self, step: int, samples: Sequence[Any], describe: Callable[[Any], Mapping[str, Any]] = dict
     ) -> None:
@@ -190,8 +230,8 @@ class RunFolder:
         files = self._metrics, self._samples, self._groups, self._evaluations
         assert files == (None,) * len(files), "rewind after writing"
         for name in ("samples.jsonl", "groups.jsonl", EVALUATIONS):
-            keep_lines(self.path / name, lambda row: row["step"] <= step)
-        return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step)
+            keep_lines(self.path / name, lambda row: row["step"] <= step, {"step": int})
+        return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step, {"step": int})
 
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""
@@ -217,6 +257,12 @@ class RunFolder:
     def _made(self, name: str) -> Path:
         (self.path / name).mkdir(exist_ok=True)
         return self.path / name
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the figures of a row of metrics.jsonl as they were logged."""
+    values = {name: value for name, value in row.items() if name not in ("step", NOT_FINITE)}
+    return {name: float(value) for name, value in (values | row.get(NOT_FINITE, {})).items()}
 
 
 def step_of(name: str) -> int | None:

@@ -73,6 +73,8 @@ class Timeline:
         self.clock_ns = clock_ns
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         """Marks the block of every `span` by its name in another record, such as a profiler's"""
+        self.after_mark: Callable[[], None] | None = None
+        """Called after every mark of a `strip`, on its thread"""
         self._spans: deque[Span] = deque()
         self._strip: _OpenStrip | None = None
 
@@ -127,6 +129,8 @@ class _OpenStrip:
 
     def mark(self, kind: str) -> None:
         self._runs.mark(kind, self._clock_ns())
+        if (after_mark := self._timeline.after_mark) is not None:
+            after_mark()
 
     def cut(self) -> None:
         runs = self._runs.runs()

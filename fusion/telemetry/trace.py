@@ -30,8 +30,8 @@ class TimelineFile:
 
     def __init__(self, path: Path | str, origin_ns: int | None = None) -> None:
         self.path = Path(path)
-        trace = _load(self.path) if self.path.exists() else None
-        self.origin_ns = trace["otherData"]["origin_ns"] if trace else wall_ns() if origin_ns is None else origin_ns
+        known = _read(self.path) if self.path.exists() else None
+        self.origin_ns = known[0] if known else wall_ns() if origin_ns is None else origin_ns
         self._ids: dict[tuple[str, str], tuple[int, int]] = {}
         head = {"displayTimeUnit": "ms", "otherData": {"origin_ns": self.origin_ns}}
         body = (json.dumps(head)[:-1] + ', "traceEvents": [').encode()
@@ -39,8 +39,8 @@ class TimelineFile:
         temporary, self._fd = open_temporary(self.path)
         write_all(self._fd, body + ENDING, 0)
         self._end, self._empty = len(body), True
-        if trace:
-            self.append(_spans(trace))
+        if known:
+            self.append(known[1])
         os.replace(temporary, self.path)
 
     def append(self, *spans: Iterable[Span]) -> None:
@@ -78,16 +78,32 @@ class TimelineFile:
 
 
 def read_timeline(path: Path | str) -> list[Span]:
-    """The spans of a `timeline.json`, also of one whose last write was cut short."""
-    return _spans(_load(Path(path)))
+    """Return the spans of a `timeline.json`, also of one whose last write was cut short.
+
+    Raises:
+        ValueError: it was not written by this program; names the file.
+    """
+    return _read(Path(path))[1]
 
 
 def _longest_first(span: Span) -> tuple[int, int]:
     return span.start_ns, -span.end_ns
 
 
-def _load(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8", errors="replace")
+def _read(path: Path) -> tuple[int, list[Span]]:
+    """Returns the origin of a trace, in nanoseconds since the epoch, and its spans."""
+    try:
+        trace = _load(path.read_text(encoding="utf-8", errors="replace"))
+        origin_ns = trace["otherData"]["origin_ns"]
+        if not isinstance(origin_ns, int):
+            raise TypeError(f"origin_ns={origin_ns!r}")
+        return origin_ns, _spans(trace["traceEvents"], origin_ns)
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: expected a timeline written by this program ({what})") from None
+
+
+def _load(text: str) -> dict[str, Any]:
     try:
         return json.loads(text)
     except ValueError:
@@ -100,13 +116,12 @@ def _load(path: Path) -> dict[str, Any]:
             return json.loads(whole + ENDING.decode())
         except ValueError:
             continue
-    raise ValueError(f"{path}: expected a timeline written by this program")
+    raise ValueError("no part of it is JSON")
 
 
-def _spans(trace: dict[str, Any]) -> list[Span]:
+def _spans(events: Iterable[dict[str, Any]], origin: int) -> list[Span]:
     cards, lanes, spans = {}, {}, []
-    origin = trace["otherData"]["origin_ns"]
-    for event in trace["traceEvents"]:
+    for event in events:
         pid, tid = event["pid"], event["tid"]
         if event["ph"] == "M":
             if event["name"] == "process_name":
@@ -116,14 +131,9 @@ def _spans(trace: dict[str, Any]) -> list[Span]:
         elif event["ph"] == "X":
             start = origin + round(event["ts"] * 1000)
             end = start + round(event["dur"] * 1000)
-            spans.append(
-                Span(
-                    card=cards[pid],
-                    name=event["name"],
-                    kind=event["cat"],
-                    start_ns=start,
-                    end_ns=end,
-                    lane=lanes[pid, tid],
-                )
-            )
+            texts = cards[pid], event["name"], event["cat"], lanes[pid, tid]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"expected texts, not {texts}")
+            card, name, kind, lane = texts
+            spans.append(Span(card=card, name=name, kind=kind, start_ns=start, end_ns=end, lane=lane))
     return spans

@@ -4,8 +4,9 @@
     step k + 1  │ switch │ generate ───── suspended ───── … ──────►   else up to where the oldest of these began
 
 Invariants:
-1. What is counted begins where the count before ended: over a run every instant is counted once.
-2. The seconds of a count add up to its wall clock, over the mean of all cards.
+1. What is counted begins where the count before ended: over a run every instant is counted once, but for those that are
+   excluded, such as an evaluation between two steps: these are counted never.
+2. The seconds of a count add up to its wall clock, without what is excluded, over the mean of all cards.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ class Usage:
     def __init__(self, cards: Iterable[str], start_ns: int):
         self._cards, self._start_ns = list(cards), start_ns
         self._spans: list[Span] = []
+        self._excluded: list[tuple[int, int]] = []
+        """Starts and ends of what the next counts leave out, in order, without an overlap"""
 
     def add(self, spans: Iterable[Span]) -> None:
         """Add spans of stages that have ended; those that ended before the last count are ignored."""
         self._spans += (span for span in spans if span.end_ns > self._start_ns)
 
+    def exclude(self, start_ns: int, end_ns: int) -> None:
+        """Leave the time from ``start_ns`` to ``end_ns`` out of what is counted; it begins after those excluded
+        before."""
+        self._excluded.append((start_ns, end_ns))
+
     def count(self, end_ns: int) -> dict[str, float]:
-        """Compute figures of the time since the last count; empty if no time has passed. All stages that began before
+        """Compute figures of the time since the last count; empty if no time is left. All stages that began before
         ``end_ns`` must have been added.
 
         perf/utilisation: busy share, 0 to 1, mean over cards; timing_s/card/<kind>: seconds of each kind of work of the
@@ -35,12 +43,27 @@ class Usage:
         """
         if end_ns <= self._start_ns:
             return {}
-        summaries = summarize(self._spans, self._start_ns, end_ns, self._cards)
-        self._start_ns, self._spans = end_ns, [span for span in self._spans if span.end_ns > end_ns]
+        periods = self._take_periods(end_ns)
+        cards = [card for start, end in periods for card in summarize(self._spans, start, end, self._cards)]
+        self._spans = [span for span in self._spans if span.end_ns > end_ns]
+        if not periods:
+            return {}
+        num_cards = len(cards) // len(periods)
         seconds: dict[str, float] = {}
-        for card in summaries:
+        for card in cards:
             for kind, part_ns in (*card.by_kind_ns.items(), ("idle", card.idle_ns)):
                 name = "idle" if kind.startswith(WAITING) else kind.partition("/")[0]
-                seconds[name] = seconds.get(name, 0.0) + part_ns / 1e9 / len(summaries)
-        busy = sum(card.utilisation for card in summaries) / len(summaries)
+                seconds[name] = seconds.get(name, 0.0) + part_ns / 1e9 / num_cards
+        busy = sum(card.busy_ns for card in cards) / sum(card.wall_ns for card in cards)
         return {"perf/utilisation": busy} | {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}
+
+    def _take_periods(self, end_ns: int) -> list[tuple[int, int]]:
+        """Returns the time since the last count in parts, without what is excluded; the next count begins at
+        ``end_ns``."""
+        periods, start = [], self._start_ns
+        for begin, end in [*self._excluded, (end_ns, end_ns)]:
+            if start < min(begin, end_ns):
+                periods.append((start, min(begin, end_ns)))
+            start = max(start, end)
+        self._start_ns, self._excluded = end_ns, [gap for gap in self._excluded if gap[1] > end_ns]
+        return periods

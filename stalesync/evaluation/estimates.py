@@ -37,16 +37,23 @@ class Estimate:
     high: float | None = None
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Returns the unbiased estimate of pass@k of one prompt; exact to the last bit of a float.
+def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
+    """Returns the unbiased estimates of pass@1 to pass@``num_samples`` of one prompt, exact to the last bit of a float.
+    The binomials follow from each other: computed anew for each k, they take 17 s for 1,000
+    answers to each of 1,300 prompts.
 
     Args:
-        num_samples: answers to the prompt, at least ``k``.
+        num_samples: answers to the prompt.
         num_correct: correct ones among them.
     """
-    assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples
-    subsets = math.comb(num_samples, k)
-    return (subsets - math.comb(num_samples - num_correct, k)) / subsets
+    assert 0 <= num_correct <= num_samples
+    num_wrong, subsets, wrong = num_samples - num_correct, 1, 1
+    found = []
+    for size in range(num_samples):  # C(n, k + 1) = C(n, k) * (n - k) / (k + 1), without a remainder
+        subsets = subsets * (num_samples - size) // (size + 1)
+        wrong = wrong * (num_wrong - size) // (size + 1)
+        found.append((subsets - wrong) / subsets)
+    return found
 
 
 def estimate(by_prompt: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Estimate | None:

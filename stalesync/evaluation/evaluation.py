@@ -54,7 +54,7 @@ class Evaluation:
         samples, asked = self.config.samples, file.asked(self.config.samples)
         source = None if file.pool is None else RuleReward(file.pool)
         try:
-            outcomes = scorer.score_answers(asked, answers, source)
+            outcomes = scorer.score_answers(asked, answers, source, group_size=samples)
             if file.pool is not None and (verdict := self._failed[file.name].observe([one for _, one in outcomes])):
                 raise RewardsFailed(str(verdict))
             errors = [outcome for _, outcome in outcomes if outcome.error is not None]
@@ -108,6 +108,11 @@ class Evaluation:
         could be scored."""
         last = self.history.last(HELD_OUT)
         return {} if last is None or last.mean is None else {f"val/rewards/{when}": last.mean.value}
+
+    def first_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the evaluation before the first step, if there was one."""
+        first = [result for result in self.history.results if not result.step]
+        return {name: value for result in first for name, value in result.metrics().items()}
 
     def answers(self) -> list[Answer]:
         """Returns pairs of answers of the first and the last evaluation: of held-out prompts, or of the first file."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from fusion.rewards import RewardOutcome
 from stalesync.evaluation import names
-from stalesync.evaluation.estimates import Estimate, estimate, pass_at_k
+from stalesync.evaluation.estimates import Estimate, estimate, pass_at_each
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ def estimates_of(
     found |= {f"reward/{name}/mean@{samples}": _mean_of_prompts(parts) for name, parts in by_term.items()}
     graded = by_term[next(iter(by_term))] if by_term else rewards
     counts = [(len(one), sum(reward >= pass_reward for reward in one)) for one in graded]
+    passed = {count: pass_at_each(*count) for count in {*counts}}
     for k in range(1, samples + 1):
-        by_prompt = [pass_at_k(total, correct, k) for total, correct in counts if total >= k]
+        by_prompt = [passed[count][k - 1] for count in counts if count[0] >= k]
         found[f"reward/pass@{k}"] = estimate(by_prompt, within=(0.0, 1.0))
     found[f"response_length/mean@{samples}"] = _mean_of_prompts(lengths)
     return {statistic: one for statistic, one in found.items() if one is not None}

@@ -24,19 +24,42 @@ def load(tmp_path, source):
     ],
 )
 def test_parameters_without_default_are_required(tmp_path, parameters, required):
-    assert load(tmp_path, f"def score({parameters}): return 0.0")[1] == required
+    assert load(tmp_path, f"def score({parameters}): return 0.0").required_fields == required
 
 
 def test_a_field_with_the_name_of_a_positional_argument_is_not_passed_twice(tmp_path):
-    score, required = load(tmp_path, "def score(question, completion, gold, **fields): return (gold, fields)")
+    loaded = load(tmp_path, "def score(question, completion, gold, **fields): return (gold, fields)")
     fields = {"question": "raw", "answer": "raw", "level": 3}
-    assert score("q", "c", "g", **fields) == ("g", {"answer": "raw", "level": 3}) and not required
+    assert loaded.score("q", "c", "g", **fields) == ("g", {"answer": "raw", "level": 3})
+    assert not loaded.required_fields and not loaded.scores_batch and not loaded.needs_group
 
 
 def test_a_null_leaves_a_default_and_is_passed_where_there_is_none(tmp_path):
-    score, _ = load(tmp_path, "def score(p, r, a, level=1, *, unit, **fields): return (level, unit, fields)")
+    score = load(tmp_path, "def score(p, r, a, level=1, *, unit, **fields): return (level, unit, fields)").score
     assert score("", "", "", level=None, unit=None, x=None) == (1, None, {"x": None})
     assert score("", "", "", level=2, unit="m") == (2, "m", {})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "batch", "group", "required"),
+    [
+        ("prompts, responses, answers", True, False, ()),
+        ("prompts, responses, answers, level, **fields", True, False, ("level",)),
+        ("prompts, responses, answers, other_responses", True, True, ()),
+        ("prompt, response, answer, *, other_responses, unit", False, True, ("unit",)),
+        ("prompt, response, answer, other_responses=()", False, True, ()),
+        ("prompt, response, answer, **fields", False, False, ()),
+        ("prompt, responses, answer", False, False, ()),
+    ],
+)
+def test_names_of_parameters_tell_what_a_function_asks_for(tmp_path, parameters, batch, group, required):
+    loaded = load(tmp_path, f"def score({parameters}): return 0.0")
+    assert (loaded.scores_batch, loaded.needs_group, loaded.required_fields) == (batch, group, required)
+
+
+def test_in_a_batch_a_default_is_kept_where_the_field_of_every_row_is_null(tmp_path):
+    score = load(tmp_path, "def score(prompts, responses, answers, level='low', unit=1): return (level, unit)").score
+    assert score(["", ""], ["", ""], ["", ""], level=[None, None], unit=[None, "m"]) == ("low", [None, "m"])
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,14 @@ def test_engines_that_have_not_received_weights_beside_are_stopped():
 def test_a_step_is_logged_before_anything_of_the_next_one_is_reported():
     assert _obeyed([Suspend((0,)), Publish(1, beside=(1,))])[:2] == ["log_last", "suspend"]
     assert _obeyed([Publish(1, beside=(1,)), START]) == ["publish", "log_last", "dispatch"]
+
+
+def test_the_scorer_learns_which_samples_will_not_arrive():
+    controller, given_up = object.__new__(Controller), []
+    controller._lost_polled_s = 0.0
+    controller.queue = SimpleNamespace(lost=lambda num_noted: [num_noted])
+    controller.groups = SimpleNamespace(num_noted_lost=3, note_lost=lambda lost: [f"lost {lost}"])
+    controller.scorer = SimpleNamespace(note_lost=given_up.extend)
+    controller.admission = SimpleNamespace(running=())
+    controller.note_lost(now=True)
+    assert given_up == ["lost [3]"]

@@ -122,7 +122,8 @@ def _begun(groups):
 def test_a_sample_that_is_lost_before_it_arrives_counts_as_one_that_cannot_be_scored():
     run = _begun(2)
     note, prompts = run.groups.note, run.groups.prompts
-    run.groups.note_lost([*_lost("g0/0", "g9999/0"), LostSample("g0/1~57", "", "lost:damaged")])
+    given_up = run.groups.note_lost([*_lost("g0/0", "g9999/0"), LostSample("g0/1~57", "", "lost:damaged")])
+    assert [sample.id for sample in given_up] == ["g0/0"]
     assert run.groups.num_noted_lost == 3
     late = _generated(run, "g0/0")
     note([late], [with_outcome(late, RewardOutcome(1.0))])  # it was on its way to its score
@@ -161,7 +162,7 @@ def test_a_sample_that_is_lost_after_it_was_scored_costs_its_group_only_if_it_wa
             sample = _generated(run, f"{group}/{member}")
             run.groups.note([sample], [with_outcome(sample, RewardOutcome(float(member % 2)))])
     samples, _ = run.groups.take(["g0", "g1"])
-    run.groups.note_lost(_lost("g0/2", *(f"g1/{member}" for member in range(4))))
+    assert run.groups.note_lost(_lost("g0/2", *(f"g1/{member}" for member in range(4)))) == []
     assert run.groups.untrained(["g0", "g1"], samples) == ["g1"]
     for group in run.groups.prompts:
         run.admission.ledger.fail(group, "other")

@@ -1,11 +1,13 @@
 """A synchronous run that is killed, whatever it is at, and goes on is to the bit the one that was never killed."""
 
 import random
+import signal
 import time
 
 import pytest
 import torch
 
+from tests.machine import communicate
 from tests.stalesync.runs import kill, rows_of, train, wait_until, weights_of
 from tests.stalesync.test_saving import _whole
 
@@ -61,5 +63,32 @@ def test_a_run_that_is_killed_twice_at_staleness_0_is_bitwise_one_that_is_not(ba
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming from" in done.stdout
     assert _figures(folder) == _figures(whole) and len(_figures(whole)) == STEPS
+    assert_same_weights(folder, whole)
+
+
+def assert_same_weights(folder, whole):
     ours, theirs = weights_of(folder / "hf"), weights_of(whole / "hf")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_sigterm_saves_after_the_step_under_way_and_the_resumed_run_is_bitwise_one_that_was_not_stopped(
+    base, whole, start, tmp_path
+):
+    options, folder = [*OPTIONS, "run.save_every=0"], tmp_path / "run"
+    run = start(*options)
+    wait_until(run, 60, lambda: folder.exists() and len(rows_of_existing(folder)) >= 2)
+    run.send_signal(signal.SIGTERM)
+    out, err = communicate(run, 60)
+    assert run.returncode == 143 and "SIGTERM: the step under way ends" in err, err
+    steps, saved = len(rows_of(folder)), _newest(folder)
+    assert 0 < saved == steps < STEPS, "no step was lost"
+    assert f"stopped by SIGTERM: {steps} steps" in out
+    assert f"continue from step {saved}: the same command with run.name=run run.resume=true" in out
+    done = train(base, tmp_path, *options, "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _figures(folder) == _figures(whole)
+    assert_same_weights(folder, whole)
+
+
+def rows_of_existing(folder):
+    return rows_of(folder) if (folder / "metrics.jsonl").exists() else []

@@ -1,14 +1,16 @@
-"""A run writes profiler traces of the steps in `run.profile_steps`, one for each card that trains."""
+"""A run writes profiler traces of the steps in `run.profile_steps`, one for each card."""
 
 import json
 
 import pytest
+import torch
 
 from fusion.colocate.stages import StageLog
 from fusion.npu import open_device
 from fusion.telemetry.page import read_run
 from stalesync.config import RunConfig
 from tests.stalesync.runs import FOUR, train
+from tests.stalesync.test_stale_run import LONG, TWO
 
 STAGES = {"switch to infer", "generate", "switch to train", "train", "forward_backward", "optimizer_step"}
 
@@ -33,6 +35,49 @@ def test_a_run_profiles_the_steps_that_it_is_asked_for(base, tmp_path):
     assert "profile/" in done.stdout and "4 profiler traces: step-2-card-0.json" in done.stdout
     assert read_run(folder)["profiles"] == [f"profile/{trace.name}" for trace in traces]
     assert "profile/step-2-card-3.json" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.extended)])
+def test_cards_that_only_generate_are_profiled_too_also_where_they_never_stop(base, tmp_path, bound):
+    stale = [*LONG, f"stalesync.max_staleness={bound}"] if bound else []
+    steps = 5 if bound else 3  # a stale run has generated the samples of its last step before that
+    options = [f"run.steps={steps}", "run.profile_steps=[2,3]", "run.eval_prompts=0", "fusion=separate", *TWO, *stale]
+    done = train(base, tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    traces = {trace.name: trace for trace in (tmp_path / "run" / "profile").iterdir()}
+    assert sorted(traces) == [f"step-{step}-card-{rank}.json" for step in (2, 3) for rank in (0, 1)]
+    for name, trace in traces.items():
+        assert '"aten::mm"' in trace.read_text(), name
+    for step in (2, 3):
+        trained, generated = (names_in(traces[f"step-{step}-card-{rank}.json"]) for rank in (0, 1))
+        assert "optimizer_step" in trained and "optimizer_step" not in generated
+        assert bound or "generate" in generated and "generate" not in trained
+
+
+def test_a_profile_begins_and_ends_between_two_steps_of_a_stage_that_goes_on(tmp_path):
+    log = StageLog(1, open_device("emulated"))
+
+    def step(name):
+        with torch.profiler.record_function(name):
+            pass
+
+    with log.stage("generate", "gen"), log.timeline.strip() as mark:
+        step("before")
+        log.ask_profile(tmp_path / "step-2-card-1")
+        mark("decode")
+        step("inside")
+        log.ask_profile(None)
+        mark("decode")
+        step("after")
+        mark("decode")
+        assert names_in(tmp_path / "step-2-card-1.json") == {"inside"} and log.timeline.after_mark is None
+    log.ask_profile(tmp_path / "step-3-card-1")
+    log.ask_profile(None)
+    log.ask_profile(tmp_path / "step-4-card-1")
+    with log.stage("generate", "gen"):
+        pass
+    log.end_profile()
+    assert names_in(tmp_path / "step-4-card-1.json") == {"generate"}
 
 
 @pytest.mark.parametrize("steps", [[0], [4], [2, 4], [True], [1.5]])

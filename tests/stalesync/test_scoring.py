@@ -1,6 +1,7 @@
 """From finished samples to rewards: the controller sees text and lengths, every sample is scored once, and answers to
 held-out prompts reach nobody else."""
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -240,26 +241,111 @@ def test_the_tokens_of_an_answer_reach_who_reads_them_by_name_and_no_task_and_le
         queue.read(rows, ["advantage"])
 
 
+def test_answers_to_one_prompt_are_a_group():
+    source = Source(concurrent=True)
+    prompts = [replace(PROMPT, id=f"{name}{number}") for name in "pq" for number in ("", "/1", "/2")]
+    answers = {prompt.id: EvalAnswer(prompt.id, f"to {prompt.id}", 1, "stop") for prompt in prompts}
+    Scorer(source, LocalQueue(["reward"])).score_answers(prompts, answers, group_size=3)
+    assert source.scored[4].others == ["to q", "to q/2"] and source.scored[0].others == ["to p/1", "to p/2"]
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_a_source_that_compares_gets_whole_groups_and_a_sample_that_waits_holds_up_nothing_else(concurrent):
+    queue, source = MetadataQueue(["reward", "train"]), Source(concurrent)
+    with Scorer(source, queue, group_size=3) as scorer:
+        scorer.prompts["g"] = PROMPT
+        _put(queue, [4, 2])
+        _poll(scorer, (2, 0))
+        scorer.wait_acknowledged()
+        assert scorer.num_unscored == 0 and not source.scored and scorer.score_waiting() == ([], [])
+        assert queue.stats()["distqueue/reward/depth"] == 0 == queue.stats()["distqueue/reward/leased"]
+        queue.put(pack_outputs([_output("g/2", range(1), version=2)], ["<ü>"]))
+        _poll(scorer, (1, 3 if concurrent else 0))
+        scored = source.scored if concurrent else scorer.score_waiting()[0]
+    assert [sample.id for sample in scored] == ["g/0", "g/1", "g/2"] and scorer.num_unscored == 0
+    assert scored[1].others == ["<üüüü>", "<ü>"] and scored[2].others == ["<üüüü>", "<üü>"]
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_no_sample_waits_for_one_that_was_lost(concurrent):
+    queue, source = LocalQueue(["reward", "train"]), Source(concurrent)
+    with Scorer(source, queue, group_size=3) as scorer:
+        scorer.prompts["g"] = PROMPT
+        _put(queue, [4, 2])
+        _poll(scorer, (2, 0))
+        scorer.note_lost([Sample("g/2", PROMPT, "", 3, 1)])
+        assert scorer.num_unscored == 2
+        scored = _poll(scorer, (0, 2))[1] if concurrent else scorer.score_waiting()[0]
+        assert [sample.others for sample in scored] == [["<üü>"], ["<üüüü>"]]
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_samples_that_wait_for_others_are_saved_and_restored(compares):
+    """Into a scorer whose source compares, too, and into one whose source does not any more."""
+    queue, source = LocalQueue(["reward", "train"]), Source(concurrent=True)
+    with Scorer(source, queue, group_size=3) as scorer:
+        scorer.prompts["g"] = PROMPT
+        assert scorer.state_dict() == {}
+        _put(queue, [4, 2])
+        _poll(scorer, (2, 0))
+        state = json.loads(json.dumps(scorer.state_dict()))
+    queue = LocalQueue(["reward", "train"])  # as restored; the first scorer may still read the other one
+    _put(queue, [4, 2])
+    queue.ack("reward", queue.get("reward", ["text"], 2, timeout_s=patience(5)).ids)
+    again = Scorer(source, queue, group_size=3 if compares else None)
+    again.prompts["g"] = PROMPT
+    again.load_state_dict(state, {})
+    with again:
+        if compares:
+            queue.put(pack_outputs([_output("g/2", range(1), version=2)], ["<ü>"]))
+        _, scored = _poll(again, (1, 3) if compares else (0, 2))
+    assert [sample.id for sample in scored] == ["g/0", "g/1", "g/2"][: len(scored)]
+    assert (scored[1].response, scored[1].response_tokens, scored[1].newest) == ("<üü>", 2, 1)
+    assert scored[0].others == (["<üü>", "<ü>"] if compares else ())
+
+
+def test_samples_scored_before_a_reward_compared_are_not_waited_for():
+    queue, source = LocalQueue(["reward", "train"]), Source(concurrent=True)
+    earlier = with_outcome(Sample("g/0", PROMPT, "first", 3, 1), RewardOutcome(1.0))
+    lost = with_outcome(Sample("g/1", PROMPT, "", 3, 1), RewardOutcome(None, "lost"))
+    scorer = Scorer(source, queue, group_size=3)
+    scorer.prompts["g"] = PROMPT
+    scorer.load_state_dict({}, {"g": [earlier, lost]})
+    with scorer:
+        queue.put(pack_outputs([_output("g/2", range(1))], ["<ü>"]))
+        _, (sample,) = _poll(scorer, (1, 1))
+    assert sample.others == ["first"]
+
+
 class Progress(RuleBasedStateMachine):
     """Every sample is taken once as generated and once as scored, whichever way it is scored."""
 
     def __init__(self):
         super().__init__()
         self.progress = ScoringProgress()
-        self.known, self.to_score, self.generated, self.scored = 0, [], [], []
+        self.known, self.held, self.to_score, self.generated, self.scored = 0, [], [], [], []
         self.unacknowledged = 0
 
-    @rule(count=st.integers(0, 3), wait=st.booleans())
-    def generate(self, count, wait):
+    @rule(count=st.integers(0, 3), hold=st.booleans(), wait=st.booleans())
+    def generate(self, count, hold, wait):
         samples = [Sample(f"s{self.known + k:03}", PROMPT, "", 1, 1) for k in range(count)]
         self.known += count
-        self.progress.observe_generated(samples, wait)
+        self.progress.observe_generated(samples)
+        self.held += samples
+        if not hold:
+            self.release(wait)
+
+    @rule(wait=st.booleans())
+    def release(self, wait):
+        samples, self.held = self.held, []
+        self.progress.observe_ready(samples, wait)
         self.to_score += [] if wait else samples
 
     @rule(count=st.integers(0, 3))
     def score(self, count):
         samples, self.to_score = self.to_score[:count], self.to_score[count:]
         self.progress.observe_scored([with_outcome(sample, RewardOutcome(1.0)) for sample in samples])
+        self.progress.observe_to_acknowledge(len(samples))
         self.unacknowledged += len(samples)
 
     @rule(data=st.data())
@@ -284,7 +370,7 @@ class Progress(RuleBasedStateMachine):
     @invariant()
     def once(self):
         assert len({*self.generated}) == len(self.generated) and len({*self.scored}) == len(self.scored)
-        assert self.progress.num_unscored == self.known - len(self.scored)
+        assert self.progress.num_unscored == self.known - len(self.held) - len(self.scored)
         assert self.progress.num_unacknowledged == self.unacknowledged
 
 

@@ -1,9 +1,11 @@
 """Whole runs in which training and generation run ahead of each other: real Ray, real workers, emulated cards."""
 
 import json
+import shutil
 
 import pytest
 
+from fusion.telemetry.run_folder import complete_checkpoints, step_of
 from tests.stalesync.runs import kill, rows_of, train, wait_until
 
 STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]
@@ -151,3 +153,43 @@ def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_p
     assert ended[-1] == 32 * steps, "nor any of their samples"
     assert max(row["lag"] for row in groups) <= 1
     assert len(list(folder.glob("checkpoints/step-*"))) == 2, "the last two are kept"
+
+
+COMPARING = """
+def shortest(prompts, responses, answers, other_responses):
+    assert all(len(others) == 3 for others in other_responses), other_responses
+    return [float(all(len(one) <= len(other) for other in others))
+            for one, others in zip(responses, other_responses, strict=True)]
+"""
+
+
+def test_a_killed_run_whose_reward_compares_the_responses_of_a_group_goes_on_with_those_that_waited(
+    base, start, tmp_path
+):
+    (tmp_path / "mine.py").write_text(COMPARING)
+    options = [*STALE, *TWO, *CHUNKS, "fusion=hybrid", "stalesync.max_staleness=1", "run.save_every=1", "run.keep=0"]
+    options += [f"reward.terms=[{{reward: '{tmp_path}/mine.py:shortest'}}]"]
+    run, folder = start(*options, "run.steps=1000"), tmp_path / "run"
+
+    def holding():
+        """Steps of the complete checkpoints with finished samples that wait for others of their group."""
+        found = complete_checkpoints(folder) if folder.exists() else {}
+        return [step for step, path in found.items() if '"held"' in (path / "controller.json").read_text()]
+
+    wait_until(run, 60, holding)
+    kill(run)
+    resumed = holding()[-1]
+    for path in folder.glob("checkpoints/step-*"):
+        if (step_of(path.name) or 0) > resumed:  # written while it was being killed
+            shutil.rmtree(path)
+    steps = resumed + 3
+    done = train(base, tmp_path, *options, f"run.steps={steps}", "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    groups, rows = _groups(folder), rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert f"step-{resumed}, step {resumed}" in done.stdout
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"
+    assert rows[-1]["distqueue/ended/done"] == 32 * steps and rows[-1]["distqueue/rows"] == 0
+    assert not any(row["reward/failed"] for row in rows)
+    shares = [row["critic/rewards/shortest/mean"] for row in rows]
+    assert min(shares) >= 0.25, "at least one response of each group is as short as the others"

@@ -17,12 +17,14 @@ from stalesync.stopping import (
     STOP_SIGNALS,
     Stopped,
     acknowledging,
+    completing,
     describe_stop,
     exit_status,
     holding,
     ignore_stops,
     keeping_handlers,
     raise_in_main,
+    requested_stop,
     stoppable,
 )
 from tests.machine import patience, run
@@ -255,3 +257,37 @@ def test_a_signal_that_a_call_of_ray_raises_as_another_exception_is_still_that_s
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
     assert describe_stop(caught.value) == "stopped by SIGTERM"
+
+
+def test_the_first_sigterm_is_a_request_where_the_block_completes_what_it_does(monkeypatch, capfd):
+    with stoppable():
+        with completing():
+            assert requested_stop() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # as of a shell and of a scheduler, both of which pass it on
+            time.sleep(0.01)
+            assert describe_stop(requested_stop()) == "stopped by SIGTERM"
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(patience(5))
+    assert capfd.readouterr().err.count("SIGTERM: the step under way ends") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt), (signal.SIGHUP, Stopped)]
+)
+def test_a_later_signal_is_raised_where_the_first_one_was_a_request(monkeypatch, number, raised):
+    monkeypatch.setattr(stopping, "FORCE_S", 0.05)
+    with pytest.raises(raised), stoppable(), acknowledging(), completing():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        assert requested_stop() is not None
+        os.kill(os.getpid(), number)
+        time.sleep(patience(5))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_only_sigterm_is_a_request(number):
+    with pytest.raises(KeyboardInterrupt), stoppable(), acknowledging(), completing():
+        os.kill(os.getpid(), number)
+        time.sleep(patience(5))

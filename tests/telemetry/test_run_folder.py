@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -165,6 +166,52 @@ def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path):
     with RunFolder(tmp_path, "run", if_exists="resume") as run:
         run.log(2, {"a": 2.0})
         assert [row["step"] for row in metrics(run)] == [1, 2]
+
+
+def test_a_resumed_run_completes_the_row_of_the_step_that_it_begins_after(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        for step in (1, 2, 3):
+            run.log(step, {"a": float(step), "b": math.inf, "c": math.nan})
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        run.rewind(2)
+        run.complete(2, {"val-core/a/reward/mean@1": 0.5, "c": math.nan})
+        run.repeat({})
+        run.log(3, {"a": 30.0})
+    last = metrics(run)[1]
+    assert last == {
+        "step": 2,
+        "a": 2.0,
+        "b": None,
+        "c": None,
+        "val-core/a/reward/mean@1": 0.5,
+        "not_finite": {"b": "inf", "c": "nan"},
+    }
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    curves = scalars(run.path / "tensorboard")
+    assert curves["a"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert curves["val-core/a/reward/mean@1"] == [(2, 0.5)]
+
+
+def test_a_resumed_run_sends_its_last_rows_to_its_loggers_again_and_no_more(tmp_path, monkeypatch):
+    with RunFolder(tmp_path, "run") as run:
+        run.log_evaluation(0, [{"step": 0}], {"val": 0.25})
+        for step in (1, 2, 3, 4):
+            run.log(step, {"a": float(step), "b": math.nan})
+    for folder in (tmp_path / "run" / "tensorboard").iterdir():
+        folder.write_bytes(b"")  # as of a logger that had stored nothing yet
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        run.rewind(3)
+        run.repeat({"val": 0.25})
+        run.log(4, {"a": 40.0})
+    curves = scalars(run.path / "tensorboard")
+    assert curves["a"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)] and curves["val"] == [(0, 0.25)]
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+    monkeypatch.setattr("fusion.telemetry.run_folder.REPEATED_BYTES", 1)
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        sent = []
+        monkeypatch.setattr(run, "_opened_loggers", lambda: SimpleNamespace(log=lambda *row: sent.append(row)))
+        run.repeat({"val": 0.25})
+    assert sent == [(4, {"a": 40.0})]
 
 
 def test_damage_in_the_middle_is_not_passed_over(tmp_path):

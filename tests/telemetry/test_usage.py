@@ -32,6 +32,23 @@ def test_counts_follow_each_other_and_add_up(recorded, ends):
     assert usage.count(ends[-1]) == {}
 
 
+@given(spans, st.lists(st.integers(1, 1200), min_size=1, max_size=6, unique=True), st.integers(1, 1200))
+def test_what_is_excluded_is_never_counted(recorded, bounds, first_end):
+    usage, bounds = Usage(CARDS, 0), sorted(bounds)
+    gaps = [*zip(bounds[::2], bounds[1::2], strict=False)]
+    usage.add(recorded)
+    for start, end in gaps:
+        usage.exclude(start, end)
+    kept = [instant for instant in range(1201) if not any(start <= instant < end for start, end in gaps)]
+    for start, end in ((0, first_end), (first_end, 1200)):
+        figures, left = usage.count(end), [instant for instant in kept if start <= instant < end]
+        busy = figures.pop("perf/utilisation", None)
+        assert (busy is None) == (not left) and sum(figures.values()) == pytest.approx(len(left) / 1e9)
+        if left:
+            cards = [summarize(recorded, instant, instant + 1, CARDS) for instant in left]
+            assert busy == pytest.approx(sum(card.busy_ns for one in cards for card in one) / 2 / len(left))
+
+
 def test_a_switch_is_counted_whole_and_waiting_is_no_work():
     usage = Usage(CARDS, 0)
     usage.add([Span("card 0", "switch", "switch", 0, 400), Span("card 0", "kv", "switch/kv", 100, 200)])

@@ -36,8 +36,9 @@ class Logger(Protocol):
     def __init__(self, run: LoggedRun) -> None: ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step by their names, verl's. Steps count from 1 and ascend, except that a resumed
-        run begins again after the step of its checkpoint. Values may be nan or inf."""
+        """Record the metrics of one step by their names, verl's; step 0: of the evaluation before the first one. Steps
+        ascend, except that a resumed run begins some steps before that of its checkpoint, with the same values: a
+        killed run may have lost what its logger had not stored. Values may be nan or inf."""
 
     def close(self) -> None:
         """Complete the record; called once, also after `log` has failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 
@@ -20,6 +21,9 @@ MAX_METRICS, MAX_PARAMS = 1000, 100
 """Of one request, by MLflow's interface."""
 
 MAX_PARAM_CHARACTERS = 500
+
+REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
+"""Characters that the name of a metric may not have"""
 
 
 class MlflowLogger:
@@ -43,7 +47,7 @@ class MlflowLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 10**6
-        values = [Metric(name, float(value), now_ms, step) for name, value in metrics.items()]
+        values = [Metric(mlflow_name(name), float(value), now_ms, step) for name, value in metrics.items()]
         self._wait()
         for some in _chunks(values, MAX_METRICS):
             written = self._client.log_batch(self._run_id, metrics=some, synchronous=False)
@@ -67,6 +71,12 @@ class MlflowLogger:
         local = not os.environ.get("MLFLOW_TRACKING_URI")
         artifacts = (run.folder.resolve() / "mlflow").as_uri() if local else None
         return self._client.create_experiment(name, artifact_location=artifacts)
+
+
+def mlflow_name(metric: str) -> str:
+    """Returns the name of a metric as MLflow accepts it: `@` is `_at_`, as in verl, and other characters that it
+    refuses are underscores."""
+    return REFUSED.sub("_", metric.replace("@", "_at_"))
 
 
 def _chunks(values: list, size: int) -> Iterator[list]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from fusion.telemetry.page.run_data import read_run
 
 NAME = "report.html"
 
+MAX_NAME_BYTES = 200
+"""Maximum length of the runs' names in the name of a file; file systems allow 255 bytes, also of a temporary file's"""
+
 MAX_SHARE = 0.1
 """Maximum share of the time in which a followed run is read: the interval grows with the size of its files."""
 
@@ -21,7 +25,8 @@ def default_path(folders: Sequence[Path]) -> Path:
     if len(folders) == 1:
         return folders[0] / NAME
     names = "-".join(folder.resolve().name for folder in folders)
-    return folders[0] / f"report-{names[:200]}.html"
+    short = os.fsencode(names)[:MAX_NAME_BYTES].decode(errors="ignore")  # a character is not cut in two
+    return folders[0] / f"report-{short}.html"
 
 
 def write_page(

@@ -33,6 +33,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
     """
     folder = Path(folder)
     rows, config = read_jsonl(folder / "metrics.jsonl"), read_config(folder / "config.yaml")
+    numbers = [{name: number(value) for name, value in row.items()} for row in rows]
     num_steps = max((int(number(row.get("step")) or 0) for row in rows), default=0)
     distributions, examples = Distributions(num_steps), Examples()
     for group in iterate_jsonl(folder / "groups.jsonl"):
@@ -41,7 +42,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
         examples.add(sample)
     failure = read_failure(folder / "error.json")
     running = outcome is None and is_held(folder)
-    ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
+    ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in numbers)
     timeline, note = _timeline(folder / "timeline.json")
     total = _key(config, "run", "steps")
     return {
@@ -51,7 +52,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
         "steps": num_steps,
         "total_steps": total,
         "wall_s": sum(map(step_seconds, rows)),
-        **rewards_of(rows),
+        **rewards_of(numbers),
         "curves": curves(rows),
         "cards": timeline,
         "profiles": [f"{PROFILES}/{name}" for name in profiles(folder)],
@@ -122,7 +123,10 @@ def _timeline(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
     if (size := path.stat().st_size) > MAX_TIMELINE_BYTES:
         limit = human_bytes(MAX_TIMELINE_BYTES)
         return None, [f"timeline.json has {human_bytes(size)}: the cards' time is left out above {limit}"]
-    return card_time(read_timeline(path)), []
+    try:
+        return card_time(read_timeline(path)), []
+    except ValueError as error:
+        return None, [f"the cards' time is left out: {error}"]
 
 
 def _outcome(running: bool, failure: str | None, steps: int, total: Any) -> str:

@@ -99,6 +99,26 @@ def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_ev
     assert not (tmp_path / "evaluate-run" / "checkpoints").exists()
 
 
+def test_an_evaluation_that_is_due_where_a_run_resumes_is_in_the_row_of_its_step_and_may_be_the_best(
+    base, tmp_path, files
+):
+    sums, reward = files
+    common = ["run.save_every=1", "run.keep=1", "training.lr=1e-3"]
+    done = train(base, tmp_path, *common, "run.steps=2", "run.eval_prompts=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    before, added = rows_of(run), [*evaluating(sums, f"{reward}:score", name="falling"), f"eval.best={BEST}"]
+    done = train(base, tmp_path, *common, "run.steps=3", "run.eval_prompts=0", "run.resume=true", *added)
+    assert done.returncode == 0, done.stdout + done.stderr
+    history, rows = evaluations(run), rows_of(run)
+    assert history.keys() == {("falling", 2), ("falling", 3)} and [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows[1:]:
+        assert row[BEST] == history["falling", row["step"]]["estimates"]["reward/mean@2"]["value"]
+    assert rows[0] == before[0] and before[1].items() <= rows[1].items() and rows[1]["timing_s/testing"] > 0
+    assert not any("val/rewards/before" in row for row in rows)
+    assert json.loads((run / "best.json").read_text())["step"] == 2 and checkpoints(run) == ["step-2", "step-3"]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sqlite3
-import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.machine import run
+from tests.telemetry.loggers.stores import wandb_history
 
 pytestmark = pytest.mark.loggers
 
@@ -26,7 +26,7 @@ with RunFolder(root, "run", "resume") as folder:
     folder.rewind(int(first) - 1)
     for step in range(int(first), int(last) + 1):
         metrics = {"critic/rewards/mean": factor * step, "memory/infer/kv_mib": 2.0, "actor/pg_loss": float("nan")}
-        folder.log(step, metrics)
+        folder.log(step, metrics | {"val-core/held_out/reward/mean@1": factor})
     assert folder.notes == [], folder.notes
 """
 
@@ -57,6 +57,7 @@ def test_mlflow_has_one_run_with_the_history_of_both_starts(tmp_path):
     history = client.get_metric_history(found.info.run_id, "critic/rewards/mean")
     assert sorted((one.step, one.value) for one in history) == [(1, 1), (2, 2), (3, 3), (3, 30), (4, 40)]
     assert found.data.metrics["critic/rewards/mean"] == 40
+    assert found.data.metrics["val-core/held_out/reward/mean_at_1"] == 10, "its name as MLflow accepts it"
     assert math.isnan(client.get_metric_history(found.info.run_id, "actor/pg_loss")[0].value)
 
 
@@ -64,30 +65,8 @@ def test_wandb_has_both_starts_under_one_id_with_the_runs_own_steps(tmp_path):
     folder = log_in_two_starts("wandb", tmp_path, {"WANDB_MODE": "offline"})
     run_id = json.loads((folder / "loggers.json").read_text())["id"]
     files = sorted((folder / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"), key=os.path.getmtime)
-    assert [wandb_history(file) for file in files] == [[(1, 1), (2, 2), (3, 3)], [(3, 30), (4, 40)]]
-
-
-def wandb_history(path: Path) -> Points:
-    """The rewards by `training/global_step` of an offline file: a log of records in blocks of 32 KiB, as LevelDB's."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, parts, points = path.read_bytes(), 7, [], []
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        parts.append(data[position + 7 : position + 7 + length])
-        position += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            record = wandb_internal_pb2.Record.FromString(b"".join(parts))
-            parts = []
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-                points.append((row["training/global_step"], row["critic/rewards/mean"]))
-    return points
+    found = [wandb_history([file])["critic/rewards/mean"] for file in files]
+    assert found == [[(1, 1), (2, 2), (3, 3)], [(3, 30), (4, 40)]]
 
 
 def test_swanlab_has_both_starts_under_one_id(tmp_path):
