@@ -14,7 +14,7 @@ exceeds max(A, B). The order stays near that line:
 
 Where units are large, as stacks of experts are, interleaving holds too many of them open. The alternative is an order
 by *clusters*: slabs that read a unit in common follow one another, and the next cluster is the one that exceeds no
-limit and leaves the tightest ranks most room.
+limit and leaves the tightest ranks most room or, as another attempt, the largest one that exceeds none.
 
 The limit is not guaranteed by construction: the result includes the excess over the limit, and `plan` retries with
 smaller wire buffers, which leave more room for weights, and then with clusters.
@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.senders import Job
@@ -49,6 +49,9 @@ class Storage:
     readers: dict[UnitId, int]
 
 
+Method = Literal["slabs", "clusters", "largest clusters"]
+
+
 class Demand(NamedTuple):
     """Holds what filling slabs needs: (rank, bytes allocated), and (unit, elements read) of units to be released."""
 
@@ -67,13 +70,13 @@ NOTICEABLE = 0.02
 
 
 def fill_order(
-    jobs: Iterable[Job], storage: Storage, *, itemsize: int, bucket_bytes: int, by_clusters: bool = False
+    jobs: Iterable[Job], storage: Storage, *, itemsize: int, bucket_bytes: int, method: Method = "slabs"
 ) -> tuple[list[int], int]:
     """Return the indices of the jobs in order, and the maximum bytes by which a rank exceeds its limit (0: none does).
 
     Args:
         itemsize: bytes of an element of the target.
-        by_clusters: whether slabs that read a unit in common follow one another.
+        method: slab by slab, or cluster by cluster: the one that relieves most first, or the largest.
     """
     demands = []
     for job in jobs:
@@ -83,8 +86,8 @@ def fill_order(
         reads = tuple([(unit, numel) for unit, numel in job.reads().items() if unit in storage.size])
         demands.append(Demand(tuple(takes.items()), reads))
     search = _Search(demands, storage, bucket_bytes)
-    if by_clusters:
-        search.take_clusters(clusters_of(demands))
+    if method != "slabs":
+        search.take_clusters(clusters_of(demands), largest_first=method == "largest clusters")
     while search.left:
         search.step()
     return search.order, search.worst
@@ -142,16 +145,16 @@ class _Search:
         self.order: list[int] = []
         self.worst = 0
 
-    def take_clusters(self, clusters: list[tuple[int, ...]]) -> None:
+    def take_clusters(self, clusters: list[tuple[int, ...]], largest_first: bool) -> None:
         """Append all slabs, cluster by cluster."""
         kinds: dict[object, list[tuple[int, ...]]] = defaultdict(list)
         for cluster in reversed(clusters):
             kinds[tuple(sorted(self._change(cluster).items()))].append(cluster)
         while kinds:
-            options = [
-                (max(0, self._excess(queue[-1])), self._tightening(queue[-1]), queue[-1], kind)
-                for kind, queue in kinds.items()
-            ]
+            options = []
+            for kind, queue in kinds.items():
+                cost = -self._bytes_taken(queue[-1]) if largest_first else self._tightening(queue[-1])
+                options.append((max(0, self._excess(queue[-1])), cost, queue[-1], kind))
             _, _, cluster, kind = min(options, key=lambda option: option[:3])
             kinds[kind].pop()
             if not kinds[kind]:
@@ -169,6 +172,9 @@ class _Search:
         for unit in units:
             change[unit[0]] -= self.size[unit]
         return change
+
+    def _bytes_taken(self, cluster: tuple[int, ...]) -> int:
+        return sum(nbytes for index in cluster for _, nbytes in self.demands[index].takes)
 
     def _tightening(self, cluster: tuple[int, ...]) -> float:
         before = {rank: (self.limit[rank] - self.resident[rank]) / self.scale for rank in self.resident}

@@ -43,7 +43,7 @@ import torch
 from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
 from fusion.ep_switch.moves import MoveSketch, Round, Step, UnitId, steps_of
-from fusion.ep_switch.order import Storage, fill_order
+from fusion.ep_switch.order import Method, Storage, fill_order
 from fusion.ep_switch.rounds import pack_rounds
 from fusion.ep_switch.senders import Job, choose_senders
 from fusion.ep_switch.topology import LEVELS, Topology
@@ -51,11 +51,18 @@ from fusion.ep_switch.topology import LEVELS, Topology
 SLACK = 4
 """Buckets that a rank may hold beyond max(A, B): units of both layouts, send and receive buffers."""
 
-TRIES = (
-    *((slack, slots, False) for slack, slots in ((2.5, 2), (3.0, 2), (3.0, 4), (3.5, 4), (SLACK, 4), (SLACK, 8))),
-    *((SLACK, 16, by_clusters) for by_clusters in (False, True)),
+TRIES: tuple[tuple[float, int, Method], ...] = (
+    (2.5, 2, "slabs"),
+    (3.0, 2, "slabs"),
+    (3.0, 4, "slabs"),
+    (3.5, 4, "slabs"),
+    (SLACK, 4, "slabs"),
+    (SLACK, 8, "slabs"),
+    (SLACK, 16, "slabs"),
+    (SLACK, 16, "clusters"),
+    (SLACK, 16, "largest clusters"),
 )
-"""(buckets beyond max(A, B), slots of a send or receive buffer per bucket, order by clusters), tried until an order is
+"""(buckets beyond max(A, B), slots of a send or receive buffer per bucket, method of the order), tried until one is
 found. The rest of SLACK is left for the allocator's rounding and fragmentation. Smaller slots leave more room for
 weights, but need more rounds."""
 
@@ -240,11 +247,11 @@ def plan_switch(
     for rank in {rank for rank, _ in hosted}:
         weights.max_bytes[rank] -= bucket_bytes // STAGING
     tried: list[tuple[int, int, int, Storage, list[int]]] = []
-    for slack, slots, by_clusters in TRIES:
+    for slack, slots, method in TRIES:
         slot = bucket_bytes // slots // wide
         storage = weights.storage(int(slack * bucket_bytes), slot)
         order, over = fill_order(
-            jobs, storage, itemsize=target.dtype.itemsize, bucket_bytes=bucket_bytes, by_clusters=by_clusters
+            jobs, storage, itemsize=target.dtype.itemsize, bucket_bytes=bucket_bytes, method=method
         )
         tried.append((over, len(tried), slot, storage, order))
         if not over:

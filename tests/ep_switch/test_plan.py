@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.ep_switch import Layout, Plan, Topology, plan_switch
+from fusion.ep_switch import plan as planning
 from fusion.model import Parallel, unit_bytes
 from fusion.model.formats import EMBEDDED
 from tests.ep_switch.oracle import (
@@ -66,6 +68,16 @@ def test_invariants_between_formats_of_many(case):
     check(case)
 
 
+@pytest.mark.parametrize("seed", [2977, 6011, 6107, 6591, 7051, 7384])
+def test_an_order_by_clusters_keeps_the_bound_where_stacks_of_experts_are_large(seed, monkeypatch):
+    draw = random.Random(seed)
+    case = random_switch_of_formats(lambda options: draw.choice(list(options)))
+    check(case)
+    monkeypatch.setattr(planning, "TRIES", tuple(one for one in planning.TRIES if one[2] == "slabs"))
+    with pytest.warns(UserWarning, match="beyond its bound"):
+        plan_switch.__wrapped__(*case)
+
+
 def check(case):
     plan = plan_switch(*case)
     most = check_contents(plan)
@@ -88,11 +100,15 @@ def bound(plan: Plan, rank: int) -> int:
 
 def largest_external(layout: Layout, rank: int) -> int:
     """Bytes of the largest tensor that another format than the embedded one leaves whole though it does not fit a
-    unit."""
+    unit, or of the stacks of a layer's experts that do not."""
     if layout.format == EMBEDDED or rank not in layout.ranks:
         return 0
-    sizes = [p.numel * layout.dtype.itemsize for unit in layout.units(rank) for p, _ in unit.entries]
-    return max((size for size in sizes if size > unit_bytes(layout.bucket_bytes)), default=0)
+    sizes: dict[object, int] = defaultdict(int)
+    for param in (param for unit in layout.units(rank) for param, _ in unit.entries):
+        size = param.numel * layout.dtype.itemsize
+        if size > unit_bytes(layout.bucket_bytes):
+            sizes[param.layer if "routed_experts" in param.name else param.name] += size
+    return max(sizes.values(), default=0)
 
 
 def check_rounds(plan: Plan) -> None:

@@ -27,7 +27,7 @@ from stalesync.config import Config
 from stalesync.overrides import check_overrides, known_keys, register
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
-from tests.families import KINDS, family_checkpoint, family_config
+from tests.families import KINDS, MLA, family_checkpoint, family_config
 from tests.helpers import tiny_checkpoint
 
 PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
@@ -396,13 +396,15 @@ def test_the_vllm_backend_generates_in_layouts_that_hold_every_expert_once(check
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, vllm):
-    def check():
-        check_vllm(family_config(kind), RolloutConfig(), Parallel(), device=DeviceConfig("emulated"), replay="none")
+    def check(device="emulated"):
+        check_vllm(family_config(kind), RolloutConfig(), Parallel(), device=DeviceConfig(device), replay="none")
 
-    if kind in VLLM_FAMILIES and kind != "deepseek_v3":
-        return check()
-    with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
+    if kind in VLLM_FAMILIES:
         check()
+    if kind in VLLM_FAMILIES and kind not in MLA:
+        return check("npu")
+    with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
+        check("npu")
 
 
 def test_vllm_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):

@@ -59,6 +59,8 @@ def check_vllm(
     _check_settings(rollout, device, replay)
     if computes_on_host(device):
         _check_host(config)
+    else:
+        _check_card(config)
 
 
 def computes_on_host(device: DeviceConfig) -> bool:
@@ -83,14 +85,16 @@ def _check_settings(rollout: RolloutConfig, device: DeviceConfig, replay: str) -
 
 
 def _check_host(config: ModelConfig) -> None:
-    for layer in config.layers:
-        if isinstance(layer.attention, Latent):
-            raise ValueError(
-                f"rollout.backend=vllm: on the host vLLM computes no latent attention, as {config.family} has; "
-                f"use cards, {OTHERWISE}"
-            )
     if config.head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"rollout.backend=vllm: on the host vLLM computes heads of at most {MAX_HEAD_DIM} channels, and the model "
             f"has head_dim={config.head_dim}; {OTHERWISE}"
+        )
+
+
+def _check_card(config: ModelConfig) -> None:
+    if isinstance(config.attention, Latent):
+        raise ValueError(
+            f"rollout.backend=vllm: on cards vLLM computes latent attention, as {config.family} has, from products of "
+            f"kv_b_proj, which a switch does not write; use device.kind=emulated, {OTHERWISE}"
         )

@@ -155,7 +155,9 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
         weight = head.weight
         hidden = _filled(torch.empty(2, weight.shape[1], dtype=weight.dtype, device=weight.device))
         named = {name: param for name, param in module.named_parameters() if param is weight}
-        _Probe(head, named, seen, stale, call=lambda: head.quant_method.apply(head, hidden, None))()
+        with torch.no_grad():
+            _Probe(head, named, set(), stale, call=lambda: head.quant_method.apply(head, hidden, None))()
+        seen.add(head)
     for owner, params in owners.items():
         if owner not in seen:
             raise WeightsNotOurs(next(iter(params)), "vLLM computes without the module that has it")
@@ -180,25 +182,24 @@ class _Probe:
         self.call = call or owner.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.owner in self.seen and self.call is not self.owner.forward:
-            return self.call(*args, **kwargs)
-        self.seen.add(self.owner)
+        if self.owner not in self.seen:
+            self.seen.add(self.owner)
+            self._probe(args, kwargs)
+        return self.call(*args, **kwargs)
 
-        def output() -> tuple[Any, torch.Tensor]:
-            copies = [_filled(value) for value in args]
-            result = self.call(*copies, **{name: _filled(value) for name, value in kwargs.items()})
-            return result, result[0] if isinstance(result, tuple) else result
-
-        result, before = output()
-        before = before.clone()
+    def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before = self._output(args, kwargs)
         for name, param in self.params.items():
             weight = param.data
             param.data = _other(weight)
-            _, after = output()
-            if torch.equal(before, after):
+            if torch.equal(before, self._output(args, kwargs)):
                 self.stale.append(name)
             param.data = weight
-        return result
+
+    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return what the module computes from values that no layer before it has changed."""
+        result = self.call(*map(_filled, args), **{name: _filled(value) for name, value in kwargs.items()})
+        return (result[0] if isinstance(result, tuple) else result).clone()
 
 
 def _filled(value: Any) -> Any:

@@ -37,10 +37,14 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_MLA_DISABLE": "1",  # it would compute from products of kv_b_proj, which no switch writes
     "VLLM_ASCEND_ENABLE_NZ": "0",  # weights in a private format could not be written by slices
 }
 """What vLLM reads from environment variables, at its import and later"""
 
+
+_STATED: dict[str, dict[str, Any]] = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""By family, fields that vLLM reads although transformers, which has only one value for them, does not write them"""
 
 _REPLACED: dict[Any, tuple[str, ...]] = {
     torch: ("set_num_threads", "Event"),
@@ -241,7 +245,8 @@ def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype:
 
     parallel, name = mesh.parallel, str(dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config.to_hf(name)))
+        fields = config.to_hf(name) | _STATED.get(config.family, {})
+        Path(folder, "config.json").write_text(json.dumps(fields))
         os.environ["RANK"] = str(mesh.rank)  # from which vLLM computes the rank of data parallelism
         return EngineArgs(
             model=folder,
