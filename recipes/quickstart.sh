@@ -5,9 +5,6 @@
 # cards; in separate and hybrid half of the cards only generate, with two cards per engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-for argument in "$@"; do
-  if [ "$argument" = rollout.backend=vllm ]; then backend=vllm; fi
-done
 source scripts/environment.sh
 layouts=tp2ep2_ep4
 for argument in "$@"; do

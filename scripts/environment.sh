@@ -1,6 +1,6 @@
 # Activates a Python environment in which rlfusion is installed. Sourced by the recipes and by scripts/test.sh:
 #   extra=test; source scripts/environment.sh     (without an extra: leave it unset)
-#   backend=vllm; source scripts/environment.sh   for rollout.backend=vllm
+#   backend=vllm; source scripts/environment.sh   for rollout.backend=vllm; so it is if that is an argument of the script
 # As a command it only makes the environment:
 #   bash scripts/environment.sh --backend vllm
 # Uses the active virtual or conda environment; without one, creates and activates .venv. vLLM pins many packages, torch
@@ -9,6 +9,9 @@
 # setup.py, the requirements or the extra change.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 extra="${extra:-}" backend="${backend:-}"
+for argument in "$@"; do
+  if [ "$argument" = rollout.backend=vllm ]; then backend=vllm; fi
+done
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
   if [ $# -gt 0 ] && { [ "$1" != --backend ] || [ "${2:-}" != vllm ] || [ $# -gt 2 ]; }; then

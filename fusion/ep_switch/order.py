@@ -14,7 +14,8 @@ exceeds max(A, B). The order stays near that line:
 
 Where units are large, as stacks of experts are, interleaving holds too many of them open. The alternative is an order
 by *clusters*: slabs that read a unit in common follow one another, and the next cluster is the one that exceeds no
-limit and leaves the tightest ranks most room or, as another attempt, the largest one that exceeds none.
+limit and leaves the tightest ranks most room or, as further attempts, the largest one that exceeds none, with sizes
+weighted differently each time.
 
 The limit is not guaranteed by construction: the result includes the excess over the limit, and `plan` retries with
 smaller wire buffers, which leave more room for weights, and then with clusters.
@@ -49,7 +50,9 @@ class Storage:
     readers: dict[UnitId, int]
 
 
-Method = Literal["slabs", "clusters", "largest clusters"]
+Method = Literal["slabs", "clusters"] | int
+"""Slab by slab; cluster by cluster, the one that relieves most first; or the largest first, by the number of the
+weighting of their sizes."""
 
 
 class Demand(NamedTuple):
@@ -76,7 +79,7 @@ def fill_order(
 
     Args:
         itemsize: bytes of an element of the target.
-        method: slab by slab, or cluster by cluster: the one that relieves most first, or the largest.
+        method: slab by slab, or cluster by cluster.
     """
     demands = []
     for job in jobs:
@@ -87,7 +90,7 @@ def fill_order(
         demands.append(Demand(tuple(takes.items()), reads))
     search = _Search(demands, storage, bucket_bytes)
     if method != "slabs":
-        search.take_clusters(clusters_of(demands), largest_first=method == "largest clusters")
+        search.take_clusters(clusters_of(demands), None if method == "clusters" else method)
     while search.left:
         search.step()
     return search.order, search.worst
@@ -145,15 +148,15 @@ class _Search:
         self.order: list[int] = []
         self.worst = 0
 
-    def take_clusters(self, clusters: list[tuple[int, ...]], largest_first: bool) -> None:
-        """Append all slabs, cluster by cluster."""
+    def take_clusters(self, clusters: list[tuple[int, ...]], weighting: int | None) -> None:
+        """Append all slabs, cluster by cluster: the largest first, if there is a ``weighting``."""
         kinds: dict[object, list[tuple[int, ...]]] = defaultdict(list)
         for cluster in reversed(clusters):
             kinds[tuple(sorted(self._change(cluster).items()))].append(cluster)
         while kinds:
             options = []
             for kind, queue in kinds.items():
-                cost = -self._bytes_taken(queue[-1]) if largest_first else self._tightening(queue[-1])
+                cost = self._tightening(queue[-1]) if weighting is None else -self._weighted(queue[-1], weighting)
                 options.append((max(0, self._excess(queue[-1])), cost, queue[-1], kind))
             _, _, cluster, kind = min(options, key=lambda option: option[:3])
             kinds[kind].pop()
@@ -173,8 +176,11 @@ class _Search:
             change[unit[0]] -= self.size[unit]
         return change
 
-    def _bytes_taken(self, cluster: tuple[int, ...]) -> int:
-        return sum(nbytes for index in cluster for _, nbytes in self.demands[index].takes)
+    def _weighted(self, cluster: tuple[int, ...], weighting: int) -> float:
+        """Return the bytes that a cluster allocates, times a factor from 0 to 1 by its number; weighting 0: times 1."""
+        nbytes = sum(nbytes for index in cluster for _, nbytes in self.demands[index].takes)
+        mixed = (cluster[0] + 1) * 2654435761 * (2 * weighting + 1) % (1 << 32)
+        return nbytes * (mixed / (1 << 32) if weighting else 1.0)
 
     def _tightening(self, cluster: tuple[int, ...]) -> float:
         before = {rank: (self.limit[rank] - self.resident[rank]) / self.scale for rank in self.resident}

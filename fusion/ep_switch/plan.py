@@ -60,7 +60,7 @@ TRIES: tuple[tuple[float, int, Method], ...] = (
     (SLACK, 8, "slabs"),
     (SLACK, 16, "slabs"),
     (SLACK, 16, "clusters"),
-    (SLACK, 16, "largest clusters"),
+    *((SLACK, 16, weighting) for weighting in range(9)),
 )
 """(buckets beyond max(A, B), slots of a send or receive buffer per bucket, method of the order), tried until one is
 found. The rest of SLACK is left for the allocator's rounding and fragmentation. Smaller slots leave more room for

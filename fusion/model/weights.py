@@ -47,6 +47,7 @@ class Buckets:
             for i, plan in enumerate(plans):
                 if share is not None and i in self.shared:
                     self.flats.append(share.flats[self.shared[i]])
+                    self._holes[i] = share._holes[self.shared[i]]
                     theirs = share.plans[self.shared[i]].entries
                     names = zip(plan.entries, theirs, strict=True)
                     self.views |= {param.name: share.views[other.name] for (param, _), (other, _) in names}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from fusion.colocate.share import InferenceShare
@@ -40,3 +42,14 @@ def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
 def test_what_cannot_be_is_refused_by_key(wishes, message):
     with pytest.raises(ValueError, match=message):
         _change(wishes)
+
+
+def test_with_vllm_as_the_engine_the_number_of_sequences_is_not_raised():
+    config = replace(CONFIG, backend="vllm")
+    start = InferenceShare.of(config, 4)
+    fewer = {"rollout.max_seqs": config.max_seqs - 1}
+    assert start.changed(fewer, config, engines=4, max_tokens=1).max_seqs == config.max_seqs - 1
+    with pytest.raises(
+        ValueError, match=rf"rollout.max_seqs={config.max_seqs + 1}: expected at most {config.max_seqs}"
+    ):
+        start.changed({"rollout.max_seqs": config.max_seqs + 1}, config, engines=4, max_tokens=1)

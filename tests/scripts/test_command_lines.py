@@ -120,3 +120,10 @@ def test_train_help_lists_every_key_and_every_choice(tmp_path):
     listed = answer_of("scripts/train.py --help", tmp_path).out
     assert all(f"\n  {key}=" in listed for key in known_keys())
     assert "algorithm: dapo, dr_grpo, grpo" in listed and "\n  run.steps=100\n      Number of training steps" in listed
+
+
+def test_the_environment_of_an_unknown_backend_is_refused():
+    for arguments in (["--backend", "sglang"], ["--backend"], ["vllm"]):
+        command = ["bash", ROOT / "scripts/environment.sh", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and "usage: bash scripts/environment.sh [--backend vllm]" in done.stderr

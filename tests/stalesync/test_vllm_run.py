@@ -57,9 +57,17 @@ def test_four_cards_generate_with_vllm_as_with_the_embedded_engine(base, luck, t
         assert other["rollout/generated_tokens"] == one["rollout/generated_tokens"]
 
 
-def test_hybrid_cards_one_step_stale_with_chunks_and_weights_in_the_background(base, luck, tmp_path):
+@pytest.mark.parametrize("double_buffer", ["false", "true"])
+def test_hybrid_cards_one_step_stale_with_chunks_and_weights_in_the_background(base, luck, tmp_path, double_buffer):
     """Cards that only generate decode while the others train, and adopt new weights between two steps."""
-    options = ["cluster=four", "parallel=tp2ep2_ep2", "fusion=hybrid", "stalesync.max_staleness=1", "run.steps=4"]
+    options = [
+        f"fusion.double_buffer={double_buffer}",
+        "cluster=four",
+        "parallel=tp2ep2_ep2",
+        "fusion=hybrid",
+        "stalesync.max_staleness=1",
+        "run.steps=4",
+    ]
     options += ["rollout.chunk_tokens=3", "rollout.max_response_length=8"]
     done = train(base, tmp_path, VLLM, *OPTIONS, luck, *options, timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr

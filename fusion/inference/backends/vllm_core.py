@@ -181,8 +181,8 @@ def start(
     dtype: torch.dtype = torch.float32,
     load: Callable[[torch.nn.Module], None] | None = None,
 ) -> VllmCore:
-    """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh; once in a process,
-    as vLLM keeps its process groups in global variables.
+    """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh. A process has one
+    at a time: vLLM keeps its process groups in global variables.
 
     Args:
         load: loads weights into the model in place of the dummy ones, before vLLM processes what was loaded.

@@ -306,8 +306,9 @@ class VllmEngine:
         )
 
     def _adopt(self, version: int) -> None:
-        running = (self.sequences[request.request_id] for request in self.core.scheduler.running)
-        self._totals.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
+        if self.core.scheduler is not None:
+            running = (self.sequences[request.request_id] for request in self.core.scheduler.running)
+            self._totals.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
         self.on_adopt(version)
         self.policy_version = version
 
