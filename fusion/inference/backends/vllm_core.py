@@ -90,6 +90,10 @@ class VllmCore:
             init_none_hash(hash_fn)
             self.block_hasher = get_request_block_hasher(cache.block_size, hash_fn)
         self._kv: list[torch.Tensor] = []
+        self._raw_kv: list[torch.Tensor] = []
+        """Host views of `_kv`, [blocks, bytes]"""
+        self._clean = 0
+        """Blocks whose content is finite"""
         with self._kv_on_card():
             self.executor.initialize_from_config([self._kv_config(1)])
         self.release_kv()
@@ -143,7 +147,16 @@ class VllmCore:
         self.runner.kv_caches.clear()
         for tensor in self._kv:
             tensor.untyped_storage().resize_(0)
-        self._kv = []
+        self._kv, self._raw_kv = [], []
+
+    def clean(self, block: int) -> None:
+        """Makes the content of all blocks up to this one finite, for any previous content of the memory, as
+        `KVCache.clean` does: pages of the host are first touched here."""
+        if block >= self._clean:
+            end = min(len(self._raw_kv[0]), max(block + 1, 2 * self._clean))
+            for blocks in self._raw_kv:
+                blocks[self._clean : end].zero_()
+            self._clean = end
 
     def _kv_config(self, blocks: int) -> Any:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_uniform_page_size
@@ -159,11 +172,16 @@ class VllmCore:
 
         def on_card(config: Any) -> dict[str, torch.Tensor]:
             tensors: dict[str, torch.Tensor] = {}
+            self._clean = 0
             for wanted in config.kv_cache_tensors:
                 with device.owner("kv"):
-                    self._kv.append(torch.zeros(wanted.size, dtype=torch.int8, device=device.torch_device))
-                tensors |= dict.fromkeys(wanted.shared_by, device.host_view(self._kv[-1]))
+                    self._kv.append(torch.empty(wanted.size, dtype=torch.int8, device=device.torch_device))
+                view = device.host_view(self._kv[-1])
+                self._raw_kv.append(view.view(config.num_blocks, -1))
+                tensors |= dict.fromkeys(wanted.shared_by, view)
             device.synchronize()
+            # On a card a block's bytes may lie apart, and there is no page to touch: all blocks at once.
+            self.clean(0 if self._raw_kv[0].device.type == "cpu" else config.num_blocks - 1)
             return tensors
 
         runner._allocate_kv_cache_tensors = on_card

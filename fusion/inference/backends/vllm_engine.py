@@ -317,6 +317,7 @@ class VllmEngine:
         core, totals = self.core, self._totals
         plan = core.scheduler.schedule()
         self._observe(plan)
+        core.clean(_highest_block(plan))
         result = core.executor.execute_model(plan)
         if result is None:
             result = core.executor.sample_tokens(None)
@@ -388,6 +389,13 @@ class VllmEngine:
         output = seq.output(reason)
         output.kv_rank = self.mesh.dp_rank if reason == "chunk" and self.config.prefix_cache else None
         return output
+
+
+def _highest_block(plan: Any) -> int:
+    """Returns the highest number of the KV blocks that requests get in a step of vLLM's; 0: none do."""
+    granted = [new.block_ids for new in plan.scheduled_new_reqs]
+    granted += [blocks for blocks in plan.scheduled_cached_reqs.new_block_ids if blocks is not None]
+    return max((block for groups in granted for blocks in groups for block in blocks), default=0)
 
 
 if TYPE_CHECKING:
