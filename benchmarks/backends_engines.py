@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -46,11 +47,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
 
-    import torch.multiprocessing as mp  # only now: --help must not wait for torch
-
     from benchmarks.rotation import in_rotation
 
-    context = mp.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_model(Path(folder), args.dtype)
         pipes, processes = {}, []
