@@ -81,15 +81,15 @@ def combinations(here: Environment) -> list[Combination]:
     """Return all four pairs, `embedded` with `embedded` first."""
     embedded = Backend("embedded", missing=("required packages are not installed",) if here.missing else ())
     pairs = []
-    for trainer in (embedded, megatron(here)):
-        for engine in (embedded, vllm(here)):
-            parts = (embedded, trainer, engine)
+    for trains in (embedded, megatron(here)):
+        for generates in (embedded, vllm(here)):
+            parts = (embedded, trains, generates)
             missing = [reason for part in parts for reason in part.missing]
             untested = [reason for part in parts for reason in part.untested]
-            if here.ascend and trainer is not embedded and engine is not embedded:
+            if here.ascend and trains is not embedded and generates is not embedded:
                 untested += no_official_pair()
             missing, untested = list(dict.fromkeys(missing)), list(dict.fromkeys(untested))
-            pairs.append(Combination(trainer.name, engine.name, tuple(missing), tuple(untested)))
+            pairs.append(Combination(trains.name, generates.name, tuple(missing), tuple(untested)))
     return pairs
 
 

@@ -68,7 +68,10 @@ def test_invariants_between_formats_of_many(case):
     check(case)
 
 
-@pytest.mark.parametrize("seed", [2977, 6011, 6107, 6591, 7051, 7384, 40148])
+@pytest.mark.parametrize(
+    "seed",
+    [414, 489, 5420, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (964, 2977, 3753, 4933, 6011))],
+)
 def test_an_order_by_clusters_keeps_the_bound_where_stacks_of_experts_are_large(seed, monkeypatch):
     draw = random.Random(seed)
     case = random_switch_of_formats(lambda options: draw.choice(list(options)))

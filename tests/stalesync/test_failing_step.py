@@ -46,7 +46,7 @@ def _run(write, cut):
     run.step_metrics = SimpleNamespace(begin_first_step=lambda: None)
     run.pace = SimpleNamespace(count=lambda metrics: None)
     run.saver = SimpleNamespace(metrics=dict, writing=False)
-    run.folder = SimpleNamespace(log=lambda step, figures: write(step))
+    run.folder = SimpleNamespace(log=lambda step, figures: write(step), repeat=lambda before_first: None)
     run.loop = SimpleNamespace(
         train_step=lambda *_, **__: None, begin_close=lambda: None, end_close=dict, take_metrics=dict
     )
