@@ -20,6 +20,7 @@
     sampler     temperature, top-k, top-p, min-p, and the choice of a token by that number
     drawing     samples the next tokens of a step, the same on all ranks
     forward     runs one step through this rank's layers
+    controlled  what every engine does with its control channel
     engine      EmbeddedEngine, the embedded `InferEngine`; all ranks of the group step together
     backends    vLLM as an `InferEngine`
 

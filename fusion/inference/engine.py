@@ -14,13 +14,14 @@ for each other: use PP only for models that do not fit otherwise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
-from fusion.inference.control import ControlChannel, Counters, Orders
+from fusion.inference.control import Counters, Orders
+from fusion.inference.controlled import ControlledEngine
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache, count_blocks
@@ -33,13 +34,13 @@ from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence, Step
 from fusion.inference.stop_strings import StopStrings
-from fusion.inference.validation import check_distinct, check_fits, checked_requests
+from fusion.inference.validation import check_fits
 from fusion.inference.verification import Drafter, StepCost
 from fusion.model import Mesh, Transformer
 from fusion.npu import Device
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(ControlledEngine):
     """The embedded `InferEngine`, whose docstrings specify the methods. Construction is collective.
 
     Args:
@@ -68,9 +69,10 @@ class EmbeddedEngine:
         kv_store: KVStore | None = None,
     ):
         config.validate()
+        super().__init__(mesh)
         if config.batch_invariant and model.row_multiple == 1:
             raise ValueError("rollout.batch_invariant=true: the model must be built with batch_invariant=True")
-        self.model, self.mesh, self.device, self.config = model, mesh, device, config
+        self.model, self.device, self.config = model, device, config
         shape = model.config
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
         self.cache = KVCache(
@@ -81,7 +83,6 @@ class EmbeddedEngine:
             dtype=model.weights.dtype,
         )
         self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
-        self.control = ControlChannel(mesh)
         self.scheduler = Scheduler(
             BlockManager(0, config.block_size),
             max_seqs=config.max_seqs,
@@ -121,26 +122,13 @@ class EmbeddedEngine:
             batch_invariant=config.batch_invariant,
             max_rows=config.max_seqs,
         )
-        self.capacity_tokens = 0
-        """Capacity of an attention rank's KV cache in tokens, at the last allocation"""
         self.on_adopt: Callable[[int], None] = lambda version: None
-        self._idle = True
-        self.paused = False
         self.last_step_kind = ""
         self._dummy_steps = 0
         self._interrupted = 0
         self._step_cost = StepCost(0, 0, 0, 0.0)
         """Of the last step"""
-        self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
-
-    @property
-    def is_leader(self) -> bool:
-        return self.mesh.rank == 0
-
-    @property
-    def num_ranks(self) -> int:
-        return self.mesh.parallel.world
 
     @property
     def parked_kv_bytes(self) -> int:
@@ -206,64 +194,8 @@ class EmbeddedEngine:
             self.scheduler.restart(version=version)
             self.cache.invalidate()
 
-    # Control calls, from any thread of rank 0
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        assert self.mesh.rank == 0, "requests go to rank 0 of the engine"
-        assert self.capacity_tokens, "allocate_kv comes before the first submit"
-        requests = checked_requests(requests, self.model.config.vocab_size)
-        check_distinct(requests)
-        for request in requests:
-            check_fits(request, self.max_length, self.capacity_tokens)
-        self.control.inbox.submit(requests)
-
-    def abort(self, ids: Iterable[str] | None = None) -> None:
-        assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
-        self.control.inbox.abort(ids)
-
-    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
-        self.control.inbox.report(items)
-
-    def take_reports(self) -> list[dict[str, Any]]:
-        assert self.mesh.rank == 0, "reports arrive on rank 0 of the engine"
-        return self.control.inbox.take_reports()
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """Frees parked KV before the requests of later `submit` calls are placed."""
-        assert self.mesh.rank == 0, "parked KV is freed by rank 0 of the engine"
-        self.control.inbox.forget(ids)
-
-    def pause(self) -> None:
-        assert self.mesh.rank == 0, "pauses go to rank 0 of the engine"
-        self.control.inbox.pause()
-
-    def adopt(self, version: int) -> None:
-        assert self.mesh.rank == 0, "new weights are announced to rank 0 of the engine"
-        self.control.inbox.adopt(version)
-
-    def resume(self) -> None:
-        self.paused = False
-
     def status(self) -> dict[str, float]:
-        totals = self.control.totals()
-        return {
-            "depth": totals.waiting + len(self.control.inbox),
-            "running": totals.running,
-            "generated_tokens": totals.generated_tokens,
-            "preemptions": totals.preemptions,
-            "prefix_hit_tokens": totals.prefix_hit_tokens,
-            "dummy_steps": totals.dummy_steps,
-            "kv_restored_tokens": totals.kv_restored_tokens,
-            "recomputed_tokens": totals.recomputed_tokens,
-            "interrupted": totals.interrupted,
-            "drafted_tokens": totals.drafted_tokens,
-            "accepted_tokens": totals.accepted_tokens,
-            "decoded_sequences": totals.decoded_sequences,
-            "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
-            "policy_version": self.policy_version,
-            "kv_tokens": self.capacity_tokens,
-            **(totals.of_pool() if self.pooled is not None else {}),
-        }
+        return super().status() | (self.control.totals().of_pool() if self.pooled is not None else {})
 
     # Generation
 
@@ -295,17 +227,6 @@ class EmbeddedEngine:
                     prefills=bool(step.chunks),
                 )
         return outputs if self._reports else []
-
-    def run(self) -> list[Output]:
-        """Steps until the engine is idle; returns all outputs. Collective."""
-        outputs = self.step()
-        while not self._idle:
-            outputs += self.step()
-        return outputs
-
-    @property
-    def idle(self) -> bool:
-        return self._idle
 
     def suspend(self) -> list[Output]:
         outputs = self._apply_orders(self.control.exchange(self._counters()))

@@ -12,20 +12,21 @@ Attention ranks schedule their own requests; an idle one computes vLLM's dummy b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from fusion.inference.backends.vllm_core import VllmCore, max_length_of
 from fusion.inference.backends.vllm_sampler import KeyedSampler
 from fusion.inference.config import RolloutConfig
-from fusion.inference.control import ControlChannel, Counters, Orders
+from fusion.inference.control import Counters, Orders
+from fusion.inference.controlled import ControlledEngine
 from fusion.inference.interface import InferEngine
 from fusion.inference.placement import place
 from fusion.inference.request import FinishReason, Output, Request, SamplingParams
 from fusion.inference.sequence import Sequence
 from fusion.inference.stop_strings import StopStrings
-from fusion.inference.validation import check_distinct, check_fits, checked_requests
+from fusion.inference.validation import check_fits
 from fusion.model import Mesh
 from fusion.npu import Device
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from fusion.inference.backends.vllm_model import VllmModel
 
 
-class VllmEngine:
+class VllmEngine(ControlledEngine):
     """vLLM as an `InferEngine`, whose docstrings specify the methods. Construction is collective.
 
     Arguments are those of `EmbeddedEngine`; what vLLM cannot do must be None or False (`support.check_vllm`).
@@ -53,38 +54,25 @@ class VllmEngine:
         kv_store: Any = None,
     ):
         config.validate()
+        super().__init__(mesh)
         assert not routing and drafter is None and kv_store is None, "check_vllm refuses these"
-        self.model, self.mesh, self.device, self.config = model, mesh, device, config
+        self.model, self.device, self.config = model, device, config
         self.core: VllmCore = model.core
         self.max_length = max_length_of(model.config, config)
         self._max_seqs = config.max_seqs
         self._max_batch_tokens = max(config.max_batch_tokens, config.max_seqs)
         self._stop_strings = stop_strings
-        self.control = ControlChannel(mesh)
         self.sequences: dict[str, Sequence] = {}
         """Unfinished requests of this attention rank in order of arrival"""
         self.core.runner.sampler = self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
-        self.capacity_tokens = 0
-        """Capacity of an attention rank's KV cache in tokens, at the last allocation"""
         self.on_adopt: Callable[[int], None] = lambda version: None
-        self.paused = False
         self.last_step_kind = ""
-        self._idle = True
         self._version = 0
         self._arrived = 0
         self._withdrawn: set[str] = set()
         """Requests that `_restart` has preempted since the last step"""
         self._totals = Counters()
-        self._busy_s = 0.0
         self._interned: dict[SamplingParams, SamplingParams] = {}
-
-    @property
-    def is_leader(self) -> bool:
-        return self.mesh.rank == 0
-
-    @property
-    def num_ranks(self) -> int:
-        return self.mesh.parallel.world
 
     @property
     def parked_kv_bytes(self) -> int:
@@ -161,64 +149,6 @@ class VllmEngine:
     def _withdraw(self, seq: Sequence) -> None:
         seq.known, seq.computed = max(seq.known, seq.computed), 0
 
-    # Control calls, from any thread of rank 0
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        assert self.mesh.rank == 0, "requests go to rank 0 of the engine"
-        assert self.capacity_tokens, "allocate_kv comes before the first submit"
-        requests = checked_requests(requests, self.model.config.vocab_size)
-        check_distinct(requests)
-        for request in requests:
-            check_fits(request, self.max_length, self.capacity_tokens)
-        self.control.inbox.submit(requests)
-
-    def abort(self, ids: Iterable[str] | None = None) -> None:
-        assert self.mesh.rank == 0, "aborts go to rank 0 of the engine"
-        self.control.inbox.abort(ids)
-
-    def report(self, items: Iterable[Mapping[str, Any]]) -> None:
-        self.control.inbox.report(items)
-
-    def take_reports(self) -> list[dict[str, Any]]:
-        assert self.mesh.rank == 0, "reports arrive on rank 0 of the engine"
-        return self.control.inbox.take_reports()
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """Does nothing but check the ids: no KV is parked."""
-        assert self.mesh.rank == 0, "parked KV is freed by rank 0 of the engine"
-        self.control.inbox.forget(ids)
-
-    def pause(self) -> None:
-        assert self.mesh.rank == 0, "pauses go to rank 0 of the engine"
-        self.control.inbox.pause()
-
-    def adopt(self, version: int) -> None:
-        assert self.mesh.rank == 0, "new weights are announced to rank 0 of the engine"
-        self.control.inbox.adopt(version)
-
-    def resume(self) -> None:
-        self.paused = False
-
-    def status(self) -> dict[str, float]:
-        totals = self.control.totals()
-        return {
-            "depth": totals.waiting + len(self.control.inbox),
-            "running": totals.running,
-            "generated_tokens": totals.generated_tokens,
-            "preemptions": totals.preemptions,
-            "prefix_hit_tokens": totals.prefix_hit_tokens,
-            "dummy_steps": totals.dummy_steps,
-            "kv_restored_tokens": 0,
-            "recomputed_tokens": totals.recomputed_tokens,
-            "interrupted": totals.interrupted,
-            "drafted_tokens": 0,
-            "accepted_tokens": 0,
-            "decoded_sequences": totals.decoded_sequences,
-            "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
-            "policy_version": self.policy_version,
-            "kv_tokens": self.capacity_tokens,
-        }
-
     # Generation
 
     def step(self) -> list[Output]:
@@ -230,17 +160,6 @@ class VllmEngine:
             outputs += self._compute()
             self._busy_s += time.perf_counter() - began
         return outputs if self._reports else []
-
-    def run(self) -> list[Output]:
-        """Steps until the engine is idle; returns all outputs. Collective."""
-        outputs = self.step()
-        while not self._idle:
-            outputs += self.step()
-        return outputs
-
-    @property
-    def idle(self) -> bool:
-        return self._idle
 
     def suspend(self) -> list[Output]:
         outputs = self._apply_orders(self._exchange())
