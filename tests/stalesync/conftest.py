@@ -8,6 +8,13 @@ from fusion.npu import open_device
 from stalesync.base_model import make_base_model
 from tests.stalesync.runs import begin, descendants, wait_until
 
+LUCK = """
+import zlib
+
+def score(prompt, response, answer, **fields):
+    return zlib.crc32((prompt + response).encode()) % 3 / 2
+"""
+
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
@@ -15,6 +22,13 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     make_base_model("addition", folder, open_device("emulated"), target=0.05)
     return folder
+
+
+@pytest.fixture
+def luck(tmp_path):
+    """A reward that any model receives now and then, so that every step has a gradient."""
+    (tmp_path / "luck.py").write_text(LUCK)
+    return f"reward.path={tmp_path / 'luck.py'}:score"
 
 
 @pytest.fixture

@@ -16,19 +16,6 @@ pytestmark = [
 
 VLLM, MEGATRON = "rollout.backend=vllm", "training.backend=megatron"
 OPTIONS = ["run.eval_prompts=0", "fusion.checksum=true", "training.lr=1e-3"]
-LUCK = """
-import zlib
-
-def score(prompt, response, answer, **fields):
-    return zlib.crc32((prompt + response).encode()) % 3 / 2
-"""
-
-
-@pytest.fixture
-def luck(tmp_path):
-    """A reward that any model receives now and then, so that every step has a gradient."""
-    (tmp_path / "luck.py").write_text(LUCK)
-    return f"reward.path={tmp_path / 'luck.py'}:score"
 
 
 def samples_of(run, step):
