@@ -267,9 +267,9 @@ def _undocumented(node, prefix=""):
                 yield prefix + name
 
 
-def test_there_are_fewer_than_150_keys_and_each_is_documented():
+def test_there_are_fewer_than_190_keys_and_each_is_documented():
     keys = known_keys()
-    assert len(keys) == len(set(keys)) < 150
+    assert len(keys) == len(set(keys)) < 190
     assert list(_undocumented(Config)) == []
 
 
