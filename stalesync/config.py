@@ -234,8 +234,11 @@ class Config:
         """Maximum number of tokens of a sample, prompt and response in total."""
         return self.data.max_prompt_length + self.rollout.max_response_length
 
-    def validate(self) -> ModelConfig:
+    def validate(self, *, trains: bool = True) -> ModelConfig:
         """Validates every key and the constraints between keys; returns the shape of the model.
+
+        Args:
+            trains: whether the job trains; else it only evaluates.
 
         Raises:
             ValueError: names the key to change, or both numbers that conflict.
@@ -243,6 +246,8 @@ class Config:
         resolved = self.resolved()
         for group in dataclasses.fields(resolved):
             getattr(resolved, group.name).validate()
+        if trains:
+            self._check_learns()
         if not self.model.path:
             raise ValueError("model.path='': expected a Hugging Face checkpoint folder")
         model = ModelConfig.from_hf(self.model.path)
@@ -306,6 +311,19 @@ class Config:
         """Whether requests of engines whose cards train are continued meanwhile by the others."""
         shared, generate = {*self.deployment.shared}, {*self.deployment.generate}
         return bool(shared) and not generate <= shared and self.stalesync.max_staleness > 0
+
+    def _check_learns(self) -> None:
+        """Refuses settings under which all advantages are 0, whatever the rewards."""
+        check = Checks("rollout", self.rollout)
+        same = "as otherwise all responses to a prompt are the same and nothing is learned"
+        check.that(
+            "temperature", self.rollout.temperature > 0, f"above 0, {same}; eval.temperature=0 evaluates greedily"
+        )
+        check.that("top_k", self.rollout.top_k != 1, f"0, or at least 2, {same}")
+        check.that("min_p", self.rollout.min_p < 1, f"below 1, {same}")
+        check = Checks("data", self.data)
+        several = self.data.prompts_per_step * self.algorithm.group_size > 1
+        check.that("prompts_per_step", several, "at least 2 with algorithm.group_size=1, as rewards are compared")
 
     def _check_reward_model(self, path: str) -> None:
         model = ModelConfig.from_hf(path, key="reward.model")

@@ -64,7 +64,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     Any other exception after the folder has been created is a failure of the run, too; `run.log` and `error.json` in
     the folder describe it (`run_log.py`), and a note of the exception says where.
     """
-    model = config.validate()
+    model = config.validate(trains=trains)
     config = config.resolved()
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)

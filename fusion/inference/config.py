@@ -34,7 +34,7 @@ class RolloutConfig:
     process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
     do is refused by key (docs/backends.md)."""
     temperature: float = 1.0
-    """Divides the logits, 1e-5 to 1e5; 0: greedy decoding."""
+    """Divides the logits, 1e-5 to 1e5; 0: greedy decoding, only where nothing is trained."""
     top_k: int = 0
     """Samples from the k most likely tokens; 0: from all."""
     top_p: float = 1.0

@@ -9,6 +9,8 @@ from fusion.telemetry.validation import Checks, is_finite
 SCHEDULES = ("constant", "cosine")
 ALGORITHM_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_plus_plus")
 """The keys of `algorithms.ALGORITHMS`, stated here as those files need torch."""
+COMPARE_SIBLINGS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+"""The algorithms whose advantages are 0 without other responses to the same prompt (`Algorithm.by_group`)."""
 KL_IN = ("loss", "reward")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", "mask_sequence")
@@ -95,7 +97,8 @@ class AlgorithmConfig:
     reinforce_plus_plus)."""
 
     group_size: int = 8
-    """Responses sampled for each prompt; advantages compare their rewards with each other."""
+    """Responses sampled for each prompt; advantages compare their rewards with each other: at least 2, except for
+    reinforce_plus_plus."""
 
     clip_low: float = 0.2
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 - clip_low."""
@@ -162,7 +165,10 @@ class AlgorithmConfig:
         check.one_of("kl_in", KL_IN)
         check.one_of("correction", CORRECTION_NAMES, null=True)
         check.one_of("loss_aggregation", AGGREGATIONS, null=True)
-        check.integer("group_size", at_least=2 if self.name == "rloo" else 1)
+        check.integer("group_size", at_least=1)
+        alone = self.name in COMPARE_SIBLINGS and self.group_size == 1
+        compares = f"algorithm.name={self.name} compares the responses to a prompt, and one alone has an advantage of 0"
+        check.that("group_size", not alone, f"at least 2, as {compares}")
         check.number("clip_low", at_least=0, below=1)
         check.number("clip_high", "kl_coef", at_least=0)
         check.boolean("normalize_advantages")

@@ -70,7 +70,7 @@ def evaluate(arguments: Arguments, usage: str) -> None:
             except (ValueError, OSError) as error:
                 fail(f"error: {error}", error)
         try:
-            config.validate()
+            config.validate(trains=False)
         except ValueError as error:
             refuse(usage, error)
         run = run_job(config, trains=False)

@@ -111,6 +111,25 @@ def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: expected above 0, .*eval.temperature=0 evaluates"),
+        ({"rollout__top_k": 1}, "rollout.top_k=1: expected 0, or at least 2"),
+        ({"rollout__min_p": 1.0}, "rollout.min_p=1.0: expected below 1"),
+        (
+            {"algorithm__name": "reinforce_plus_plus", "algorithm__group_size": 1, "data__prompts_per_step": 1},
+            "data.prompts_per_step=1: expected at least 2 with algorithm.group_size=1",
+        ),
+    ],
+)
+def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes, message):
+    config = _config(checkpoint, cluster__npus=1, **changes)
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+    config.validate(trains=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"model__path": ""}, "model.path='': expected a Hugging Face checkpoint folder"),
         ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
         ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
@@ -128,7 +147,7 @@ def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
         ),
         ({"algorithm__minibatches": 3}, "algorithm.minibatches=3 does not divide data.prompts_per_step=64"),
         (
-            {"data__prompts_per_step": 2, "algorithm__group_size": 1, "algorithm__minibatches": 1},
+            {"data__prompts_per_step": 1, "algorithm__group_size": 2, "algorithm__minibatches": 1},
             "a minibatch has 2 samples .* fewer than the 4 data-parallel replicas",
         ),
         ({"algorithm__overlong_buffer": 999}, "algorithm.overlong_buffer=999 exceeds rollout.max_response_length="),

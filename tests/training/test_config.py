@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig, TrainingConfig
-from fusion.training.algorithms import ALGORITHMS
-from fusion.training.config import ALGORITHM_NAMES, CORRECTION_NAMES
+from fusion.training.algorithms import ALGORITHMS, make_algorithm
+from fusion.training.config import ALGORITHM_NAMES, COMPARE_SIBLINGS, CORRECTION_NAMES
 from fusion.training.corrections import CORRECTIONS
 from fusion.training.schedule import learning_rate
 
@@ -42,7 +42,14 @@ from fusion.training.schedule import learning_rate
         ),
         (AlgorithmConfig(correction="decoupled", correction_floor=0.5), "it is used by icepop, mask_sequence"),
         (AlgorithmConfig(overlong_buffer=-1), "algorithm.overlong_buffer=-1: expected a whole number of at least 0"),
-        (AlgorithmConfig(name="rloo", group_size=1), "algorithm.group_size=1: expected a whole number of at least 2"),
+        *(
+            (
+                AlgorithmConfig(name=name, group_size=1),
+                f"algorithm.group_size=1: expected at least 2, .*{name} compares",
+            )
+            for name in COMPARE_SIBLINGS
+        ),
+        (AlgorithmConfig(group_size=0), "algorithm.group_size=0: expected a whole number of at least 1"),
         (AlgorithmConfig(clip_low=1.0), r"algorithm.clip_low=1.0: expected a number in \[0, 1\)"),
         (AlgorithmConfig(minibatches=0), "algorithm.minibatches=0"),
         (AlgorithmConfig(replay="r3"), "algorithm.replay='r3': expected one of none, train, rollout"),
@@ -56,6 +63,18 @@ def test_a_wrong_value_is_refused_by_key(config, message):
 
 def test_the_names_in_the_config_are_those_of_the_registries():
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES and tuple(CORRECTIONS) == CORRECTION_NAMES
+
+
+@pytest.mark.parametrize("name", ALGORITHM_NAMES)
+def test_a_response_alone_is_refused_exactly_where_its_advantage_is_zero(name):
+    config = AlgorithmConfig(name=name, group_size=1)
+    advantages, _ = make_algorithm(config, 8).advantages([0.0, 1.0, 3.0], "abc", [4, 4, 4])
+    if advantages.any():
+        config.validate()
+    else:
+        with pytest.raises(ValueError, match="group_size=1"):
+            config.validate()
+    assert (name in COMPARE_SIBLINGS) == ALGORITHMS[name].by_group
 
 
 def test_defaults_are_valid():

@@ -75,9 +75,9 @@ def test_a_path_alone_is_a_file_with_the_name_of_the_file_and_the_reward_of_the_
 )
 def test_settings_that_do_not_fit_the_run_are_refused_by_key(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        configured(tmp_path, **changes).validate()
+        configured(tmp_path, **changes).validate(trains=False)
     fits = {"eval__samples": 2, "rollout__temperature": 0.0, "eval__temperature": 0.5}
-    configured(tmp_path, **fits, eval__files=["a.jsonl"], eval__best="val-aux/a/reward/pass@1").validate()
+    configured(tmp_path, **fits, eval__files=["a.jsonl"], eval__best="val-aux/a/reward/pass@1").validate(trains=False)
 
 
 def configured(folder, **changes):
