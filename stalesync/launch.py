@@ -83,6 +83,8 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             )
             folder.write_config(asdict(config))
             print(folder.choice)
+            if model.num_experts and trains:
+                print(config.training.describe_balancing(model.router_aux_coef))
             stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
             stack.enter_context(logging_to(logs.controller))

@@ -57,7 +57,8 @@ class TrainingConfig:
     memory, about a third more compute."""
 
     load_balancing_coef: float | None = None
-    """Weight of the load-balancing loss of the experts; null: `router_aux_loss_coef` of the model; 0: none."""
+    """Weight of the load-balancing loss of the experts; null: 0, as this loss trains the routers whatever the rewards
+    are. `router_aux_loss_coef` of the model is never used."""
 
     load_balancing: str = "batch"
     """What that loss is computed over: `batch`: all rows of the batch in all layers at once, as transformers does;
@@ -67,6 +68,18 @@ class TrainingConfig:
     router_bias_rate: float = 0.0
     """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer
     step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
+
+    @property
+    def balancing_coef(self) -> float:
+        """The weight of the load-balancing loss in force: `load_balancing_coef`, with 0 for null."""
+        return self.load_balancing_coef or 0.0
+
+    def describe_balancing(self, model_coef: float) -> str:
+        """Returns the weight of the load-balancing loss in force and where it comes from; ``model_coef``: what the
+        model's config.json states."""
+        stated = self.load_balancing_coef is not None
+        origin = "as stated" if stated else f"the default, not {model_coef:g} of the model's config.json"
+        return f"training.load_balancing_coef={self.balancing_coef:g}: {origin}"
 
     def validate(self) -> None:
         """Checks every value of the group.

@@ -70,10 +70,7 @@ class EmbeddedTrainEngine:
         self.temperature, self.total_steps = temperature, total_steps
         self.learning_rate(config.warmup_steps)
         model.recompute = config.recompute
-        coef = config.load_balancing_coef
-        self.balancing_coef = model.config.router_aux_coef if coef is None else coef
-        if not model.config.num_experts:
-            self.balancing_coef = 0.0
+        self.balancing_coef = config.balancing_coef if model.config.num_experts else 0.0
         self._balances_sequences = self.balancing_coef > 0 and config.load_balancing == "sequence"
         if self._balances_sequences:
             model.keep_probabilities()

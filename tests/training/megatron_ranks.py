@@ -51,7 +51,8 @@ def fill(model: WeightHolder, whole: dict[str, torch.Tensor]) -> None:
 def make_engine(name: str, case: Case, device: Any, mesh: Mesh) -> EmbeddedTrainEngine:
     model = MODELS[name](case.config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     fill(model, whole_weights(case.config))
-    training = TrainingConfig(**({"lr": 1e-3, "token_budget": 30} | case.training))
+    defaults = {"lr": 1e-3, "token_budget": 30, "load_balancing_coef": case.config.router_aux_coef}
+    training = TrainingConfig(**(defaults | case.training))
     training.validate()
     return EmbeddedTrainEngine(model, mesh, device, training)
 

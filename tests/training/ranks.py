@@ -70,7 +70,8 @@ def make_engine(case: Case, device: Any, **options: Any) -> EmbeddedTrainEngine:
     config = ModelConfig.from_hf(case.checkpoint)
     model = Transformer(config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     load_weights(model, case.checkpoint)
-    training = TrainingConfig(**({"lr": 1e-3, "token_budget": 1000} | case.training))
+    defaults = {"lr": 1e-3, "token_budget": 1000, "load_balancing_coef": config.router_aux_coef}
+    training = TrainingConfig(**(defaults | case.training))
     training.validate()
     return EmbeddedTrainEngine(model, mesh, device, training, **options)
 

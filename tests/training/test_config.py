@@ -61,6 +61,14 @@ def test_a_wrong_value_is_refused_by_key(config, message):
         config.validate()
 
 
+def test_the_weight_of_the_balancing_loss_and_its_origin_are_described():
+    default, stated = TrainingConfig(), TrainingConfig(load_balancing_coef=0.01)
+    assert (default.balancing_coef, stated.balancing_coef) == (0, 0.01)
+    origin = "the default, not 0.001 of the model's config.json"
+    assert default.describe_balancing(0.001) == f"training.load_balancing_coef=0: {origin}"
+    assert stated.describe_balancing(0.001) == "training.load_balancing_coef=0.01: as stated"
+
+
 def test_the_names_in_the_config_are_those_of_the_registries():
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES and tuple(CORRECTIONS) == CORRECTION_NAMES
 

@@ -85,6 +85,22 @@ def test_load_balancing_loss_equals_transformers(checkpoint, device):
     assert metrics["actor/loss"] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_rewards_move_no_weight(checkpoint, device, name):
+    """By default, without weight decay: nor does the balance of experts that config.json states."""
+    engine = engine_of(checkpoint, device, weight_decay=0.0, load_balancing_coef=None)
+    before = {name: view.clone() for name, view in engine.model.weights.views.items()}
+    batch = with_policy(sample_batch(12, seed=3), engine)
+    algorithm = make_algorithm(AlgorithmConfig(name=name, overlong_buffer=0), LONGEST)
+    groups = [str(index // 4) for index in range(12)]
+    advantages, trained = algorithm.advantages([0.3] * 12, groups, [1] * 12)
+    assert trained.all()
+    batch = replace(batch, advantages=advantages.repeat_interleave(torch.tensor(batch.lengths)))
+    engine.forward_backward(algorithm.weigh(batch), algorithm.loss)
+    assert engine.optimizer_step()["actor/grad_norm"] == 0
+    assert [name for name, view in engine.model.weights.views.items() if not torch.equal(view, before[name])] == []
+
+
 def test_logprobs_and_entropy_equal_transformers_in_the_order_given(checkpoint, device):
     batch = sample_batch(12, seed=4)
     engine = engine_of(checkpoint, device, token_budget=30)
