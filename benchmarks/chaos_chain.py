@@ -17,7 +17,7 @@ from benchmarks.chaos_verdict import Ended, Remains
 
 COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
 data.prompts_per_step=8 algorithm.group_size=4 run.eval_prompts=0 training.lr=1e-3 reward.max_failed_share=1
-run.name=run run.resume=true""".split()
+run.name=run run.resume=auto""".split()
 
 Note = Callable[[Chain, Ended], None]
 
@@ -142,9 +142,10 @@ def _collect(result: Result, run: StartedRun) -> None:
 
 
 def left_in(folder: Path) -> list[str]:
-    """Return the temporary files and unfinished folders in the folder of a run that has gone to its end."""
-    paths = sorted(folder.rglob("*"))
-    return [str(path.relative_to(folder)) for path in paths if is_temporary(path.name)]
+    """Return the temporary files and unfinished folders in the folder of a run that has gone to its end, without what
+    starts before the first checkpoint left, which is kept."""
+    paths = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    return [str(path) for path in paths if is_temporary(path.name) and not path.parts[0].startswith("start-")]
 
 
 def is_temporary(name: str) -> bool:

@@ -79,7 +79,7 @@ run_pid=''
 [ -z "$stopped" ] || exit 143
 [ "$status" -eq 0 ] || exit "$status"
 
-on "$head" env RAY_ADDRESS="$address:$port" python scripts/train.py cluster.address=auto run.resume=true \
+on "$head" env RAY_ADDRESS="$address:$port" python scripts/train.py cluster.address=auto run.resume=auto \
   run.save_every=10min "$@" & run_pid=$!
 wait "$run_pid" || status=$?
 # A signal ends the first wait, not the run.

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fusion.costmodel.pace import Pace
     from fusion.ep_switch.topology import Topology
 
+RESUME = ("false", "true", "auto")
+
 
 @dataclass
 class ClusterConfig:
@@ -136,8 +138,12 @@ class RunConfig:
     profile_steps: list[int] = field(default_factory=list)
     """Steps of which every card writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/` of the run's
     folder, such as [3,4]: from 1 to `steps`. []: none."""
-    resume: bool = False
-    """Resume from the newest checkpoint of the run with this name."""
+    resume: str = "false"
+    """`true`: resume from the newest checkpoint of the run with this name, which must have one. `auto`: resume, or
+    start the run if it has no checkpoint: for jobs that a scheduler starts again. `false`: start a new run."""
+
+    def __post_init__(self) -> None:
+        self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
 
     def validate(self) -> None:
         """Checks every value of the group.
@@ -163,7 +169,7 @@ class RunConfig:
             and all(type(step) is int and 1 <= step <= self.steps for step in self.profile_steps),
             f"a list of whole numbers from 1 to run.steps={self.steps}",
         )
-        check.boolean("resume")
+        check.one_of("resume", RESUME)
 
 
 @dataclass

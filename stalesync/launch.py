@@ -32,6 +32,7 @@ from stalesync.process_log import logging_to
 from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
+from stalesync.resume import Reopened, check_resume, new_folder, reopen
 from stalesync.reward_terms import Term, check_term_fields, start_terms
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
@@ -55,8 +56,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
         trains: whether it runs its steps; else only an evaluation of the model.
 
     Raises:
-        ValueError: the config is wrong, another run has the folder, or none of its checkpoints is whole; no worker was
-            started.
+        ValueError: the config is wrong, another run has the folder, or the run cannot resume; no worker was started.
         RunFailed: Ray did not start, a worker or the queue failed, too many rewards failed, or a checkpoint could not
             be written. Every process of the run has ended and its folder is readable.
         KeyboardInterrupt: Ctrl-C, or `Stopped` for SIGTERM and SIGHUP; likewise.
@@ -65,6 +65,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     the folder describe it (`run_log.py`), and a note of the exception says where.
     """
     model = config.validate(trains=trains)
+    check_resume(config.run)
     config = config.resolved()
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
@@ -77,12 +78,12 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     loggers = find_loggers(config.run.loggers)
     with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed"}
+        earlier = reopen(config.run)
+        if earlier is not None:
+            stack.enter_context(earlier.folder)
         with holding():  # a run that has a folder reports how it ended
-            folder = stack.enter_context(
-                RunFolder(config.run.dir, config.run.name, "resume" if config.run.resume else "suffix")
-            )
+            folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
-            print(folder.choice)
             if model.num_experts and trains:
                 print(config.training.describe_balancing(model.router_aux_coef))
             stack.callback(lambda: report_run(folder.path, **report))
@@ -113,6 +114,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             logs=logs,
             progress=progress,
             report=report,
+            earlier=earlier,
             files=files,
             terms=terms,
             trains=trains,
@@ -130,6 +132,7 @@ def _run(
     logs: RunLog,
     progress: Progress,
     report: dict[str, Any],
+    earlier: Reopened | None,
     files: Sequence[EvalFile] = (),
     terms: Sequence[Term] = (),
     trains: bool = True,
@@ -146,13 +149,11 @@ def _run(
     from stalesync.training_run import TASKS, TrainingRun
 
     with ExitStack() as stack, acknowledging():
-        if folder.resumed and complete_checkpoints(folder.path):
-            print("reading the newest checkpoint to compare it with its manifest", flush=True)
-        checkpoint, damaged = savepoint.newest(folder.path) if folder.resumed else (None, [])
+        checkpoint, notes = (None, ()) if earlier is None else (earlier.checkpoint, earlier.notes)
         steps_done = 0 if checkpoint is None else savepoint.read(checkpoint)["step"]
         with blocking_signals():  # in the view's thread: the main thread is to receive them
             view = stack.enter_context(LiveView(config.run.steps, title=folder.name, steps_done=steps_done))
-        for line in damaged:
+        for line in notes:
             view.note(line)
         view.phase("start Ray and the workers")
         progress.stage = "start Ray"
@@ -206,7 +207,8 @@ def _run(
             ),
         )
         progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
-        _resume(run, checkpoint, spec)
+        if checkpoint is not None:
+            _resume(run, checkpoint, spec)
         progress.stage = "train"
         # Also here, because nothing below can be relied on to end when Ray has failed.
         stack.enter_context(logs.recording(progress, report, world=spec.world))
@@ -216,16 +218,12 @@ def _run(
             except KeyboardInterrupt:
                 report["next_steps"] = [how_to_resume(folder)] if trains else []
                 raise
-        report["notes"] = damaged + run.notes() + folder.notes
+        report["notes"] = [*notes, *run.notes(), *folder.notes]
         report["next_steps"] = next_steps(config, folder) if trains else []
 
 
-def _resume(run: TrainingRun, checkpoint: Path | None, spec: WorkerSpec) -> None:
-    """Restores the run from a checkpoint; None: empties what its folder has of an earlier start."""
-    if checkpoint is None:
-        run.folder.rewind(-1)  # its evaluation before the first step, too
-        run.folder.write_best(None)
-        return
+def _resume(run: TrainingRun, checkpoint: Path, spec: WorkerSpec) -> None:
+    """Restores the run from a checkpoint."""
     run.restore(checkpoint)
     run.view.note(f"resuming from {checkpoint}, step {run.step}")
     if (saved_in := savepoint.layout_of(checkpoint)) != spec.train:
@@ -327,7 +325,7 @@ def how_to_resume(folder: RunFolder) -> str:
     """Returns how a run that was stopped continues."""
     saved = complete_checkpoints(folder.path)
     if not saved:
-        return "no checkpoint was saved: the same command begins again, in another folder"
+        return "no checkpoint was saved: the same command begins again"
     return f"continue from step {max(saved)}: the same command with run.name={folder.name} run.resume=true"
 
 

@@ -12,11 +12,13 @@ or trained are acknowledged to the queue (`TrainingRun.cut`), so that no sample 
 restart.
 
 Only folders named `step-<number>` are checkpoints of the run: copies of any other name (`step-4-good`) are neither
-resumed nor removed. A damaged checkpoint is renamed to `step-N.damaged` when the run goes back to an older one.
+resumed nor removed. When a run goes back to an older checkpoint, a damaged one is renamed to `step-N.damaged`, and one
+that lacks only its manifest to `step-N.unmarked`.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import shutil
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class NoWholeCheckpoint(ValueError):
-    """A run has checkpoints, but none from which it can resume."""
+    """A run has no checkpoint from which it can resume."""
 
 
 def begin(target: Path, queue: DistQueue | None) -> None:
@@ -81,43 +83,92 @@ def layout_of(checkpoint: Path) -> Parallel:
     return Parallel(**json.loads((checkpoint / TRAINER / "trainer.json").read_text())["layout"])
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
+def newest(folder: Path) -> tuple[Path, list[str]]:
     """Reads the complete checkpoints of a run from the newest on, and returns the first that is as it was written, with
-    a line for each damaged one before it, which is renamed. None: the run has saved none.
+    a line for each newer one that was passed over. Those that are damaged or lack only the mark are renamed.
 
     Raises:
-        NoWholeCheckpoint: all complete checkpoints are damaged, or were written by an earlier version. Nothing is
-            renamed.
+        NoWholeCheckpoint: the run has no complete checkpoint, all are damaged, or they were written by an earlier
+            version. Nothing is renamed.
     """
+    check_resumable(folder)
     damaged: dict[Path, str] = {}
-    complete = [*complete_checkpoints(folder).values()]
-    for path in reversed(complete):
+    for step, path in reversed(complete_checkpoints(folder).items()):
         damage = find_damage(path)
         if damage is None:
-            return path, [_set_aside(bad, why, resumed=path) for bad, why in damaged.items()]
+            newer = [one for one in _unmarked(folder) if _step(one) > step]
+            lines = [_set_aside(bad, f"is damaged: {why}", "damaged", resumed=path) for bad, why in damaged.items()]
+            return path, lines + [_pass_over(one, resumed=path) for one in newer]
         damaged[path] = damage
-    if damaged:
-        listed = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
+    listed = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
+    raise NoWholeCheckpoint(
+        f"run.resume: no checkpoint in {folder / 'checkpoints'} is whole ({listed}). Restore one from a copy, "
+        f"or start a new run with another run.name (model.path={folder / 'hf'} continues from its last weights)"
+    )
+
+
+def check_resumable(folder: Path) -> None:
+    """Checks that a run has a complete checkpoint; reads and changes nothing else.
+
+    Raises:
+        NoWholeCheckpoint: it has none; names what it has, and runs of similar names.
+    """
+    if complete_checkpoints(folder):
+        return
+    unmarked = _unmarked(folder)
+    if old := [path for path in unmarked if (path / NAME).exists() and [*path.glob("trainer/*.pt")]]:
         raise NoWholeCheckpoint(
-            f"run.resume=true: no checkpoint in {folder / 'checkpoints'} is whole ({listed}). Restore one from a copy, "
-            f"or start a new run with another run.name (model.path={folder / 'hf'} continues from its last weights)"
-        )
-    old = [path.parent for path in folder.glob(f"checkpoints/step-*/{NAME}") if [*path.parent.glob("trainer/*.pt")]]
-    if old:
-        raise NoWholeCheckpoint(
-            f"run.resume=true: {old[0]} was written by an earlier version, whose checkpoints cannot be resumed; start "
+            f"run.resume: {old[0]} was written by an earlier version, whose checkpoints cannot be resumed; start "
             f"a new run from its weights with model.path={folder / 'hf'} and another run.name"
         )
-    return None, []
+    has = f"{folder} does not exist"
+    if unmarked:
+        has = "; ".join(_describe_unmarked(path) for path in unmarked)
+    elif folder.exists():
+        has = f"{folder / 'checkpoints'} has none"
+    others = {path.parent.parent.parent.name for path in folder.parent.glob(f"*/checkpoints/step-*/{MARK}")}
+    similar = difflib.get_close_matches(folder.name, others, n=3)
+    hint = f". Did you mean run.name={' or run.name='.join(similar)}?" if similar else ""
+    raise NoWholeCheckpoint(
+        f"run.resume=true: expected a run with a complete checkpoint; {has}{hint} (run.resume=auto starts a run that "
+        "has nothing to resume)"
+    )
 
 
-def _set_aside(path: Path, damage: str, resumed: Path) -> str:
-    """Renames a damaged checkpoint, so that it does not count as one of those to keep; returns what happened."""
-    aside, number = path.with_name(f"{path.name}.damaged"), 2
+def _step(path: Path) -> int:
+    step = step_of(path.name)
+    assert step is not None
+    return step
+
+
+def _unmarked(folder: Path) -> list[Path]:
+    """Lists the folders of a run's checkpoints that are not marked as complete, in ascending order."""
+    paths = [path for path in folder.glob("checkpoints/step-*") if step_of(path.name) is not None]
+    return sorted((path for path in paths if not (path / MARK).exists()), key=_step)
+
+
+def _describe_unmarked(path: Path) -> str:
+    why = "" if (path / NAME).exists() else ", and its save was interrupted"
+    return f"checkpoint {path} has no {MARK}{why}"
+
+
+def _pass_over(path: Path, resumed: Path) -> str:
+    """Names a checkpoint that is not marked as complete; renames it if nothing else is missing, as the next save of
+    this step would replace it."""
+    if (path / NAME).exists():
+        return _set_aside(path, f"has no {MARK}", "unmarked", resumed=resumed)
+    line = f"{_describe_unmarked(path)}. Going back to {resumed.name}"
+    log.warning(line)
+    return line
+
+
+def _set_aside(path: Path, why: str, suffix: str, *, resumed: Path) -> str:
+    """Renames a checkpoint, so that it does not count as one of those to keep; returns what happened."""
+    aside, number = path.with_name(f"{path.name}.{suffix}"), 2
     while aside.exists():
-        aside, number = path.with_name(f"{path.name}.damaged-{number}"), number + 1
+        aside, number = path.with_name(f"{path.name}.{suffix}-{number}"), number + 1
     path.rename(aside)
-    line = f"checkpoint {path} is damaged: {damage}. Going back to {resumed.name}; the damaged one is kept as {aside}"
+    line = f"checkpoint {path} {why}. Going back to {resumed.name}; it is kept as {aside}"
     log.warning(line)
     return line
 

@@ -16,6 +16,7 @@ runs/<name>/config.yaml       the resolved configuration
             hf/               the model as a Hugging Face folder
             logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
             report.html       all of it as one page, written when the run ends (`page/`)
+            start-<n>/        what starts before the first checkpoint left, with `run.resume=auto`
             lock.json         locked while the run has the folder; names its process
 
 Only the user who started the run may enter the folder (mode 0700).
@@ -39,6 +40,7 @@ from fusion.telemetry.files import (
     remove_temporary,
     write_atomic,
 )
+from fusion.telemetry.folder_lock import NAME as LOCK
 from fusion.telemetry.folder_lock import FolderLock
 from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
@@ -103,6 +105,22 @@ class RunFolder:
     def hf(self) -> Path:
         """The folder of the Hugging Face export; created on first access."""
         return self._made("hf")
+
+    def set_aside(self) -> Path | None:
+        """Move everything that an earlier start left to a new folder in this one, `start-<n>`, and continue as in a new
+        run; returns `start-<n>`, None if nothing was left."""
+        kept = rf"{LOCK}|start-\d+"
+        left = sorted(path for path in self.path.iterdir() if not re.fullmatch(kept, path.name))
+        self.resumed = False
+        if not left:
+            return None
+        number = 1
+        while (aside := self.path / f"start-{number}").exists():
+            number += 1
+        aside.mkdir(mode=PRIVATE)
+        for path in left:
+            path.rename(aside / path.name)
+        return aside
 
     def write_config(self, config: str | Mapping[str, Any] | Any) -> None:
         """Write config.yaml from YAML text, a mapping or a dataclass; a different one of an earlier start is kept."""

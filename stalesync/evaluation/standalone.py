@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
         config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
     else:
         config = composed(conf, overrides, saved=load(_config_of(source)))
-    config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", False, None
+    config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", "false", None
     if not (config.eval.files or config.run.eval_prompts):
         raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
     return Arguments(source, config, json_path)

@@ -26,7 +26,7 @@ def test_every_key_has_a_section_with_type_default_and_sentence():
     ("key", "facts"),
     [
         ("run.steps", "- type: whole number\n- default: `100`\n- accepted: a whole number of at least 1\n"),
-        ("run.resume", "- type: true or false\n- default: `false`\n"),
+        ("run.resume", "- type: text\n- default: `false`\n- accepted: one of false, true, auto\n"),
         ("cluster.address", "- type: text or null\n- default: `null`\n"),
         ("fusion.offload", "- type: text\n- default: `switch`\n- accepted: one of none, switch, stream\n"),
         ("training.betas", "- type: list of numbers\n- default: `[0.9, 0.95]`\n"),

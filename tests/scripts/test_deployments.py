@@ -65,7 +65,7 @@ def test_the_entrypoint_is_a_command_with_keys_that_exist(job):
     folders = [folder for folder in (RECIPES / "conf").iterdir() if folder.is_dir()]
     check_overrides(overrides, {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in folders})
     values = dict(override.split("=", 1) for override in overrides)
-    assert values["cluster.address"] == "auto" and values["run.resume"] == "true"
+    assert values["cluster.address"] == "auto" and values["run.resume"] == "auto"
     assert values["run.dir"].startswith("/shared/") and values["model.path"].startswith("/shared/")
 
 

@@ -12,9 +12,10 @@ import ray
 from distqueue import QueueClosed, StorageFull
 from fusion.telemetry import RunFolder
 from stalesync import failures, launch, savepoint
-from stalesync.config import Config
+from stalesync.config import Config, RunConfig
 from stalesync.failures import ClusterOpen, QueueFailed, RayEnded, RayNotStarted
 from stalesync.ray_cluster import has_token, keep_token, ray_cluster, token_file
+from stalesync.resume import new_folder, reopen
 from stalesync.run_log import Progress, RunLog
 from tests.machine import run
 
@@ -62,8 +63,8 @@ def test_a_cluster_that_cannot_be_joined_is_named_with_its_key():
     assert told.startswith("cluster.address=host:6379: could not join") and told.endswith("ConnectionError: refused")
 
 
-@pytest.mark.parametrize(("if_exists", "steps_done"), [("resume", 10), ("suffix", 0)])
-def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, if_exists, steps_done):
+@pytest.mark.parametrize(("resume", "steps_done"), [("true", 10), ("auto", 10), ("false", 0)])
+def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, resume, steps_done):
     class Shown(Exception):
         pass
 
@@ -74,10 +75,10 @@ def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, if
         checkpoint = RunFolder(tmp_path, "run", "resume").checkpoints / f"step-{step}"
         savepoint.begin(checkpoint, None)
         savepoint.finish(checkpoint, json.dumps({"step": step}))
-    config = Config()
-    config.run.steps = 12
+    config = Config(run=RunConfig(dir=str(tmp_path), steps=12, resume=resume))
     monkeypatch.setattr(launch, "LiveView", show)
-    with RunFolder(tmp_path, "run", if_exists) as folder, pytest.raises(Shown) as shown:
+    earlier = reopen(config.run)
+    with new_folder(config.run) if earlier is None else earlier.folder as folder, pytest.raises(Shown) as shown:
         launch._run(
             config=config,
             spec=None,
@@ -87,6 +88,7 @@ def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, if
             logs=RunLog(folder.path),
             progress=Progress(),
             report={},
+            earlier=earlier,
         )
     assert shown.value.args == (12, steps_done)
 

@@ -102,12 +102,34 @@ def test_the_best_checkpoint_is_kept_besides_the_newest_and_is_gone_when_another
     assert names(tmp_path) == ["step-5", "step-6"]
 
 
-def test_an_incomplete_checkpoint_is_passed_over_and_a_run_without_any_starts_anew(tmp_path):
-    assert savepoint.newest(tmp_path) == (None, [])
-    (checkpoint(tmp_path, 3) / "manifest.json").unlink()
-    assert savepoint.newest(tmp_path) == (None, [])
+def test_a_newer_checkpoint_that_is_not_complete_is_named_and_kept_if_it_lacks_only_its_mark(tmp_path, caplog):
     checkpoint(tmp_path, 2)
-    assert savepoint.newest(tmp_path)[0].name == "step-2"
+    (checkpoint(tmp_path, 3) / "manifest.json").unlink()
+    written = checkpoint(tmp_path, 4)
+    for name in ("manifest.json", "controller.json"):
+        (written / name).unlink()
+    (checkpoint(tmp_path, 1) / "manifest.json").unlink()
+    resumed, (unmarked, interrupted) = savepoint.newest(tmp_path)
+    assert resumed.name == "step-2" and names(tmp_path) == ["step-1", "step-2", "step-3.unmarked", "step-4"]
+    assert "step-3 has no manifest.json. Going back to step-2; it is kept as" in unmarked and unmarked in caplog.text
+    assert "step-4 has no manifest.json, and its save was interrupted. Going back to step-2" in interrupted
+    assert interrupted in caplog.text
+
+
+@pytest.mark.parametrize("has", ["nothing", "folder", "unmarked"])
+def test_a_run_without_a_complete_checkpoint_is_refused_with_what_it_has_and_similar_names(tmp_path, has):
+    checkpoint(tmp_path / "killed-2", 3)
+    expected = "killed does not exist"
+    if has == "folder":
+        (tmp_path / "killed").mkdir()
+        expected = "killed/checkpoints has none"
+    elif has == "unmarked":
+        (checkpoint(tmp_path / "killed", 3) / "manifest.json").unlink()
+        expected = "step-3 has no manifest.json"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(NoWholeCheckpoint, match=rf"{expected}. Did you mean run.name=killed-2\? \(run.resume=auto "):
+        savepoint.newest(tmp_path / "killed")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
