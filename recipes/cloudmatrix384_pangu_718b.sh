@@ -2,7 +2,7 @@
 # Launches the training of Pangu 718B on one CloudMatrix 384 supernode: starts Ray on its hosts, starts the job in the
 # layouts that scripts/plan.py recommends, and stops Ray (recipes/several_hosts.sh). Plan and trainer read the same
 # description of the model, but the job has never run: no Ascend card was available during development.
-#   bash recipes/cloudmatrix384_pangu_718b.sh [--dry-run] (--hosts FILE | HOST...) -- model.path=FOLDER [overrides]
+#   bash recipes/cloudmatrix384_pangu_718b.sh [--dry-run] (--hosts FILE | HOST...) -- model.path=FOLDER data.source=FILE [overrides]
 #   bash recipes/cloudmatrix384_pangu_718b.sh --dry-run
 # FILE has one host per line; the first host is the head. train=LAYOUT and infer=LAYOUT before the -- choose other
 # layouts. Every host must accept ssh without a password, have this checkout at the same path with the packages of

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on several hosts: starts Ray on them through ssh, runs the job on the first one, and stops Ray.
-#   bash recipes/several_hosts.sh [--dry-run] [PLAN] (--hosts FILE | HOST...) -- model.path=FOLDER [overrides]
+#   bash recipes/several_hosts.sh [--dry-run] [PLAN] (--hosts FILE | HOST...) -- model.path=FOLDER data.source=FILE [overrides]
 # FILE has one host per line; the first host is the head. Every host must accept ssh without a password, and have this
 # checkout at the same path, with its packages installed in the active environment or in .venv. All hosts share the file
 # system of run.dir and see model.path at the same path; docs/stalesync.md, "Several hosts", says what is checked.
@@ -62,6 +62,7 @@ fi
 repeated=$(printf '%s\n' "${hosts[@]}" | sort | uniq -d | paste -sd ' ')
 [ -z "$repeated" ] || fail "hosts named twice: $repeated"
 [ -n "$dry" ] || [[ " ${overrides[*]-}" == *" model.path="* ]] || fail "model.path=FOLDER is missing (after --)"
+[ -n "$dry" ] || [[ " ${overrides[*]-}" =~ " "(data|data\.source)= ]] || fail "data.source=FILE is missing (after --)"
 
 job=(python scripts/train.py "${planned[@]}" cluster.address=auto "${overrides[@]}")
 "${job[@]}" --cfg job > /dev/null   # checks every key before any host is contacted

@@ -7,7 +7,7 @@
 #SBATCH --signal=B:TERM@120
 #SBATCH --open-mode=append
 # Trains on the nodes of a Slurm job: Ray's head on the first node, one task per node, the run on the first node.
-#   sbatch --nodes=4 recipes/slurm.sh run.name=NAME model.path=FOLDER cluster.npus=32 [overrides]
+#   sbatch --nodes=4 recipes/slurm.sh run.name=NAME model.path=FOLDER data.source=FILE cluster.npus=32 [overrides]
 # Submit it in the checkout, which all nodes see at the same path, as run.dir and model.path; options of sbatch, such as
 # --gres, --partition or --time, replace those above. Two minutes before the time limit, and at scancel --signal=TERM
 # --batch, the run ends its step, saves a checkpoint, and Ray stops: --signal=B:TERM@600 leaves ten minutes for long
@@ -17,6 +17,7 @@ set -euo pipefail
 fail() { echo "error: $*" >&2; exit 2; }
 [ -n "${SLURM_JOB_ID:-}" ] || fail "not a Slurm job: sbatch recipes/slurm.sh run.name=NAME model.path=FOLDER …"
 [[ " $* " == *" model.path="* ]] || fail "model.path=FOLDER is missing"
+[[ " $*" =~ " "(data|data\.source)= ]] || fail "data.source=FILE is missing"
 [[ " $* " == *" run.name="* ]] || fail "run.name=NAME is missing: the same command is to go on with the same run"
 cd "$SLURM_SUBMIT_DIR" # Slurm runs a copy of this script
 [ -f scripts/environment.sh ] || fail "$PWD is not the checkout: submit the job there"

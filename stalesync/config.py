@@ -256,6 +256,7 @@ class Config:
             self._check_learns()
         if not self.model.path:
             raise ValueError("model.path='': expected a Hugging Face checkpoint folder")
+        self.data.check_source()
         model = ModelConfig.from_hf(self.model.path)
         if model.num_labels:
             raise ValueError(

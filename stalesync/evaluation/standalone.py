@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stalesync.config import Config
@@ -49,6 +49,10 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
     config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", "false", None
     if not (config.eval.files or config.run.eval_prompts):
         raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
+    if not (config.data.source or config.run.eval_prompts):  # nothing is trained: no other rows are read
+        first = config.eval.specs()[0]
+        fields = {name: getattr(first, name) or getattr(config.data, name) for name in ("prompt_field", "answer_field")}
+        config.data = replace(config.data, source=first.path, **fields)
     return Arguments(source, config, json_path)
 
 

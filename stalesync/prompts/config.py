@@ -16,9 +16,9 @@ MAX_TERMS = 4
 class DataConfig:
     """Where prompts come from."""
 
-    source: str = "addition"
-    """`addition` (one-digit sums), `worked_arithmetic` (long answers with their working), or a .jsonl, .json (an array
-    of rows) or .parquet file."""
+    source: str = ""
+    """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums) or
+    `worked_arithmetic` (long answers with their working)."""
 
     prompt_field: str = "prompt"
     """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
@@ -61,6 +61,17 @@ class DataConfig:
     max_terms: int = 2
     """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
+    def check_source(self) -> None:
+        """Checks that the source is a generator or may be a file.
+
+        Raises:
+            ValueError: it is neither, or not stated.
+        """
+        known = self.source in GENERATORS or self.source.endswith(SUFFIXES)
+        paths = "a path ending in " + " or ".join(SUFFIXES)
+        groups = "(data=file data.source=FILE, data=addition or data=worked)"
+        Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}")))
+
     def validate(self) -> None:
         """Checks every value of the group.
 
@@ -68,8 +79,8 @@ class DataConfig:
             ValueError: a value that is not accepted, by key.
         """
         check = Checks("data", self)
-        known = self.source in GENERATORS or self.source.endswith(SUFFIXES)
-        check.that("source", known, ", ".join((*GENERATORS, "a path ending in " + " or ".join(SUFFIXES))))
+        if self.source:  # `Config.validate` requires it; a simulation needs none
+            self.check_source()
         check.integer("prompts_per_step", "max_prompt_length", "min_digits", "max_digits", at_least=1)
         check.integer("rows", at_least=1, null=True)
         digits = self.min_digits <= self.max_digits <= len(PLACES)

@@ -158,7 +158,7 @@ def job_config(overrides: list[str], folder: Path) -> Config:
     """The config of a job, as `scripts/train.py` composes it."""
     register()
     with initialize_config_dir(str(ROOT / "recipes" / "conf"), version_base=None):
-        return OmegaConf.to_object(compose("config", [*overrides, f"model.path={folder}"]))
+        return OmegaConf.to_object(compose("config", [*overrides, f"model.path={folder}", "data=addition"]))
 
 
 def folder_of(config: ModelConfig, folder: Path) -> Path:

@@ -153,5 +153,7 @@ def test_the_recipe_starts_ray_runs_the_job_and_leaves_nothing(base, shared, pla
 def test_the_recipe_names_the_host_on_which_ray_does_not_start(base, shared):
     with Hosts(2, shared.parent) as hosts:
         hosts.kill("host-b")
-        done = _recipe(hosts, shared, "dead", *hosts.names, "--", f"model.path={base}", "cluster.npus=4")
+        done = _recipe(
+            hosts, shared, "dead", *hosts.names, "--", f"model.path={base}", "data=addition", "cluster.npus=4"
+        )
     assert done.returncode != 0 and "host-b" in done.stderr, done.stderr

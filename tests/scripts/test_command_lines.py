@@ -80,6 +80,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/train.py rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperat"),
         ("scripts/train.py model.path=x quickly", "'quickly': expected KEY=VALUE or GROUP=CHOICE"),
         ("scripts/train.py", "model.path='': expected a Hugging Face checkpoint folder"),
+        ("scripts/train.py model.path=x", "data.source='': expected addition, worked_arithmetic, a path ending in"),
         ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
         ("scripts/control.py", "the following arguments are required"),
         ("scripts/control.py runs/x rollout.max_seqs", "'rollout.max_seqs': expected KEY=VALUE"),

@@ -11,7 +11,8 @@ import yaml
 
 from fusion.resources import RECIPES
 from stalesync.console import scripts_by_command
-from stalesync.overrides import check_overrides
+from stalesync.overrides import check_overrides, composed
+from tests.machine import run
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((RECIPES / "docker").glob("*.Dockerfile"))
@@ -66,7 +67,7 @@ def test_the_entrypoint_is_a_command_with_keys_that_exist(job):
     check_overrides(overrides, {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in folders})
     values = dict(override.split("=", 1) for override in overrides)
     assert values["cluster.address"] == "auto" and values["run.resume"] == "auto"
-    assert values["run.dir"].startswith("/shared/") and values["model.path"].startswith("/shared/")
+    assert all(values[key].startswith("/shared/") for key in ("run.dir", "model.path", "data.source"))
 
 
 def test_versions_are_pinned_and_agree(job):
@@ -122,3 +123,14 @@ def test_ascends_versions_agree_with_the_requirements_of_the_project():
 def test_hadolint_accepts(path):
     done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_no_data_is_a_default():
+    """A job states its data, and so does each recipe that starts one."""
+    assert composed(RECIPES / "conf", []).data.source == ""
+    forgetful = ["several_hosts.sh", "host1", "--", "model.path=m", "data.rows=4"]
+    done = run(["bash", str(RECIPES / forgetful[0]), *forgetful[1:]], 30)
+    assert done.returncode == 2 and "data.source=FILE is missing" in done.stderr
+    for recipe in ("quickstart", "pangu_tiny", "long_answers", "math_jsonl"):
+        _, started, job = (RECIPES / f"{recipe}.sh").read_text().rpartition("exec python scripts/train.py ")
+        assert started and re.search(r"\sdata=(addition|worked|file)\s", job)

@@ -11,7 +11,7 @@ import pytest
 from tests.machine import communicate, run, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = ["run.name=one", "model.path=m", "cluster.npus=8"]
+JOB = ["run.name=one", "model.path=m", "data.source=d.jsonl", "cluster.npus=8"]
 
 TOOLS = {
     "scontrol": 'printf "%s\\n" node1 node2 node3',
@@ -100,6 +100,7 @@ def test_a_failure_is_the_exit_status_of_the_job(job, which):
         ({"SLURM_JOB_ID": ""}, JOB, "not a Slurm job"),
         ({}, JOB[:1], "model.path=FOLDER is missing"),
         ({}, JOB[1:], "run.name=NAME is missing"),
+        ({}, [*JOB[:2], "data.rows=4"], "data.source=FILE is missing"),
         ({"SLURM_NTASKS": "6"}, JOB, "6 tasks on 3 nodes: expected --ntasks-per-node=1"),
         ({"SLURM_SUBMIT_DIR": "/"}, JOB, "/ is not the checkout"),
     ],

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory):
 
 def _config(checkpoint, **changes):
     config = Config()
-    config.model.path = checkpoint
+    config.model.path, config.data.source = checkpoint, "addition"
     config.cluster.npus = 4
     config.data.max_prompt_length, config.rollout.max_response_length = 16, 16
     for path, value in changes.items():
@@ -131,6 +131,7 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
     ("changes", "message"),
     [
         ({"model__path": ""}, "model.path='': expected a Hugging Face checkpoint folder"),
+        ({"data__source": ""}, "data.source='': expected addition, .* .data=file data.source=FILE, data=addition or"),
         ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
         ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
         ({"parallel__train": LayoutConfig(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
@@ -337,7 +338,7 @@ def test_the_command_line_refuses_in_one_line(checkpoint):
     usage, error = refused.stderr.strip().splitlines()
     assert usage.startswith("usage: python scripts/train.py")
     assert error == "error: unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"
-    refused = _train(f"model.path={checkpoint}", "cluster.npus=3", "parallel.train.tp=2")
+    refused = _train(f"model.path={checkpoint}", "data=addition", "cluster.npus=3", "parallel.train.tp=2")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr
 

@@ -82,7 +82,7 @@ def test_settings_that_do_not_fit_the_run_are_refused_by_key(changes, message, t
 
 def configured(folder, **changes):
     config = Config()
-    config.model.path = tiny_checkpoint(folder / "base")
+    config.model.path, config.data.source = tiny_checkpoint(folder / "base"), "addition"
     config.data.max_prompt_length = config.rollout.max_response_length = 16
     for path, value in changes.items():
         group, name = path.split("__")
@@ -101,6 +101,7 @@ def test_files_are_a_list_of_paths_and_mappings_on_the_command_line(tmp_path):
     assert [spec.name for spec in parsed.config.eval.specs()] == ["a", "bb"] and parsed.json == "-"
     config = parsed.config
     assert (config.reward.name, config.run.eval_prompts, config.model.path) == ("math", 0, str(tmp_path))
+    assert config.data.source == "data/a.jsonl", "nothing is trained: no other data is needed"
 
 
 def test_the_config_of_a_run_is_the_default_of_its_evaluation(tmp_path):
