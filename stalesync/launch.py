@@ -33,7 +33,7 @@ from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_guard import Report
 from stalesync.resume import Reopened, check_resume, new_folder, reopen
-from stalesync.reward_terms import Term, check_term_fields, start_terms
+from stalesync.reward_terms import Term, check_reference_answers, check_term_fields, start_terms
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
@@ -96,6 +96,8 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             check_required_fields(config.reward, rule.required_fields, source.fields)
         terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
         check_term_fields(config.reward, terms, source.fields)
+        for line in check_reference_answers(rule, terms, source):
+            log.warning("%s", line)
         num_held_out = config.run.eval_prompts
         files = with_rewards(
             config,

@@ -12,9 +12,11 @@ from fusion.rewards import (
     RewardSample,
     RewardSpec,
     TermSpec,
+    check_answers,
     check_required_fields,
     length_term,
 )
+from stalesync.prompts import PromptSource
 from stalesync.samples import Sample
 
 
@@ -65,6 +67,23 @@ def check_term_fields(config: RewardConfig, terms: Sequence[Term], everywhere: C
                 check_required_fields(config.of(term.spec.reward), term.pool.required_fields, everywhere)
             except ValueError as error:
                 raise ValueError(f"reward.terms[{index}] ({term.spec.name}): {error}") from error
+
+
+def check_reference_answers(
+    rule: RewardPool | None, terms: Sequence[Term], source: PromptSource, count: int = 64
+) -> list[str]:
+    """Checks that the built-in rules among a reward and its terms can match ``count`` reference answers of the data;
+    returns warnings.
+
+    Args:
+        rule: processes of the reward itself; None: a reward model.
+
+    Raises:
+        ValueError: a rule can match none of them.
+    """
+    answers = source.reference_answers(count)
+    pools = (rule, *(term.pool for term in terms))
+    return [line for pool in pools if pool is not None for line in check_answers(pool, answers)]
 
 
 def score_text(pool: RewardPool, samples: Sequence[Sample]) -> list[RewardOutcome]:

@@ -1,3 +1,5 @@
+from .answers import ReferenceAnswer as ReferenceAnswer
+from .answers import check_answers as check_answers
 from .config import RewardConfig as RewardConfig
 from .config import RewardSpec as RewardSpec
 from .fields import check_required_fields as check_required_fields

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fusion.rewards.answers import is_damaged
+
 MARKER = "#"
 
 
@@ -9,8 +11,11 @@ def arithmetic(prompt: str, response: str, answer: str, **fields: object) -> flo
     """Return 1.0 where `response` (without special tokens) ends with the correct answer, else 0.0.
 
     An answer without the marker `#` must be the whole response. An answer that starts with it (`#0b4a6`, written after
-    the working) must end the response, which may contain only that one marker, so that several guesses earn nothing.
+    the working) must end the response, which may contain only that one marker, so that several guesses earn nothing. A
+    response whose text is damaged is wrong.
     """
+    if is_damaged(response):
+        return 0.0
     response, answer = response.strip(), answer.strip()
     if not answer.startswith(MARKER):
         return float(response == answer)

@@ -50,6 +50,8 @@ class RewardPool:
     def __init__(self, config: RewardConfig, spec: RewardSpec | None = None) -> None:
         config.validate()
         self._config, self._spec = config, spec or config.spec
+        self.kind = self._spec.kind
+        """What the children compute: `RewardSpec.kind`"""
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-FINAL = "####"
-"""GSM8K writes the final answer after this marker."""
+from fusion.rewards.answers import equal_as_text, final_part, is_damaged, is_prose
 
 
 def math_answer(prompt: str, response: str, answer: str, **fields: object) -> float:
@@ -13,31 +12,35 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
     none).
 
     In an answer or a response with `####`, only the text after the last one counts; otherwise math-verify looks for
-    `\\boxed{…}`, formulas and numbers. Its own time limits are disabled (they turn a timeout into a wrong answer, and
-    need the main thread's alarm): the pool of guarded processes limits the time.
+    `\\boxed{…}`, formulas and numbers. An answer that is prose is compared as text only, any other also as text
+    (`answers.py`). A response whose text is damaged is wrong. Math-verify's own time limits are disabled (they turn a
+    timeout into a wrong answer, and need the main thread's alarm): the pool of guarded processes limits the time.
 
     Raises:
-        ValueError: `answer` contains nothing that can be parsed.
+        ValueError: `answer` is empty.
         Exception: math-verify failed to parse or compare; the sample is then not scored.
     """
     from math_verify import parse, verify
 
     # With its time limits disabled, the library warns once per process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    predicted = final_part(response)
+    if not final_part(answer):
+        raise ValueError(f"the reference answer {answer!r} is empty")
+    if is_damaged(predicted):
+        return 0.0
+    if equal_as_text(response, answer):
+        return 1.0
+    if is_prose(answer):
+        return 0.0
     gold = _parse_gold(answer, parse)
-    predicted = parse(_final(response), parsing_timeout=None, raise_on_error=True)
-    return float(verify(gold, predicted, timeout_seconds=None, raise_on_error=True))
-
-
-def _final(text: str) -> str:
-    return text.rsplit(FINAL, 1)[-1].strip()
+    parsed = parse(predicted, parsing_timeout=None, raise_on_error=True)
+    return float(verify(gold, parsed, timeout_seconds=None, raise_on_error=True))
 
 
 def _parse_gold(answer: str, parse) -> list:
-    text = _final(answer)
+    """Parse a reference answer; return [] if it has nothing that can be parsed, which nothing equals as mathematics."""
+    text = final_part(answer).replace("\\$", "")
     # Bare LaTeX such as (1,2) or x+1 is only parsed as a whole inside a formula.
     formula = text if "$" in text or "\\boxed" in text else f"${text}$"
-    gold = parse(formula, parsing_timeout=None, raise_on_error=True)
-    if not gold:
-        raise ValueError(f"the reference answer {answer!r} contains no mathematical expression")
-    return gold
+    return parse(formula, parsing_timeout=None, raise_on_error=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,10 +12,12 @@ from fusion.rewards import RewardPool, check_required_fields
 from fusion.rewards.config import RewardConfig
 from stalesync.evaluation.config import HELD_OUT, EvalFileSpec
 from stalesync.prompts import Prompt, PromptSource
-from stalesync.reward_terms import Term, check_term_fields
+from stalesync.reward_terms import Term, check_reference_answers, check_term_fields
 
 if TYPE_CHECKING:
     from stalesync.config import Config
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,14 @@ def with_rewards(
                 pool = rule if spec.reward == bare else pools.get(spec.reward)
                 pool = pools[spec.reward] = pool or start(settings)
                 check_required_fields(settings, pool.required_fields, source.fields)
+                warnings = check_reference_answers(pool, [], source)
             else:
                 if rule is not None:
                     check_required_fields(config.reward, rule.required_fields, source.fields)
                 check_term_fields(config.reward, terms, source.fields)
+                warnings = check_reference_answers(rule, terms, source)
+            for line in warnings:
+                log.warning("eval.files: %r: %s", spec.name, line)
             prompts = source.in_order(f"eval-{spec.name}-")
             if not prompts:
                 raise ValueError(f"no prompt is as short as data.max_prompt_length={config.data.max_prompt_length}")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion.rewards import ReferenceAnswer
 from stalesync.prompts.addition import AdditionRows
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.files import FileRows
@@ -97,6 +98,12 @@ class PromptSource:
         long; the id of each is the index of its row behind ``prefix``."""
         assert self._indices is not None, f"there is no end to the rows of {self._config.source}"
         return self._fitting(self._prompts([(f"{prefix}{index}", index) for index in self._indices]))
+
+    def reference_answers(self, count: int) -> list[ReferenceAnswer]:
+        """Returns the answers of up to ``count`` training rows, spread evenly; does not advance."""
+        indices = range(count) if self._indices is None else self._indices
+        chosen = [indices[place * len(indices) // count] for place in range(count)] if len(indices) > count else indices
+        return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in chosen]
 
     def metrics(self) -> dict[str, float]:
         """Returns `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if

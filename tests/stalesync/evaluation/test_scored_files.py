@@ -142,6 +142,11 @@ def test_the_runs_own_reward_must_have_the_fields_that_it_requires_in_every_file
     assert not pools and evaluation.files[0].pool is None
 
 
+def test_a_file_whose_answers_a_rule_can_never_match_is_refused(opened):
+    with pytest.raises(ValueError, match="eval.files: 'a': the reward math can never match 6 of 6 reference answers"):
+        opened({"name": "a", "reward": "math"}, answer="\\boxed{}")
+
+
 def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
     run, commands = object.__new__(TrainingRun), []
     run.evaluation, _ = opened({"name": "hard", "reward": "math"})
