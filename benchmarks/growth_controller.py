@@ -21,13 +21,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from distqueue import PackedBatch
 from fusion.colocate import Deployment, InferenceShare, StageReport
 from fusion.inference import Request
 from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
-from fusion.rollout.packing import TEXT
+from fusion.rollout.packing import CUT, TEXT
 from fusion.telemetry import MemoryLedger, RunFolder
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
@@ -148,7 +150,9 @@ class NamedQueue:
             requests = [held.popleft() for _ in range(min(MESSAGE, len(held)))]
             ids, groups = zip(*requests, strict=True)
             texts, versions = [f"the answer is {len(id)}" for id in ids], [(self._cards.version,) * 2] * len(ids)
-            batch = PackedBatch.from_samples(ids, {TEXT: texts}, groups, versions)
+            batch = PackedBatch.from_samples(
+                ids, {TEXT: texts, CUT: torch.zeros(len(ids), dtype=torch.bool)}, groups, versions
+            )
             return replace(batch, lengths={RESPONSE: [self._random.randint(1, 500) for _ in requests]})
 
     def put(self, batch: PackedBatch) -> None:

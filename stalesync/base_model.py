@@ -21,6 +21,7 @@ from fusion.rewards import RewardConfig, RewardPool, RewardSample
 from fusion.telemetry import progress
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
 
 STD = 0.08
@@ -97,7 +98,8 @@ def make_base_model(
             prompts = source.next(plan.batch)
             batch = Sequences.from_samples([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
             metrics = trainer.forward_backward(batch, cross_entropy)
-            trainer.optimizer_step()
+            if trainer.optimizer_step()[SKIPPED_IN_A_ROW]:
+                raise RuntimeError(f"warm-up on {task}: the gradient of step {step} is not finite")
             if step % plan.check_every == 0:
                 held_out = source.evaluation(plan.check_prompts)
                 accuracy = _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)

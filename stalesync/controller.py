@@ -316,7 +316,7 @@ class Controller:
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
         if self._kv_tokens is not None:
             self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)
-        add_sample_metrics(metrics, samples, self.config.rollout.max_response_length)
+        add_sample_metrics(metrics, samples)
         if samples:
             self.folder.log_samples(self.groups.step, samples.samples, _describe)
 

@@ -118,6 +118,18 @@ class RewardsFailed(RunFailed):
     """More rewards failed than `reward.max_failed_share` allows; the message shows the first failure."""
 
 
+class GradientsNotFinite(RunFailed):
+    """Several updates in a row were skipped, as their gradients were not finite."""
+
+    def __init__(self, skipped: int, step: int):
+        super().__init__(
+            f"{skipped} updates in a row were skipped up to step {step}, as their gradients were not finite (nan or "
+            "inf in actor/grad_norm): the weights are those before them. Look at the rewards (critic/rewards/max) and "
+            "the ratios (actor/ratio_mean), and lower training.lr; model.dtype=float32 shows whether bfloat16 is the "
+            "cause"
+        )
+
+
 PROCESS_ENDED = "killed, out of host memory, or crashed"
 OUT_OF_REACH = "it cannot be reached: its process or its host has ended, or the network between the hosts is cut"
 HOST_ENDED = "its host has ended, or cannot be reached"

@@ -26,6 +26,7 @@ class SampleColumns:
     response_tokens: list[int]
     oldest: list[int]
     newest: list[int]
+    cut: list[bool]
     rewards: list[float | None]
     errors: list[str | None]
 
@@ -40,6 +41,7 @@ class SampleColumns:
             response_tokens=[],
             oldest=[],
             newest=[],
+            cut=[],
             rewards=[],
             errors=[],
         )
@@ -50,6 +52,7 @@ class SampleColumns:
             columns.response_tokens.append(sample.response_tokens)
             columns.oldest.append(sample.oldest)
             columns.newest.append(sample.newest)
+            columns.cut.append(sample.cut)
             columns.rewards.append(sample.outcome.reward)
             columns.errors.append(sample.outcome.error)
         return columns

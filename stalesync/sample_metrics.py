@@ -10,17 +10,15 @@ from fusion.telemetry import Metrics
 from stalesync.sample_columns import SampleColumns
 
 
-def add_sample_metrics(metrics: Metrics, samples: SampleColumns, max_response_length: int) -> None:
-    """Adds rewards and lengths of samples that were trained, filtered or failed. A response of
-    ``max_response_length`` tokens counts as clipped."""
+def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
+    """Adds rewards and lengths of samples that were trained, filtered or failed."""
     metrics.update(reward_metrics(samples.rewards, samples.errors))
     _add_terms(metrics, samples)
     if not samples:
         return
     metrics.spread("response_length", samples.response_tokens)
     metrics.spread("prompt_length", samples.prompt_tokens)
-    clipped = sum([tokens >= max_response_length for tokens in samples.response_tokens])
-    metrics.add("response_length/clip_ratio", clipped / len(samples))
+    metrics.add("response_length/clip_ratio", sum(samples.cut) / len(samples))
 
 
 def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:

@@ -18,8 +18,8 @@ LOST = "lost"
 @dataclass(slots=True)
 class Sample:
     """A finished response. ``id``: of its row in the queue; ``outcome``: assigned once, when it is scored; ``oldest``,
-    ``newest``: policy versions of its tokens; ``others``: the other responses of its group, where a reward asks for
-    them."""
+    ``newest``: policy versions of its tokens; ``cut``: whether the limit of tokens ended it; ``others``: the other
+    responses of its group, where a reward asks for them."""
 
     id: str
     prompt: Prompt
@@ -29,6 +29,7 @@ class Sample:
     outcome: RewardOutcome = field(init=False, repr=False)
     oldest: int = 0
     newest: int = 0
+    cut: bool = False
     others: Sequence[str] = ()
 
     @property
@@ -44,12 +45,13 @@ class Sample:
 
     def unscored_state_dict(self) -> dict[str, Any]:
         """Returns a sample that has no outcome yet, likewise."""
-        return {name: getattr(self, name) for name in SAVED} | {"group": self.prompt.id}
+        fields = {name: getattr(self, name) for name in SAVED} | {"group": self.prompt.id}
+        return fields | {"cut": True} if self.cut else fields
 
     @classmethod
     def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> Sample:
         """Restores a sample of ``prompt`` from what `state_dict` or `unscored_state_dict` returned."""
-        sample = cls(prompt=prompt, **{name: state[name] for name in SAVED})
+        sample = cls(prompt=prompt, cut=state.get("cut", False), **{name: state[name] for name in SAVED})
         if "outcome" in state:
             sample.outcome = RewardOutcome(**state["outcome"])
         return sample

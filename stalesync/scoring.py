@@ -4,8 +4,8 @@
                └─ scored at once, where the source is concurrent ───────► `poll`: scored
                                     └─ else by `score_waiting`, when the cards have switched to TRAIN
 
-The queue delivers a sample's text, and its lengths as metadata; its tokens are never sent to this process. The cards of
-a reward model read them directly from the queue.
+The queue delivers a sample's text, whether it was cut, and its lengths as metadata; its tokens are never sent to this
+process. The cards of a reward model read them directly from the queue.
 
 A reward that asks for the other responses of a group has each sample wait until all of its group have arrived or are
 lost (`WholeGroups`). A sample is then acknowledged when it arrives: the controller has its text, and a checkpoint
@@ -26,7 +26,7 @@ from distqueue import PackedBatch
 from distqueue.core import QueueClosed
 from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
-from fusion.rollout.packing import TEXT
+from fusion.rollout.packing import CUT, TEXT
 from fusion.rollout.types import EvalAnswer
 from stalesync.batch_size import BatchSize
 from stalesync.failed_rewards import FailedRewards, TooManyFailed
@@ -340,7 +340,7 @@ class Scorer:
                 try:
                     batch = self._queue.get(
                         REWARD,
-                        [TEXT],
+                        [TEXT, CUT],
                         self._batch_size.count,
                         lengths=[RESPONSE],
                         partial=True,
@@ -421,7 +421,8 @@ class Scorer:
         prompts = [prompts_by_group[group] for group in batch.groups]
         prompt_tokens = [len(prompt.ids) for prompt in prompts]
         oldest, newest = zip(*batch.versions, strict=True)
-        fields = batch.ids, prompts, batch[TEXT].texts(), prompt_tokens, batch.lengths[RESPONSE], oldest, newest
+        lengths, cut = batch.lengths[RESPONSE], batch[CUT].buffer.tolist()
+        fields = batch.ids, prompts, batch[TEXT].texts(), prompt_tokens, lengths, oldest, newest, cut
         samples = map(Sample, *fields)  # by keyword it would take three times as long
         return sorted(samples, key=by_id)
 

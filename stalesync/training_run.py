@@ -20,6 +20,7 @@ from fusion.rollout import EvalAnswer
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync import savepoint
 from stalesync.admission import Admission
 from stalesync.admission_spec import admission_spec
@@ -31,7 +32,7 @@ from stalesync.controller import Controller
 from stalesync.engine_restarts import EngineRestarts
 from stalesync.evaluation import Evaluation
 from stalesync.evaluation.files import EvalFile
-from stalesync.failures import RunFailed, logging_errors
+from stalesync.failures import GradientsNotFinite, RunFailed, logging_errors
 from stalesync.garbage import collecting_seldom
 from stalesync.generation import EVAL_ROWS, Generation
 from stalesync.groups import Groups
@@ -54,6 +55,9 @@ TASKS = ("reward", "train")
 log = logging.getLogger(__name__)
 
 RESTARTS = "rollout/engine_restarts"
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Number of updates in a row with gradients that are not finite, with which a run ends: one alone may be an accident"""
 
 
 class TrainingRun:
@@ -303,7 +307,11 @@ class TrainingRun:
             raise
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of the last step, with those of evaluations and cuts."""
+        """Logs the metrics of the last step, with those of evaluations and cuts.
+
+        Raises:
+            GradientsNotFinite: too many updates in a row were skipped.
+        """
         figures, self._figures, self._logged = self._figures, {}, self.step
         self.pace.count(metrics)
         if metrics.get("rollout/draft_exchange_failures") and not self._text_server_note:
@@ -315,6 +323,8 @@ class TrainingRun:
             figures[RESTARTS] += metrics.get(RESTARTS, 0)
         self.folder.log(self.step, {**metrics, **figures, **self.saver.metrics()})
         self.view.update(self.step, metrics)
+        if (skipped := int(metrics.get(SKIPPED_IN_A_ROW, 0))) >= MAX_SKIPPED_IN_A_ROW:
+            raise GradientsNotFinite(skipped, self.step)
 
     def evaluate(self) -> tuple[bool, dict[str, float]]:
         """Evaluates the current weights and records the results; returns whether they are the best so far, and metrics.

@@ -179,6 +179,7 @@ class Updater:
                 groups=samples.groups,
                 response_lengths=samples.response_tokens,
                 reference_kl=None if kl is None else [kl[id] for id in samples.ids],
+                cut=samples.cut,
             )
             self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}))
             metrics.spread("critic/advantages", advantages.tolist())

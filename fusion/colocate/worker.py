@@ -51,6 +51,7 @@ from fusion.rollout.drafts.pieces import Piece
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import SampleStore
 from fusion.training import Sequences, TrainEngine, load_checkpoint
+from fusion.training.interface import SKIPPED_IN_A_ROW
 
 
 class Worker:
@@ -331,7 +332,11 @@ class Worker:
                 card.log.metrics.update(metrics)
                 before_update = card.switcher.await_optimizer if number == 0 else None
                 with card.log.timeline.span("optimizer_step", "optimizer"):
-                    card.log.metrics.update(trainer.optimizer_step(before_update))
+                    figures = trainer.optimizer_step(before_update)
+                card.log.metrics.update(figures)
+                if self.rank == self.spec.deployment.train[0]:
+                    skipped = figures[SKIPPED_IN_A_ROW] > 0
+                    card.log.metrics.add("training/skipped_updates", skipped, rule="sum")
             card.log.record_memory("train")
         if update:
             card.switcher.unload_optimizer()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import math
 import numbers
 import os
 import pickle
@@ -23,6 +22,7 @@ from typing import Any
 
 from fusion.rewards.keeper import children, end_descendants, run_kept
 from fusion.rewards.loaded import LoadedReward
+from fusion.rewards.outcome import usable
 from fusion.rewards.wire import HEADER, SPLIT, START, Result, Started, pack_reply
 
 DETAIL_CHARS, SHOWN_CHARS = 8000, 200
@@ -203,7 +203,7 @@ def result_of(value: object) -> Result:
     if (reward := finite(value)) is not None:
         return Result(reward, None, "", "")
     kind = type(value).__name__
-    return Result(None, "bad_type", f"returned {shown(value)} ({kind}); expected a finite number", kind)
+    return Result(None, "bad_type", f"returned {shown(value)} ({kind}); expected a finite number of float32", kind)
 
 
 def failure_of(error: BaseException, memory_mib: int | None) -> Result:
@@ -224,14 +224,14 @@ def trace_of_exception() -> str:
 
 
 def finite(value: object) -> float | None:
-    """Return a number as a finite float; None for everything else."""
+    """Return a number as a float that is `usable`; None for everything else."""
     if type(value) is not float and not isinstance(value, numbers.Real):  # the latter takes ten times as long
         return None
     try:
         number = float(value)
     except OverflowError:  # a whole number beyond the range of a float
         return None
-    return number if math.isfinite(number) else None
+    return number if usable(number) else None
 
 
 def shown(value: object) -> str:

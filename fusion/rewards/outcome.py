@@ -11,9 +11,17 @@ from typing import Any
 
 ERRORS = ("raised", "timeout", "memory", "bad_type", "died", "too_long", "lost")
 """Rules: `raised`, `timeout`, `memory` (it exceeded `reward.memory_mib`), `died` (the function killed its process).
-Rules and reward models: `bad_type` (the reward is not a finite number). Reward models: `too_long` (the sample has more
-tokens than the model has positions). Both: `lost` (the queue has lost the sample, because its stored bytes are damaged
-or gone)."""
+Rules and reward models: `bad_type` (the reward is not a finite number of float32). Reward models: `too_long` (the
+sample has more tokens than the model has positions). Both: `lost` (the queue has lost the sample, because its stored
+bytes are damaged or gone)."""
+
+MAX_REWARD = 3.4028234663852886e38
+"""The largest float32: advantages and losses are computed in it."""
+
+
+def usable(reward: float) -> bool:
+    """Return whether a reward can be trained on: a finite number in the range of float32."""
+    return abs(reward) <= MAX_REWARD  # not true of NaN
 
 
 @dataclass(slots=True)
@@ -30,7 +38,7 @@ class RewardSample:
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """Holds the result of one sample: a finite `reward`, or None with `error` one of `ERRORS` and `detail` its
+    """Holds the result of one sample: a `usable` `reward`, or None with `error` one of `ERRORS` and `detail` its
     traceback or message; `seconds` of wall time were spent on it. `terms`: the parts of the reward by name, without
     their weights, where it has several (`reward.terms`)."""
 

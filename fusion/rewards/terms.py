@@ -3,7 +3,7 @@
     total = reward + Σ weight · term            a sample of which any part failed is not scored
 
 Invariants (property-tested): a total is the weighted sum of its parts, which stay with it by name; a sample fails if
-and only if a part failed, with the error of the first, and its detail names that part.
+and only if a part failed, with the error of the first, and its detail names that part, or the sum is not `usable`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusion.rewards.outcome import RewardOutcome
+from fusion.rewards.outcome import RewardOutcome, usable
 from fusion.telemetry.validation import Checks
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def _total(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[Re
             return RewardOutcome(None, one.error, f"the term {name!r}: {one.detail}", seconds)
         total += weight * one.reward
         terms[name] = one.reward
+    if not usable(total):
+        return RewardOutcome(None, "bad_type", f"the weighted sum of {terms} is {total}, beyond float32", seconds)
     return RewardOutcome(total, seconds=seconds, terms=terms)
 
 

@@ -10,13 +10,12 @@ that the pool executes nothing that the process of a reward writes.
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fusion.rewards.outcome import ERRORS
+from fusion.rewards.outcome import ERRORS, usable
 
 HEADER = struct.Struct("<II")
 START = 0xFFFFFFFF
@@ -89,7 +88,7 @@ def take_replies(buffer: bytearray) -> Iterator[tuple[int, Started | Result]]:
                 yield index, _reply(index, bytes(buffer[start:end]))
                 continue
             reward, seconds = SCORED.unpack_from(buffer, start)
-            if not math.isfinite(reward):
+            if not usable(reward):
                 raise ValueError(f"a reward of {reward}")
             yield index, Result(reward, None, "", "", seconds)
     finally:

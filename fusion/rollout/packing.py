@@ -1,6 +1,6 @@
 """Pack the engine's outputs as rows of the queue.
 
-finished samples   prompt, response, behaviour_logprobs, versions, text, routing     the last two if configured
+finished samples   prompt, response, behaviour_logprobs, versions, cut, text, routing    the last two if configured
 answers            prompt, response                                                  read by id: no task gets them
 """
 
@@ -17,6 +17,9 @@ from fusion.inference import Output
 TEXT = "text"
 """Column of the response's text; what the task that rewards samples reads of them."""
 
+CUT = "cut"
+"""Column of bool: whether the limit of tokens ended the response, not an end token or a stop string."""
+
 ROUTING = "routing"
 """Column of the experts that each token was routed to, in every layer; only where the trainer replays them."""
 
@@ -24,9 +27,9 @@ ROUTING = "routing"
 def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> PackedBatch:
     """Packs finished samples, one row each.
 
-    Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L]; `text` (UTF-8),
-    where the responses' ``texts`` are given; `routing` [T, layers, k] of a small integer dtype, where outputs have one
-    (`Output.routing`, of all submissions: every token of prompt and response but the last).
+    Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L], `cut` bool;
+    `text` (UTF-8), where the responses' ``texts`` are given; `routing` [T, layers, k] of a small integer dtype, where
+    outputs have one (`Output.routing`, of all submissions: every token of prompt and response but the last).
     """
     versions = Column.of_numbers([output.versions for output in outputs], torch.int32, "versions")
     optional = {TEXT: list(texts)} if texts else {}
@@ -39,6 +42,7 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
                 [output.logprobs for output in outputs], torch.float32, "behaviour_logprobs"
             ),
             "versions": versions,
+            CUT: torch.tensor([output.finish_reason == "length" for output in outputs]),
             **optional,
             **routing,
         },

@@ -25,7 +25,7 @@ from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.chunks import Chunk
 from fusion.training.config import TrainingConfig
-from fusion.training.interface import TrainEngine
+from fusion.training.interface import SKIPPED_IN_A_ROW, TrainEngine
 from fusion.training.logprobs import vocab_parallel_logprobs
 from fusion.training.loss import Loss
 from fusion.training.model import TrainedModel
@@ -155,15 +155,13 @@ class EmbeddedTrainEngine:
 
         Args:
             before_update: called before the optimizer's states are used; they may still be loading until then.
-
-        Raises:
-            FloatingPointError: the gradient is not finite (on all ranks).
         """
         lr = self.learning_rate(self.optimizer.steps)
         norm = self.optimizer.step(lr, before_update)
-        self.router_bias.update()
+        skipped = self.optimizer.skipped_in_a_row
+        self.router_bias.update(skipped=skipped > 0)
         self._accumulated = False
-        return {"actor/grad_norm": norm, "actor/lr": lr}
+        return {"actor/grad_norm": norm, "actor/lr": lr, SKIPPED_IN_A_ROW: skipped}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where

@@ -22,6 +22,9 @@ from fusion.training.batch import Sequences
 from fusion.training.chunks import Chunk
 from fusion.training.loss import Loss
 
+SKIPPED_IN_A_ROW = "training/max_skipped_in_a_row"
+"""Metric: number of updates that were skipped since the last one that was not, as their gradients were not finite"""
+
 
 class TrainEngine(Protocol):
     """One rank of a trainer. Its computing methods need the weights resident in HBM."""
@@ -54,11 +57,8 @@ class TrainEngine(Protocol):
                 host until then.
 
         Returns:
-            `actor/grad_norm` (before clipping) and `actor/lr`, the same on every rank.
-
-        Raises:
-            FloatingPointError: on all ranks, if the gradient is not finite. Weights and states are unchanged; the
-                gradients may be reduced already.
+            `actor/grad_norm` (before clipping), `actor/lr` and `SKIPPED_IN_A_ROW`, the same on every rank. If the norm
+            is not finite the update is skipped: weights, states and biases are unchanged, and the gradients zeroed.
         """
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ of which the first and the last stage have a copy each, are in separate buckets 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -69,6 +70,10 @@ class ShardedAdamW:
     The masters are copied from the weights at construction; `take_masters` copies them again after weights were loaded.
     All ranks of the mesh call `step` together.
 
+    Attributes:
+        steps: number of updates.
+        skipped_in_a_row: number of updates that were skipped since the last one, as the gradient was not finite.
+
     Args:
         states: creates the storage of the states; default: in HBM.
     """
@@ -84,7 +89,7 @@ class ShardedAdamW:
     ):
         self.weights, self.mesh, self.device = model.weights, model.mesh, model.device
         self.betas, self.weight_decay, self.clip_grad = betas, weight_decay, clip_grad
-        self.steps = 0
+        self.steps = self.skipped_in_a_row = 0
         config, parallel = model.config, model.mesh.parallel
         plans, tied = gradient_buckets(config, parallel, model.table, bucket_bytes=model.bucket_bytes)
         self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
@@ -188,28 +193,25 @@ class ShardedAdamW:
             flat.zero_()
 
     def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
-        """Updates the weights with the accumulated gradients and zeroes these. Returns their norm before clipping.
+        """Updates the weights with the accumulated gradients and zeroes these. Returns their norm before clipping; if
+        it is not finite, weights and states are unchanged, on all ranks, and ``skipped_in_a_row`` grows.
 
         Args:
             before_update: called before the states are used; they may still be loading until then.
-
-        Raises:
-            FloatingPointError: on all ranks, if the norm is not finite. Weights and states are unchanged; the gradients
-                are reduced already.
         """
         for shard in self.shards:
             self._reduce(shard)
         norm = self._norm()
-        if not torch.isfinite(torch.tensor(norm)):
-            raise FloatingPointError(f"optimizer step {self.steps}: the norm of the gradient is {norm}")
-        if 0 < self.clip_grad < norm:
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if 0 < self.clip_grad < norm and not self.skipped_in_a_row:
             torch._foreach_mul_([shard.gradient for shard in self.shards], self.clip_grad / (norm + 1e-6))
         if before_update is not None:
             before_update()
-        for index, states in self.states:
-            self._update(self.shards[index], states, lr)
-            self._publish(self.shards[index], states)
-        self.steps += 1
+        if not self.skipped_in_a_row:
+            for index, states in self.states:
+                self._update(self.shards[index], states, lr)
+                self._publish(self.shards[index], states)
+            self.steps += 1
         self.zero_gradients()
         return norm
 

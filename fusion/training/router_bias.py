@@ -55,9 +55,11 @@ class RouterBias:
             self._rows_SE[self._own_rows] += batch.to("cpu", torch.int64)
         self._batches.clear()
 
-    def update(self) -> None:
-        """Move the biases by the load since the last update. Collective over the mesh."""
-        if not self.rate:
+    def update(self, *, skipped: bool = False) -> None:
+        """Move the biases by the load since the last update; where that was ``skipped``, only forget the load.
+        Collective over the mesh."""
+        if not self.rate or skipped:
+            self._rows_SE.zero_()
             return
         if self._mesh.world_group is not None:
             dist.all_reduce(self._rows_SE, group=self._mesh.world_group)

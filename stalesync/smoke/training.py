@@ -68,6 +68,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """
     if not rows:
         return {}, "the run wrote no step"
+    rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
     norms = [row.get("actor/grad_norm", math.nan) for row in rows]
     differences = [row.get("training/rollout_logprobs_diff_mean", math.nan) for row in rows]
     seconds = sorted(row.get("timing_s/step", math.nan) for row in rows[1:] or rows)

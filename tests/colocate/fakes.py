@@ -19,6 +19,7 @@ from fusion.model.formats import EMBEDDED
 from fusion.npu import Device
 from fusion.training import Sequences, TrainEngine
 from fusion.training.chunks import Chunk
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.loss import Loss
 
 
@@ -68,7 +69,7 @@ class FakeTrainer:
             flat += 1
         self._gradient.zero_()
         self.accumulating, self.steps = False, self.steps + 1
-        return {"actor/grad_norm": 1.0, "actor/lr": 1.0}
+        return {"actor/grad_norm": 1.0, "actor/lr": 1.0, SKIPPED_IN_A_ROW: 0}
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_N = torch.where(sequences.loss_mask, -first_weight(self._weights), 0.0)

@@ -37,6 +37,8 @@ def reward(prompt, response, answer, **fields):
         return None
     if response == "nan":
         return float("nan")
+    if response == "beyond float32":
+        return 1e39
     if response == "huge":
         return 10 ** 400
     if response == "die":
@@ -97,6 +99,7 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
         ("none", "bad_type", "returned None"),
         ("nan", "bad_type", "returned nan"),
         ("huge", "bad_type", "returned 1000"),
+        ("beyond float32", "bad_type", "returned 1e+39 (float); expected a finite number of float32"),
         ("die", "died", "exited with status 7"),
         ("crash", "died", "killed by SIGSEGV"),
         ("signal without a name", "died", "killed by signal 40"),

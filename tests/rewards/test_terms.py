@@ -76,6 +76,13 @@ def test_a_total_is_the_weighted_sum_and_fails_if_and_only_if_a_part_failed(rows
             assert total.terms == {f"t{i}": one.reward for i, one in enumerate(row)}
 
 
+def test_a_total_beyond_float32_fails_the_sample_by_name():
+    one, other = [RewardOutcome(3e38), RewardOutcome(-3e38)], [RewardOutcome(3e38), RewardOutcome(3e38)]
+    beyond, fits = combine({"a": (1.0, one), "b": (1.0, other)})
+    assert (beyond.reward, beyond.error) == (None, "bad_type") and "'b': 3e+38} is 6e+38, beyond" in beyond.detail
+    assert fits.reward == 0.0
+
+
 def test_a_format_is_matched_in_a_guarded_process_as_a_whole_over_lines():
     config = RewardConfig(workers=1, time_limit_s=2.0, terms=[{"reward": "format", "pattern": "<a>(.|b)*</a>!?"}])
     spec = config.term_specs()[0].spec(config)

@@ -20,6 +20,7 @@ def test_a_row_has_the_tokens_and_the_versions_of_its_oldest_and_newest_token(re
             tokens=list(range(len(versions))),
             logprobs=[-version / 3 for version in versions],
             versions=versions,
+            finish_reason="length" if row % 2 else "stop",
         )
         for row, versions in enumerate(responses)
     ]
@@ -29,4 +30,5 @@ def test_a_row_has_the_tokens_and_the_versions_of_its_oldest_and_newest_token(re
     for row, output in enumerate(outputs):
         assert batch["prompt"][row].tolist() == [row, 7] and batch["response"][row].tolist() == output.tokens
         assert batch["versions"][row].tolist() == output.versions and batch["text"][row] == f"text {row}"
+        assert bool(batch["cut"][row]) == row % 2
         assert batch["behaviour_logprobs"][row].equal(torch.tensor(output.logprobs, dtype=torch.float32))

@@ -9,8 +9,10 @@ import pytest
 from fusion.rewards import RewardOutcome
 from fusion.rollout import RequestBuffer
 from fusion.telemetry import Metrics
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync.controller import Controller
 from stalesync.evaluation import EvalConfig, Evaluation
+from stalesync.failures import GradientsNotFinite
 from stalesync.garbage import NEW_OBJECTS, collecting_seldom
 from stalesync.prompts import Prompt
 from stalesync.sample_columns import SampleColumns
@@ -110,3 +112,14 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
         controller.train(["g"])
     assert logged == [(5, [sample])]
     assert ("No space left on device" in caplog.text) == (is_full and not began)
+
+
+def test_updates_that_are_skipped_end_the_run_by_name_only_after_three_in_a_row():
+    rows, skipped = [], iter([1, 2, 0, 1, 2, 3])
+    run = _run(rows.append, cut=dict)
+    run.config.run.steps, run.config.run.save_every = 9, "0"
+    run.loop.train_step = lambda *_, log_last, **__: log_last()
+    run.loop.end_close = lambda: {SKIPPED_IN_A_ROW: next(skipped)}
+    with pytest.raises(GradientsNotFinite, match="3 updates in a row were skipped up to step 6, .*training.lr"):
+        run.run()
+    assert rows == [1, 2, 3, 4, 5, 6], "the row of the last step is logged"

@@ -51,7 +51,7 @@ def test_terms_are_added_with_their_weights_logged_by_name_and_saved_with_the_sa
     assert [one.outcome.reward for one in samples] == [2.0, 3.0 - 1.0, 4.0 - 2.0]
     assert samples[1].outcome.terms == {"base": 3.0, "length": -0.5}
     metrics = Metrics()
-    add_sample_metrics(metrics, SampleColumns.of(samples), max_response_length=9)
+    add_sample_metrics(metrics, SampleColumns.of(samples))
     found = metrics.result()
     assert found["critic/rewards/mean"] == 2.0
     assert (found["critic/rewards/base/mean"], found["critic/rewards/length/mean"]) == (3.0, -0.5)

@@ -58,7 +58,9 @@ class MetadataQueue(LocalQueue):
 
 def _output(id, tokens, version=0):
     count = len(tokens)
-    return Output(id, "g", PROMPT.ids, list(tokens), [-1.0] * count, [version] * count, "stop")
+    return Output(
+        id, "g", PROMPT.ids, list(tokens), [-1.0] * count, [version] * count, "length" if count == 4 else "stop"
+    )
 
 
 def _put(queue, lengths):
@@ -86,7 +88,8 @@ def test_samples_are_scored_by_their_text_and_lengths_and_no_token_is_received()
     first = scored[0]
     assert (first.response, first.prompt_tokens, first.response_tokens) == ("<üüüü>", 3, 4)
     assert (first.outcome.reward, first.oldest, first.newest) == (4.0, 0, 0) and scored[1].newest == 1
-    assert queue.received == {"text": len("<üüüü><üü>".encode())}
+    assert [one.cut for one in scored] == [True, False]
+    assert queue.received == {"text": len("<üüüü><üü>".encode()), "cut": 2}
     assert queue.stats()["distqueue/reward/depth"] == 0 == queue.stats()["distqueue/reward/leased"], "acknowledged"
 
 
@@ -150,7 +153,7 @@ def test_what_cannot_be_scored_meanwhile_waits_until_it_is_asked_for():
         scored, _ = scorer.score_waiting()
         assert [sample.outcome.reward for sample in scored] == [4.0, 2.0] and scorer.num_unscored == 0
         assert scorer.score_waiting() == ([], [])
-    assert queue.received.keys() == {"text"}
+    assert queue.received.keys() == {"text", "cut"}
 
 
 def test_samples_are_reported_before_they_are_acknowledged_which_can_be_awaited():

@@ -104,10 +104,32 @@ def test_only_dapo_filters_groups_that_teach_nothing():
         assert of(name).filter_rule([1.0, 1.0]) is None and not of(name).filters
 
 
+NOISE = ([0.1 + 0.2, 0.3], [1.0, 1.0 + 1e-7, 1.0 - 5e-7], [1e6, 1e6 + 0.5], [-3e38, -3e38], [1e-7, 0.0])
+SIGNAL = ([0.0, 1e-5], [1.0, 1.0 + 3e-6], [1e6, 1e6 + 2], [3e38, -3e38])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("rewards", "equal"), [(r, True) for r in NOISE] + [(r, False) for r in SIGNAL])
+def test_rewards_that_differ_by_rounding_are_equal_for_filter_and_advantages(name, rewards, equal):
+    found = advantages(of(name, overlong_buffer=0), rewards, ["a"] * len(rewards))
+    assert bool(found.any()) != equal
+    if name == "dapo":
+        assert (of(name).filter_rule(rewards) is not None) == equal
+
+
 def test_the_penalty_on_overlong_responses_by_hand():
     # The last 4 of 20 tokens: nothing at 16, a quarter a token behind, 1 at 20 and beyond.
     lengths = [1, 16, 17, 18, 20, 25]
-    assert overlong_penalty(np.array(lengths), 20, 4).tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    cut = np.array([False] * 4 + [True] * 2)
+    assert overlong_penalty(np.array(lengths), 20, 4, cut).tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    # With its end token exactly at the limit it has ended: as one with 19 tokens.
+    assert overlong_penalty(np.array([19, 20, 20]), 20, 4, np.array([False, False, True])).tolist() == [
+        -0.75,
+        -0.75,
+        -1,
+    ]
+    ended, _ = of("dapo").advantages([1.0, 1.0], ["a", "a"], [20, 20], cut=[False, True])
+    assert ended[0] > 0 > ended[1]
     # A fifth of the longest is DAPO's own buffer: 4 of 20.
     assert of("dapo").shape_rewards([1.0] * 6, lengths).tolist() == [1, 1, 0.75, 0.5, 0, 0]
     assert math.isnan(of("dapo").shape_rewards([None], [20])[0])

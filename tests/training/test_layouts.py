@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from fusion.model import Parallel
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.batch import UNREAD
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.pairwise import axes, thinned
 from tests.training.ranks import LONGEST, Case, make_engine, my_share, sample_batch, train
@@ -118,6 +120,34 @@ def test_a_layout_trains_as_one_rank_does(checkpoints, setting, layout):
         few = max(1, tensor.numel() // 200)
         difference = (weights[name] - tensor).abs().flatten().sort().values[:-few]
         assert difference.norm() <= 5e-4 * (tensor - before[name]).norm(), name
+
+
+def poisoned(rank, device, case):
+    """What each rank reports of an update with a sample whose loss is beyond float32, and whether anything changed."""
+    engine = make_engine(case, device)
+    batch = sample_batch(case.samples, case.seed)
+    assert batch.advantages is not None
+    batch.advantages[batch.loss_mask.nonzero()[0]] = 3e38
+    engine.forward_backward(my_share(batch, engine), make_algorithm(AlgorithmConfig(), LONGEST).loss)
+    state = [*engine.model.weights.flats, *engine.optimizer.tensors().values()]
+    before = [tensor.clone() for tensor in state]
+    metrics = engine.optimizer_step()
+    return metrics, all(torch.equal(left, right) for left, right in zip(before, state, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Parallel(4, tp=2, pp=2),
+        Parallel(2, ep=2),
+        pytest.param(Parallel(8, tp=2, ep=2, pp=2), marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_all_ranks_skip_an_update_with_a_gradient_that_is_not_finite_on_one(checkpoints, layout):
+    case = Case(checkpoints["tied"], layout)
+    for metrics, unchanged in run_ranks(poisoned, layout.world, case):
+        assert unchanged and metrics[SKIPPED_IN_A_ROW] == 1 and not math.isfinite(metrics["actor/grad_norm"])
 
 
 def copies_of_the_embedding(rank, device, case):

@@ -106,3 +106,15 @@ def test_every_rank_has_the_biases_of_every_layer() -> None:
     case = Case(checkpoint(), Parallel(3, pp=3), {"router_bias_rate": RATE})
     found = run_ranks(replicas, 3, case)
     assert len(found[0]) == 2 * 8 and found[0] == found[1] == found[2]
+
+
+def test_an_update_that_is_skipped_moves_no_bias_and_forgets_the_load(device: Any) -> None:
+    engine = make_engine(Case(checkpoint(), training={"router_bias_rate": RATE}), device)
+    before = engine.model.weights.card.clone()
+    engine.forward_backward(my_share(sample_batch(12, 3), engine), cross_entropy)
+    engine.optimizer.gradients.flats[0][0] = float("nan")
+    engine.optimizer_step()
+    assert torch.equal(engine.model.weights.card, before)
+    engine.optimizer.gradients.flats[0].zero_()
+    engine.optimizer_step()
+    assert torch.equal(engine.model.weights.card, before)

@@ -23,6 +23,7 @@ from fusion.model import Buckets, Mesh, ModelConfig, Transformer, load_weights
 from fusion.npu import Device
 from fusion.offload import HostPool, Offloader
 from fusion.rewards import RewardOutcome
+from fusion.rewards.outcome import usable
 from fusion.training import Sequences, TrainEngine
 
 
@@ -158,6 +159,6 @@ class FrozenRoles:
 def _outcome(score: float | None, length: int, max_length: int) -> RewardOutcome:
     if score is None:
         return RewardOutcome(None, "too_long", f"{length} tokens; the reward model has {max_length} positions")
-    if score != score or score in (float("inf"), float("-inf")):
+    if not usable(score):
         return RewardOutcome(None, "bad_type", f"the reward model's score is {score}")
     return RewardOutcome(score)

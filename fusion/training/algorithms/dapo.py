@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusion.training.algorithms.baseline import equal
 from fusion.training.algorithms.grpo import GRPO
 from fusion.training.algorithms.interface import Reward, failed
 
@@ -22,7 +23,7 @@ class DAPO(GRPO):
     """Section 4.1: a buffer of 4096 tokens for responses of at most 20480."""
 
     def filter_rule(self, rewards: Sequence[Reward]) -> str | None:
-        """Exclude groups whose rewards are all equal, as their advantages are 0 (dynamic sampling, section 3.2). Failed
-        rewards do not count; a group whose rewards all failed is not excluded by this rule."""
-        scored = [reward for reward in rewards if not failed(reward)]
-        return DYNAMIC_SAMPLING if scored and min(scored) == max(scored) else None  # type: ignore[type-var]
+        """Exclude groups whose rewards are all equal (`baseline.equal`), as their advantages are 0 (dynamic sampling,
+        section 3.2). Failed rewards do not count; a group whose rewards all failed is not excluded by this rule."""
+        scored = [reward for reward in rewards if reward is not None and not failed(reward)]
+        return DYNAMIC_SAMPLING if scored and equal(min(scored), max(scored)) else None

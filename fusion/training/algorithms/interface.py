@@ -64,6 +64,8 @@ class Algorithm:
         groups: Sequence[Hashable],
         response_lengths: Sequence[int],
         reference_kl: Sequence[float] | None = None,
+        *,
+        cut: Sequence[bool] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute advantages float32 [B] and trained bool [B] of the B samples of one step.
 
@@ -74,21 +76,27 @@ class Algorithm:
             response_lengths: in tokens.
             reference_kl: behaviour_logprobs - ref_logprobs of each sample, summed over its response. Only for
                 algorithm.kl_in=reward.
+            cut: whether the limit ended the response, not an end token; None: of all with max_response_length tokens.
 
         Raises:
             ValueError: the columns differ in length, or ``reference_kl`` is needed and is or contains None.
         """
         if not len(rewards) == len(groups) == len(response_lengths):
             raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(response_lengths)} lengths")
-        shaped_B = self.shape_rewards(rewards, response_lengths, reference_kl)
+        shaped_B = self.shape_rewards(rewards, response_lengths, reference_kl, cut)
         trained_B = ~np.isnan(shaped_B)
         advantages_B = np.zeros(len(shaped_B))
         groups_n = number_groups([group for group, trained in zip(groups, trained_B.tolist(), strict=True) if trained])
         advantages_B[trained_B] = self.estimate(shaped_B[trained_B], groups_n)
-        return torch.from_numpy(advantages_B.astype(np.float32)), torch.from_numpy(trained_B)
+        with np.errstate(over="ignore"):  # of rewards beyond the half of float32: the trainer skips such an update
+            return torch.from_numpy(advantages_B.astype(np.float32)), torch.from_numpy(trained_B)
 
     def shape_rewards(
-        self, rewards: Sequence[Reward], response_lengths: Sequence[int], reference_kl: Sequence[float] | None = None
+        self,
+        rewards: Sequence[Reward],
+        response_lengths: Sequence[int],
+        reference_kl: Sequence[float] | None = None,
+        cut: Sequence[bool] | None = None,
     ) -> FloatArray:
         """Add the penalty on overlong responses; with `kl_in=reward`, subtract `kl_coef` times the KL. Returns float64
         [B], NaN where the reward failed."""
@@ -97,7 +105,9 @@ class Algorithm:
         if buffer is None:
             buffer = int(self.overlong_share * longest)
         rewards_B = np.array(rewards, dtype=np.float64)  # None becomes NaN
-        shaped_B = rewards_B + shaping.overlong_penalty(np.array(response_lengths, dtype=np.int64), longest, buffer)
+        lengths_B = np.array(response_lengths, dtype=np.int64)
+        cut_B = lengths_B >= longest if cut is None else np.array(cut, dtype=np.bool_)
+        shaped_B = rewards_B + shaping.overlong_penalty(lengths_B, longest, buffer, cut_B)
         if config.kl_in != "reward" or not config.kl_coef:
             return shaped_B
         if reference_kl is None:
